@@ -1,0 +1,78 @@
+# make setup | test | demo | demo-mpi | gpu-check | bench | lint | clean          (docs/install.md)
+#
+# By default everything runs in VENV, which is created and filled when it is missing or stale. With PYTHON=...
+# on the command line that interpreter is used as it is (a GPU machine that has its own torch): nothing but
+# te_lite itself is then installed.
+
+VENV ?= .venv
+BASE_PYTHON ?= python3
+TEST_WORKERS ?= 2
+TEST_ARGS ?=
+RANKS ?= 2
+DEMO_ARGS ?= --tp $(RANKS) --sequence-parallel --recipe delayed
+BENCH_ARGS ?=
+TREE ?= $(shell git rev-parse --verify -q HEAD:te_lite)
+
+# CPU ranks share few cores: with more threads than cores they only wait for each other.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
+ifeq ($(origin PYTHON),command line)
+MPIRUN ?= mpirun
+STAMP := build/te_lite-installed
+INSTALL = $(PYTHON) -m pip install --quiet -e . --no-build-isolation --no-deps
+else
+PYTHON := $(VENV)/bin/python
+MPIRUN ?= $(VENV)/bin/mpirun
+STAMP := $(VENV)/te_lite-installed
+INSTALL = { test -x $(PYTHON) || $(BASE_PYTHON) -m venv $(VENV); } && \
+	$(PYTHON) -m pip install --quiet -c constraints.txt -e '.[test,demo,mpi]'
+endif
+
+# The stamp says which checkout was installed for which interpreter: an environment shared by two checkouts
+# is installed anew when the other one used it last.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR) $(PYTHON))
+STALE := always
+endif
+
+.PHONY: setup test lint demo demo-mpi gpu-check bench clean always
+
+setup: $(STAMP)
+
+$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard te_lite/csrc/*) $(STALE)
+	@echo 'installing te_lite and what it needs for $(PYTHON): about a minute, more on a slow network'
+	@$(INSTALL)
+	@mkdir -p $(@D) && echo '$(CURDIR) $(PYTHON)' > $@
+
+lint: $(STAMP)
+	$(PYTHON) -m ruff check .
+
+# One pytest call, so one summary, also after a lint failure. Of the TEST_WORKERS processes
+# one alone runs tests/distributed (tests/conftest.py): ranks never run beside other ranks.
+test: $(STAMP)
+	@status=0; \
+	$(MAKE) --no-print-directory lint || status=1; \
+	$(PYTHON) -m pytest -n $(TEST_WORKERS) $(TEST_ARGS) || status=1; \
+	exit $$status
+
+# GPUs are used when there is one for each rank, else the ranks run on the CPU.
+ENOUGH_GPUS = $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count() < $(RANKS))'
+
+demo: $(STAMP)
+	@$(ENOUGH_GPUS) || export CUDA_VISIBLE_DEVICES=; \
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(DEMO_ARGS)
+
+demo-mpi: $(STAMP)
+	@$(ENOUGH_GPUS) || export CUDA_VISIBLE_DEVICES=; \
+	$(MPIRUN) -n $(RANKS) --allow-run-as-root --oversubscribe $(PYTHON) examples/train_gpt.py $(DEMO_ARGS)
+
+gpu-check: $(STAMP)
+	$(PYTHON) benchmarks/gpu_check.py --tree-hash $(or $(TREE),$(error TREE is empty: outside a git \
+	checkout or before the first commit pass TREE=<what git rev-parse HEAD:te_lite prints>))
+
+bench: $(STAMP)
+	$(PYTHON) benchmarks/modules.py $(BENCH_ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info te_lite/*.so .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.git -prune -o -name __pycache__ -prune -exec rm -rf {} +

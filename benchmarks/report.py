@@ -1,0 +1,246 @@
+"""Render the tables of README.md and docs/performance.md from the committed results.
+
+    python benchmarks/report.py              # rewrite what lies between the markers
+    python benchmarks/report.py --check      # status 1 when a document does not match the results
+
+A document names a table between two lines, `<!-- results:NAME -->` and `<!-- /results:NAME -->`; NAMES are
+modules, kernels, check and summary. No number there is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PUBLISHED = ROOT / "benchmarks" / "published.json"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+MARKED = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results:\2 -->)", re.DOTALL)
+
+Key = tuple[str, str, str]  # shape, module, recipe
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
+    """A table whose first text_columns are left-aligned and whose others are numbers."""
+    rule = ["---"] * text_columns + ["---:"] * (len(header) - text_columns)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *rows))
+
+
+def number(value: float | None, digits: int = 0, mark: str = "") -> str:
+    return "" if value is None else f"{round(value, digits) + 0.0:.{digits}f}{mark}"  # + 0.0: no "-0"
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    return number(a / b, 2) if a and b else ""
+
+
+def provenance(content: dict) -> str:
+    """Where the numbers below come from."""
+    where = f"{content['device']}, driver {content['driver']}, CUDA {content['cuda']}"
+    versions = f"torch {content['torch']}, triton {content['triton']}, Python {content['python']}"
+    return f"Measured {content['date'][:10]} on {where}, {versions}; te_lite tree `{content['tree'][:12]}`."
+
+
+def load(results: Path, name: str) -> dict | None:
+    path = results / f"{name}.json"
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text())
+    if content["device"] == "cpu":
+        raise ValueError(
+            f"{path.name} was measured on a CPU: documents show numbers of a GPU only; "
+            f"run benchmarks/gpu_check.py on one, or remove the file"
+        )
+    return content
+
+
+def load_published() -> tuple[dict[Key, dict], str, str]:
+    """Rows by (shape, module, recipe), label and source of the constant column."""
+    content = json.loads(PUBLISHED.read_text())
+    rows = [dict(zip(content["fields"], row, strict=True)) for row in content["rows"]]
+    return {(r["shape"], r["module"], r["recipe"]): r for r in rows}, content["label"], content["source"]
+
+
+def by_candidate(content: dict, candidate: str) -> dict[Key, dict]:
+    return {(r["shape"], r["module"], r["recipe"]): r for r in content["rows"] if r["candidate"] == candidate}
+
+
+def shapes_line(content: dict) -> str:
+    shapes = (f"{s['name']} {s['tokens']}, {s['hidden']}, {s['ffn']}" for s in content["shapes"])
+    return f"Shapes (tokens, hidden, ffn): {'; '.join(shapes)}."
+
+
+def gpu_mark(row: dict) -> str:
+    """An asterisk where the device caught up with the host in most samples: launch gaps may be in it."""
+    return "\\*" if row.get("exposed", 0) * 2 > row.get("samples", 0) else ""
+
+
+def module_keys(content: dict) -> list[Key]:
+    return list(by_candidate(content, "te_lite"))
+
+
+def gpu_table(content: dict) -> str:
+    ours, torch_rows = by_candidate(content, "te_lite"), by_candidate(content, "torch")
+    gemms = by_candidate(content, "gemms")
+    published, label, _ = load_published()
+    rows = []
+    for key in module_keys(content):
+        shape, module, recipe = key
+        row = ours[key]
+        bare = gemms.get((shape, module, "bf16" if recipe == "bf16" else "fp8"), {}).get("gpu_us")
+        eager = torch_rows.get((shape, module, "bf16"), {}).get("gpu_us")
+        peer = published.get(key, {}).get("gpu_us")
+        cells = [number(row.get("gpu_us"), mark=gpu_mark(row)), number(row.get("tflops")), number(bare)]
+        cells += [ratio(bare, row.get("gpu_us")), number(eager), number(peer), ratio(row.get("gpu_us"), peer)]
+        rows.append([*key, *cells])
+    header = ["shape", "module", "recipe", "te_lite us", "TFLOP/s", "GEMMs alone us", "GEMMs / te_lite"]
+    header += ["torch bf16 us", f"{label} us (published)", f"te_lite / {label}"]
+    return markdown(header, rows, text_columns=3)
+
+
+def host_table(content: dict) -> str:
+    ours, torch_rows = by_candidate(content, "te_lite"), by_candidate(content, "torch")
+    published, label, _ = load_published()
+    rows = []
+    for key in module_keys(content):
+        eager = torch_rows.get((key[0], key[1], "bf16"), {})
+        cells = []
+        for field in ("host_us", "wall_us", "kept_mib"):
+            sources = (ours[key], eager, published.get(key, {}))
+            cells += [number(source.get(field)) for source in sources]
+        rows.append([*key, *cells])
+    names = ("te_lite", "torch bf16", label)
+    header = [f"{what}, {name}" for what in ("host us", "wall us", "MiB kept") for name in names]
+    return markdown(["shape", "module", "recipe", *header], rows, text_columns=3)
+
+
+def render_modules(results: Path) -> str:
+    content = load(results, "modules")
+    if content is None:
+        return missing("modules")
+    _, label, source = load_published()
+    parts = [f"{provenance(content)} {shapes_line(content)}", "GPU time of forward plus backward:"]
+    parts += [gpu_table(content), "Host time to enqueue a step, wall time of a step, memory kept by forward:"]
+    parts += [host_table(content), f"{label}, a constant: {source}."]
+    if any(gpu_mark(row) for row in content["rows"]):
+        parts.append("\\* the device waited for the host in most samples: launch gaps are in this number.")
+    return "\n\n".join(parts)
+
+
+def render_summary(results: Path) -> str:
+    """For the front page: GPU time beside the bare GEMMs, wall time where the host is the limit."""
+    content = load(results, "modules")
+    if content is None:
+        return missing("modules")
+    ours, torch_rows = by_candidate(content, "te_lite"), by_candidate(content, "torch")
+    gemms = by_candidate(content, "gemms")
+    published, label, source = load_published()
+    gpu, wall = [], []
+    for key in module_keys(content):
+        shape, module, recipe = key
+        bare = gemms.get((shape, module, "bf16" if recipe == "bf16" else "fp8"), {}).get("gpu_us")
+        peer = published.get(key, {})
+        if shape != "small" and module == "LayerNormMLP":
+            gpu.append([shape, module, recipe, number(ours[key].get("gpu_us")), number(bare)])
+            gpu[-1].append(number(peer.get("gpu_us")))
+        if shape == "small" and peer.get("wall_us"):
+            eager = torch_rows.get((shape, module, "bf16"), {})
+            wall.append(
+                [shape, module, recipe, number(ours[key].get("wall_us")), number(eager.get("wall_us"))]
+            )
+            wall[-1].append(number(peer["wall_us"]))
+    names = ["shape", "module", "recipe"]
+    published_name = f"{label} (published)"
+    parts = [f"{provenance(content)} {shapes_line(content)}", "GPU time of forward plus backward, us:"]
+    parts.append(markdown([*names, "te_lite", "GEMMs alone", published_name], gpu, text_columns=3))
+    parts.append("Wall time a step where the host is the limit, us:")
+    parts.append(markdown([*names, "te_lite", "torch bf16", published_name], wall, text_columns=3))
+    parts.append(f"{label}, a constant: {source}.")
+    return "\n\n".join(parts)
+
+
+def render_kernels(results: Path) -> str:
+    content = load(results, "kernels")
+    if content is None:
+        return missing("kernels")
+    rows = []
+    for row in content["rows"]:
+        cells = [number(row.get("gpu_us"), 1), number(row.get("host_us"), 1), number(row.get("gbps"))]
+        rows.append([f"{row['m']} x {row['n']}", row["kernel"], *cells, number(row.get("of_copy"), 2)])
+    header = ["shape", "kernel", "GPU us", "host us", "GB/s", "of copy"]
+    return f"{provenance(content)}\n\n{markdown(header, rows, text_columns=2)}"
+
+
+def render_check(results: Path) -> str:
+    content = load(results, "gpu_check")
+    if content is None:
+        return missing("gpu_check")
+    rows = []
+    for row in content["rows"]:
+        detail = ", ".join(f"{k} {v}" for k, v in row["detail"].items() if not isinstance(v, list))
+        rows.append([row["stage"], row["status"], detail, number(row["seconds"])])
+    table = markdown(["stage", "status", "detail", "seconds"], rows, text_columns=3)
+    return f"{provenance(content)} GPUs: {content['devices']}.\n\n{table}"
+
+
+def missing(name: str) -> str:
+    return (
+        f"Not measured yet: `python benchmarks/gpu_check.py` on a GPU writes benchmarks/results/{name}.json."
+    )
+
+
+RENDERERS: dict[str, Callable[[Path], str]] = {
+    "modules": render_modules,
+    "summary": render_summary,
+    "kernels": render_kernels,
+    "check": render_check,
+}
+
+
+def rendered(text: str, results: Path) -> str:
+    """`text` with every marked part replaced. ValueError for a name that no renderer has."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match.group(2)
+        if name not in RENDERERS:
+            raise ValueError(f"results:{name}: no such table; the names are {', '.join(RENDERERS)}")
+        return f"{match.group(1)}\n{RENDERERS[name](results)}\n\n{match.group(4)}"
+
+    return MARKED.sub(replace, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; status 1 when a document is stale"
+    )
+    parser.add_argument("documents", nargs="*", type=Path, default=list(DOCUMENTS))
+    args = parser.parse_args(argv)
+    stale = 0
+    for path in args.documents:
+        if not path.exists():
+            print(f"{path.name}: not there")
+            continue
+        before = path.read_text()
+        after = rendered(before, args.results)
+        if after == before:
+            print(f"{path.name}: as the results say")
+            continue
+        stale += 1
+        if args.check:
+            print(f"{path.name}: does not match the results; run python benchmarks/report.py")
+        else:
+            path.write_text(after)
+            print(f"{path.name}: rewritten")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,163 @@
+"""autocast: which recipe the modules inside use, and when delayed scaling takes a step."""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_lite.quantize import delayed, replay
+from te_lite.recipe import DelayedScaling, Recipe, from_name
+
+
+class Pass:
+    """One forward through the outermost autocast: remembers whether a module has claimed to be its first."""
+
+    __slots__ = ("claimed",)
+
+    def __init__(self) -> None:
+        self.claimed = False
+
+    def claim(self) -> bool:
+        first, self.claimed = not self.claimed, True
+        return first
+
+
+class State:
+    """What one autocast says. key: what a module's plan depends on."""
+
+    __slots__ = ("calibrating", "enabled", "group", "key", "one_pass", "recipe")
+
+    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, group: Any, one_pass: Pass) -> None:
+        self.enabled, self.calibrating, self.recipe, self.group = enabled, calibrating, recipe, group
+        self.one_pass = one_pass
+        self.key = (recipe, group, enabled)
+
+
+_stack: list[State | None] = []
+
+
+def current() -> State | None:
+    """The innermost autocast's state, None where fp8 is neither enabled nor calibrated."""
+    return _stack[-1] if _stack else None
+
+
+class autocast(ContextDecorator):
+    """Modules inside quantize their GEMMs by `recipe`.
+
+    enabled: False leaves the modules inside in high precision, also within an enabled autocast.
+    calibrating: with enabled=False, record the amaxes that delayed scaling would need, without quantizing.
+    recipe: a te.recipe object or a name; default DelayedScaling().
+    amax_reduction_group: ranks that share delayed scaling's amaxes; None: each module's tensor-parallel group. The
+    world is never assumed (pass torch.distributed.group.WORLD for it).
+
+    Delayed scaling's forward scales take a step when the outermost autocast ends, if gradients are enabled.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | str | None = None,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if isinstance(recipe, str):
+            recipe = from_name(recipe)
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe={recipe!r}: must be a te_lite.recipe object or a name such as 'delayed'")
+        self.recipe = recipe if recipe is not None else DelayedScaling()
+        self.enabled = bool(enabled) and self.recipe.is_fp8
+        self.calibrating = bool(calibrating) and not self.enabled
+        self.group = amax_reduction_group
+
+    def __enter__(self) -> autocast:
+        if not (self.enabled or self.calibrating):
+            _stack.append(None)
+            return self
+        outer = next((state for state in reversed(_stack) if state is not None), None)
+        one_pass = outer.one_pass if outer is not None else Pass()
+        _stack.append(State(self.enabled, self.calibrating, self.recipe, self.group, one_pass))
+        return self
+
+    def __exit__(self, exc_type: Any, *_: Any) -> None:
+        state = _stack.pop()
+        if state is None or exc_type is not None or any(outer is not None for outer in _stack):
+            return
+        # The first run of a reentrant checkpoint has gradients disabled although a backward will follow.
+        if (torch.is_grad_enabled() or replay.is_open()) and not replay.replaying():
+            if not replay.in_foreign_recomputation():
+                delayed.update("forward")
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | str | None = None,
+    fp8_group: dist.ProcessGroup | None = None,
+) -> autocast:
+    """autocast under its older name and argument names."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+class restored:
+    """Inside, the autocast state is `stack`, as snapshot() took it earlier; leaving takes no step of any scale."""
+
+    def __init__(self, stack: list[State | None]) -> None:
+        self._inside = stack
+
+    def __enter__(self) -> None:
+        self._outside = _stack.copy()
+        _stack[:] = self._inside
+
+    def __exit__(self, *_: Any) -> None:
+        _stack[:] = self._outside
+
+
+def snapshot() -> list[State | None]:
+    """The stack of open autocasts, for restored()."""
+    return _stack.copy()
+
+
+class FP8GlobalStateManager:
+    """The questions that training frameworks ask about the open autocast."""
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        state = current()
+        return state is not None and state.enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        state = current()
+        return state is not None and state.calibrating
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        state = current()
+        return DelayedScaling() if state is None else state.recipe
+
+    @classmethod
+    def get_fp8_group(cls) -> dist.ProcessGroup | None:
+        state = current()
+        return None if state is None else state.group
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forgets open autocasts and the delayed-scaling pools; for tests and notebooks."""
+        _stack.clear()
+        delayed.reset()
+
+
+def fp8_model_init(enabled: bool = True, **_: Any) -> autocast:
+    """Quantized parameters are not there yet: enabled=True raises, enabled=False does nothing."""
+    if enabled:
+        raise NotImplementedError(
+            "fp8_model_init(enabled=True): te_lite has no quantized parameters yet; keep parameters in bf16 or fp32 "
+            "and pass is_first_microbatch to reuse quantized weights across micro-batches"
+        )
+    return autocast(enabled=False)
+
+
+quantized_model_init = fp8_model_init

@@ -1,0 +1,39 @@
+// A failed driver call as a C++ exception that names the call, the error and what the driver says about it.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "driver.h"
+
+namespace te_lite {
+
+class DriverError : public std::runtime_error {
+ public:
+  DriverError(std::string call, CUresult code, std::string name, std::string text)
+      : std::runtime_error(call + " failed: " + name + " (" + std::to_string(code) + "): " + text),
+        call(std::move(call)),
+        name(std::move(name)),
+        text(std::move(text)),
+        code(code) {}
+
+  const std::string call;
+  const std::string name;
+  const std::string text;
+  const CUresult code;
+};
+
+inline void check(const Driver& driver, CUresult result, const char* call) {
+  if (result == kSuccess) return;
+  const char* name = nullptr;
+  const char* text = nullptr;
+  // Both leave a null pointer for a code that this driver does not know.
+  driver.cuGetErrorName(result, &name);
+  driver.cuGetErrorString(result, &text);
+  throw DriverError(call, result, name ? name : "unknown error", text ? text : "no description");
+}
+
+}  // namespace te_lite
+
+// TE_LITE_CHECK(driver, cuDeviceGet, &device, 0) calls driver.cuDeviceGet and names it in the error.
+#define TE_LITE_CHECK(driver, entry, ...) ::te_lite::check((driver), (driver).entry(__VA_ARGS__), #entry)

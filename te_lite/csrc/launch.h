@@ -1,0 +1,34 @@
+// Launching compiled kernels with little host time: what a launch needs is decided once, a call only packs arguments.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace te_lite {
+
+// One argument of a launch as the kernel takes it: an address, an integer or a float, in the low bytes of `bits`.
+struct Argument {
+  uint64_t bits;
+};
+
+class Kernel {
+ public:
+  // function: CUfunction. kinds: one letter an argument of Python's call: p address (None: null), i int32, l int64,
+  // f fp32, - not a parameter of the compiled kernel. Two null pointers (Triton's scratch memories) follow the rest.
+  Kernel(uint64_t function, int threads, int shared_bytes, std::string kinds);
+
+  const std::string& kinds() const { return kinds_; }
+
+  // Launches (programs, 1, 1) on `stream`; `arguments` are the count parameters in order. Throws DriverError.
+  void launch(unsigned programs, uint64_t stream, Argument* arguments, int count) const;
+
+ private:
+  void* function_;
+  unsigned threads_;
+  unsigned shared_bytes_;
+  std::string kinds_;
+};
+
+constexpr int kMostArguments = 64;
+
+}  // namespace te_lite

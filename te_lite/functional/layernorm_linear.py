@@ -1,0 +1,103 @@
+"""Norm, then linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.functional.linear import (
+    Call,
+    Kept,
+    as_matrix,
+    as_operand,
+    as_output,
+    close_pass,
+    in_dtype,
+    leading_shape,
+    linear_backward,
+    linear_forward,
+)
+from te_lite.functional.norm import NormSpec, norm_source
+from te_lite.functional.saved import load, save
+from te_lite.ops.norm import norm_backward
+from te_lite.ops.nvtx import nvtx_range
+from te_lite.overlap.collective import all_gather, reduce_scatter
+
+
+def norm_output(y: Tensor, x: Tensor, gather: dist.ProcessGroup | None) -> Tensor:
+    """The norm's output for the caller, in x's shape; gathered along tokens over `gather` when given."""
+    y = y if gather is None else all_gather(y, gather)
+    return as_output(y, (*leading_shape(x, y), y.shape[-1]), None)
+
+
+def norm_grad(
+    spec: NormSpec,
+    saved: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None],
+    dln: Tensor | None,
+    dln_out: Tensor | None,
+    gather: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx, dgamma, dbeta) from the linear's input gradient `dln` plus the gradient `dln_out` of the returned output."""
+    x, mean, rstd, gamma, beta = saved
+    if dln_out is not None:
+        dln_out = as_matrix(dln_out, x.dtype)
+        dln_out = dln_out if gather is None else reduce_scatter(dln_out, gather)
+        dln = dln_out if dln is None else dln + dln_out
+    with nvtx_range("te_lite.norm_backward"):
+        dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, spec.zero_centered)
+    return dx, in_dtype(dgamma, gamma), None if beta is None else in_dtype(dbeta, beta)
+
+
+class LayerNormLinearFunction(torch.autograd.Function):
+    """y = norm(x) @ weight^T + bias; also norm(x) itself when return_norm, gathered over `gather` when given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        spec: NormSpec,
+        return_norm: bool,
+        gather: dist.ProcessGroup | None,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        (plan,) = call.plans
+        flat = as_matrix(x, plan.dtype)
+        below = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
+        need_w, need_ln = call.grad and weight.requires_grad, call.grad and below
+        made, mean, rstd, ln = norm_source(spec, plan, flat, gamma, beta, return_norm)
+        y, kept = linear_forward(plan, made, weight, bias, keep_x=need_w, keep_w=need_ln, cached_weight=call.cached[0])
+        if call.grad:
+            norm_saved = (flat, mean, rstd, gamma, beta) if need_ln else (None,) * 5
+            save(ctx, kept.x, kept.w, weight if need_ln or need_w else None, bias, *norm_saved)
+            ctx.call, ctx.spec, ctx.gather, ctx.needs = call, spec, gather, (need_ln, need_w)
+            ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        out = as_output(y, (*leading_shape(x, y), y.shape[-1]), call.output)
+        return out, norm_output(ln, x, gather) if return_norm else None
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, (need_ln, need_w) = ctx.call, ctx.needs
+        (plan,) = call.plans
+        x, w, weight, bias, *norm_saved = load(ctx)
+        dln, dw, db = linear_backward(
+            plan,
+            Kept(x, w),
+            weight,
+            as_operand(dy, plan, plan.operands.dgrad.a, plan.tp.gathers_grad),
+            need_x=need_ln,
+            need_w=need_w,
+            need_b=bias is not None and ctx.needs_input_grad[8],
+        )
+        dx = dgamma = dbeta = None
+        if need_ln:
+            dx, dgamma, dbeta = norm_grad(ctx.spec, tuple(norm_saved), dln, dln_out, ctx.gather)
+            dx = as_output(dx, tuple(ctx.x_shape), call.grad_input).to(ctx.x_dtype)
+        close_pass(call)
+        return None, None, None, None, dx, dgamma, dbeta, dw, in_dtype(db, bias)

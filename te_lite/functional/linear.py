@@ -1,0 +1,242 @@
+"""The linear layer's math, forward and backward, once for the whole library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_lite.functional.plan import LinearPlan
+from te_lite.functional.saved import load, save
+from te_lite.ops.cast import transform
+from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.source import Source, plain
+from te_lite.quantize import delayed
+from te_lite.quantize.qtensor import QTensor, matmul
+from te_lite.quantize.quantizer import Quantizer
+from te_lite.quantize.tensor import QuantizedTensor
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a linear keeps for backward. x: quantized input (a shard where the schedule gathers it again), or None
+    where no weight gradient is wanted. w: a cached quantized weight, or just the seed to quantize it again."""
+
+    x: QTensor | None
+    w: QTensor | None
+
+
+def _quantize_input(plan: LinearPlan, x: Source | QTensor, keep: bool) -> tuple[QTensor, QTensor | None]:
+    """(x for fprop, what is kept of it for wgrad)."""
+    quantizer, for_wgrad = plan.operands.fprop.a, plan.operands.wgrad.b
+    keep = keep and not plan.keep_original
+    shard = plan.schedule.regathers and for_wgrad.format.col_from_row
+    layout = "row" if shard else "col"
+    if isinstance(x, QTensor):
+        return x, x.only(layout) if keep else None
+    if for_wgrad is quantizer or not keep:
+        q, _ = quantizer.quantize(x, row=True, col=keep and not shard)
+        return q, q.only(layout) if keep else None
+    kept, _ = for_wgrad.quantize(x, row=shard, col=not shard)
+    return quantizer.quantize(x)[0], kept
+
+
+def linear_forward(
+    plan: LinearPlan,
+    x: Source | QTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    keep_x: bool,
+    keep_w: bool,
+    cached_weight: QTensor | None = None,
+) -> tuple[Tensor, Kept]:
+    """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N], communication by the plan's schedule.
+
+    keep_x: a weight gradient will be wanted. keep_w: an input gradient will be wanted.
+    """
+    fprop = plan.operands.fprop
+    with nvtx_range("te_lite.quantize"):
+        xq, kept = _quantize_input(plan, x, keep_x)
+        wq = cached_weight if cached_weight is not None else fprop.b.quantize(plain(weight))[0]
+    if bias is not None:
+        bias = bias.to(plan.dtype)
+
+    def gemm(x_full: QTensor) -> Tensor:
+        with nvtx_range("te_lite.fprop"):
+            b = bias if plan.bias_in_gemm else None
+            return matmul(x_full, "row", wq, "row", plan.dtype, b, fprop.fast_accum)
+
+    y = plan.schedule.fprop(gemm, xq)
+    if bias is not None and not plan.bias_in_gemm:
+        y.add_(bias)
+    if not keep_w:
+        return y, Kept(kept, None)
+    return y, Kept(kept, wq if cached_weight is not None else wq.seed_only())
+
+
+def _quantize_grad(
+    plan: LinearPlan, dy: Source | QTensor, need_x: bool, need_w: bool, need_b: bool
+) -> tuple[QTensor | None, QTensor | None, Tensor | None]:
+    """(dy for dgrad, dy for wgrad, column sums of dy)."""
+    if isinstance(dy, QTensor):
+        return dy, dy, dy.dequantize().sum(0, dtype=torch.float32) if need_b else None
+    if not (need_x or need_w):
+        return None, None, transform(dy, bias_grad=True).bias_grad if need_b else None
+    quantizer, for_wgrad = plan.operands.dgrad.a, plan.operands.wgrad.a
+    by_row = plan.tp.gathers_grad and for_wgrad.format.col_from_row  # the gathered rows give the col layout
+    if for_wgrad is quantizer:
+        q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and not by_row, bias_grad=need_b)
+        return q, q, sums
+    q, sums = quantizer.quantize(dy, bias_grad=need_b) if need_x else (None, None)
+    q_w = None
+    if need_w:
+        q_w, sums_w = for_wgrad.quantize(dy, row=by_row, col=not by_row, bias_grad=need_b and q is None)
+        sums = sums if sums is not None else sums_w
+    return q, q_w, sums
+
+
+def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTensor:
+    if kept.row is not None or kept.col is not None:
+        return kept
+    quantizer = plan.operands.dgrad.b
+    if quantizer is plan.operands.fprop.b:
+        return quantizer.again(plain(weight), kept)
+    return quantizer.quantize(plain(weight), row=False, col=True)[0]
+
+
+def linear_backward(
+    plan: LinearPlan,
+    kept: Kept,
+    weight: Tensor,
+    dy: Source | QTensor,
+    *,
+    need_x: bool,
+    need_w: bool,
+    need_b: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32)."""
+    with nvtx_range("te_lite.quantize"):
+        dq, dq_wgrad, db = _quantize_grad(plan, dy, need_x, need_w, need_b)
+        wq = _weight_for_dgrad(plan, kept.w, weight) if need_x else None
+    if not (need_x or need_w):
+        return None, None, db
+
+    def dgrad(dy_full: QTensor) -> Tensor:
+        with nvtx_range("te_lite.dgrad"):
+            return matmul(dy_full, "row", wq, "col", plan.dtype, None, plan.operands.dgrad.fast_accum)
+
+    def wgrad(dy_full: QTensor, x_full: QTensor) -> Tensor | None:
+        with nvtx_range("te_lite.wgrad"):
+            return plan.sink(weight, dy_full, x_full, plan.operands.wgrad.fast_accum)
+
+    dx, dw = plan.schedule.backward(dgrad if need_x else None, wgrad if need_w else None, dq, dq_wgrad, kept.x)
+    return dx, dw, db
+
+
+@dataclass(slots=True)
+class Call:
+    """What a module decided for one call: one plan a linear, and quantized weights to reuse (or None).
+
+    grad: a backward may follow. first: this is the pass's first fp8 module, whose backward closes the pass.
+    output, grad_input: quantizers of y and dx when the caller takes them quantized.
+    """
+
+    plans: tuple[LinearPlan, ...]
+    cached: tuple[QTensor | None, ...]
+    grad: bool
+    first: bool = False
+    output: Quantizer | None = None
+    grad_input: Quantizer | None = None
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
+
+
+def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., K] -> [M, K], contiguous, in `dtype`."""
+    if x.dim() == 2 and x.dtype == dtype and x.is_contiguous():
+        return x
+    return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
+
+
+def as_operand(x: Tensor, plan: LinearPlan, quantizer: Quantizer, gathered: bool) -> Source | QTensor:
+    """x[..., K] as what linear_forward takes; a quantized tensor of the quantizer's own format is used as it is.
+
+    A tensor that will be gathered is quantized anew: its ranks may have chosen different scales.
+    """
+    if isinstance(x, QuantizedTensor):
+        if x.q.format == quantizer.format and not gathered:
+            return x.q
+        x = x.dequantize()
+    return plain(as_matrix(x, plan.dtype))
+
+
+def as_output(y: Tensor, shape: tuple[int, ...], quantizer: Quantizer | None) -> Tensor:
+    """y[M, N] in the caller's shape, not a view of anything; quantized when a quantizer is given."""
+    if quantizer is not None:
+        return QuantizedTensor(quantizer.quantize(plain(y))[0], shape)
+    return _unsafe_view(y, shape)
+
+
+def close_pass(call: Call) -> None:
+    """After a module's backward: the pass's first module is the last to get here, so all gradients are known."""
+    if call.first:
+        delayed.update("backward")
+
+
+def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """A gradient in its parameter's dtype."""
+    return None if grad is None else grad.to(like.dtype)
+
+
+class LinearFunction(torch.autograd.Function):
+    """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        (plan,) = call.plans
+        need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
+        operand = as_operand(x, plan, plan.operands.fprop.a, plan.tp.gathers_input)
+        y, kept = linear_forward(
+            plan, operand, weight, bias, keep_x=need_w, keep_w=need_x, cached_weight=call.cached[0]
+        )
+        if call.grad:
+            original = x if need_w and plan.keep_original else None
+            save(ctx, kept.x, kept.w, weight if need_x or need_w else None, bias, original)
+            ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
+        return as_output(y, (*leading_shape(x, y), y.shape[-1]), call.output)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call, (need_x, need_w) = ctx.call, ctx.needs
+        (plan,) = call.plans
+        x, w, weight, bias, original = load(ctx)
+        if original is not None:
+            quantizer = plan.operands.wgrad.b
+            x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=True)
+        dx, dw, db = linear_backward(
+            plan,
+            Kept(x, w),
+            weight,
+            as_operand(dy, plan, plan.operands.dgrad.a, plan.tp.gathers_grad),
+            need_x=need_x,
+            need_w=need_w,
+            need_b=bias is not None and ctx.needs_input_grad[3],
+        )
+        close_pass(call)
+        if dx is not None:
+            dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
+        return None, dx, dw, in_dtype(db, bias)
+
+
+def leading_shape(x: Tensor, y: Tensor) -> tuple[int, ...]:
+    """Leading dimensions of the output: x's, the first one grown or shrunk by gathers and scatters along tokens."""
+    if x.dim() <= 1:
+        return tuple(x.shape[:-1])
+    inner = 1
+    for size in x.shape[1:-1]:
+        inner *= size
+    return (y.shape[0] // inner if inner else x.shape[0], *x.shape[1:-1])

@@ -1,0 +1,89 @@
+"""LinearPlan: everything about one linear that is decided before it runs.
+
+A module builds a plan when its recipe, dtype or group changes; forward and backward only follow it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_lite.overlap.schedule import Schedule
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.qtensor import QTensor, matmul, matmul_accumulate_
+from te_lite.quantize.quantizer import GemmOperands
+
+
+class WgradSink:
+    """What becomes of a weight gradient: returned to autograd, in the weight's dtype."""
+
+    def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
+        """dw[N, K] = dy.col[N, M] @ x.col[K, M]^T, put where it belongs; returns what autograd gets for the weight."""
+        return matmul(dy, "col", x, "col", weight.dtype, fast_accum=fast_accum)
+
+
+class MainGrad(WgradSink):
+    """Accumulated into weight.main_grad (overwritten where weight.overwrite_main_grad): Megatron's contract."""
+
+    def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
+        if getattr(weight, "overwrite_main_grad", False):
+            weight.main_grad.zero_()
+        matmul_accumulate_(weight.main_grad, dy, x)
+        return self.answer(weight)
+
+    @staticmethod
+    def answer(weight: Tensor) -> Tensor | None:
+        """What autograd gets: a dummy where Megatron's hooks look for a gradient, else None."""
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight, requires_grad=False)
+
+
+class DelayedWgrads(WgradSink):
+    """Weight gradients put off until backward_dw(), first in, first out."""
+
+    def __init__(self, sink: WgradSink) -> None:
+        self.sink = sink
+        self.queue: deque[Callable[[], None]] = deque()
+
+    def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
+        def run() -> None:
+            dw = self.sink(weight, dy, x, fast_accum)
+            if isinstance(self.sink, MainGrad):
+                return
+            weight.grad = dw if weight.grad is None else weight.grad + dw
+
+        self.queue.append(run)
+        return None if not isinstance(self.sink, MainGrad) else MainGrad.answer(weight)
+
+    def run_next(self) -> None:
+        """Computes the oldest weight gradient that was put off."""
+        if not self.queue:
+            raise RuntimeError(
+                "backward_dw() has no stored weight gradient: it must follow a backward of this module, once for each"
+            )
+        self.queue.popleft()()
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """One linear: y = x @ w^T + b.
+
+    operands: quantizers of the three GEMMs. schedule: communication. sink: where dw goes. dtype: of y and dx.
+    bias_in_gemm: the bias is added by the GEMM (else after the sum over ranks).
+    keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
+    """
+
+    operands: GemmOperands
+    schedule: Schedule
+    sink: WgradSink
+    tp: TensorParallel
+    dtype: torch.dtype
+    bias_in_gemm: bool
+    keep_original: bool = False

@@ -1,0 +1,268 @@
+"""What Linear, LayerNormLinear and LayerNormMLP share: parallel state, plans, scale state, checks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_lite.autocast import State, current
+from te_lite.functional.linear import Call
+from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
+from te_lite.modules import scale_state
+from te_lite.modules.checks import check_input, check_main_grad, check_recipe, check_recomputation, check_scatter
+from te_lite.modules.scale_state import ScaleStates
+from te_lite.modules.weights import ParamSpec, WeightCache, default_device
+from te_lite.overlap import report
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.schedule import Local
+from te_lite.parallel import TensorParallel, group_size
+from te_lite.quantize import replay
+from te_lite.quantize.quantizer import Site, operands_for
+from te_lite.recipe import HighPrecision, Recipe
+
+FP8_MULTIPLE = 16  # fp8 GEMMs want both feature sizes (of this rank) to be multiples of 16
+
+
+class TeLiteModule(nn.Module):
+    """Base of the modules that hold linears.
+
+    Subclasses set `gemm_names` and `_linears()`: (weight parameters joined, in, out, TensorParallel mode) per linear.
+    """
+
+    gemm_names: tuple[str, ...] = ("linear",)
+
+    def __init__(
+        self,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        tp_size: int,
+        sequence_parallel: bool,
+        modes: tuple[str | None, ...],
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
+        params_dtype: torch.dtype | None,
+        device: Any,
+        rng_tracker: Callable[[], Any] | None,
+        rng_tracker_name: str | None,
+        name: str | None,
+    ) -> None:
+        super().__init__()
+        self.tp_size = group_size(tp_group, tp_size)
+        self.tp_group = tp_group
+        self._modes = modes
+        self.sequence_parallel = bool(sequence_parallel) and self.tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.name = name
+        self._device = default_device(device)
+        self._rng_tracker, self._rng_name = rng_tracker, rng_tracker_name or "model-parallel-rng"
+        self._specs: dict[str, ParamSpec] = {}
+        self._scales = ScaleStates(len(self.gemm_names))
+        self._caches = tuple(WeightCache() for _ in self.gemm_names)
+        self._plans: tuple[LinearPlan, ...] = ()
+        self._plan_key: Any = None
+        self._sinks = tuple(self._make_sink() for _ in self.gemm_names)
+        self._ran_fp8 = False
+        self._wgrad_hooks: list[Callable[[], None]] = []
+
+    # parameters
+
+    def _fork(self) -> Any:
+        if self._rng_tracker is None:
+            return contextlib.nullcontext()
+        tracker = self._rng_tracker()
+        return tracker.fork(self._rng_name) if self._rng_name in tracker.get_states() else contextlib.nullcontext()
+
+    def _add_params(self, specs: dict[str, ParamSpec]) -> None:
+        for name, spec in specs.items():
+            self._specs[name] = spec
+            self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Draws all parameters anew; those on the meta device come to life on the module's device."""
+        if defer_init:
+            return
+        device = default_device(None) if str(self._device) == "meta" else self._device
+        for name, spec in self._specs.items():
+            old = getattr(self, name)
+            made = spec.make(old.dtype, device if old.device.type == "meta" else old.device, self._fork)
+            if old.device.type == "meta":
+                made.requires_grad_(old.requires_grad)
+                self.register_parameter(name, made)
+            else:
+                with torch.no_grad():
+                    old.copy_(made)
+        self.clear_caches()
+
+    def clear_caches(self) -> None:
+        """Forgets quantized weights kept for is_first_microbatch=False."""
+        for cache in self._caches:
+            cache.clear()
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """The group for tp_size > 1, when the constructor did not get one; its size must be tp_size."""
+        size = group_size(tp_group, 1)
+        if size != self.tp_size:
+            raise ValueError(
+                f"tp_group has {size} ranks but the module was built with tp_size={self.tp_size}; pass a group of "
+                f"{self.tp_size} ranks"
+            )
+        self.tp_group, self._plan_key = tp_group, None
+
+    # weight gradients
+
+    def _make_sink(self) -> WgradSink:
+        sink = MainGrad() if self.fuse_wgrad_accumulation else WgradSink()
+        return DelayedWgrads(sink) if self.delay_wgrad_compute else sink
+
+    def need_backward_dw(self) -> bool:
+        """True when weight gradients wait for backward_dw()."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Computes the oldest weight gradients that backward put off; of an MLP fc2's, then fc1's."""
+        if not self.delay_wgrad_compute:
+            return
+        for sink in reversed(self._sinks):
+            sink.run_next()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Calls `hook()` after each backward_dw()."""
+        self._wgrad_hooks.append(hook)
+
+    # plans
+
+    def _linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(in_features, out_features) of this rank, one pair a linear."""
+        raise NotImplementedError
+
+    def _keep_original(self) -> bool:
+        return False
+
+    def _build_plans(self, state: State | None, dtype: torch.dtype, device: torch.device) -> None:
+        recipe = HighPrecision() if state is None else state.recipe
+        check_recipe(recipe, device, self._keep_original())
+        calibrating = state is not None and not state.enabled
+        plans = []
+        for index, (mode, shape) in enumerate(zip(self._modes, self._linear_shapes(), strict=True)):
+            tp = TensorParallel(mode, self.tp_size, self.tp_group, self.sequence_parallel)
+            fits = all(size % FP8_MULTIPLE == 0 for size in shape)
+            used: Recipe = recipe if fits or not recipe.is_fp8 else HighPrecision()
+            why = "" if fits or not recipe.is_fp8 else f"features {shape} are not multiples of {FP8_MULTIPLE}"
+            group = self.tp_group if state is None or state.group is None else state.group
+            site = Site(index, dtype, tp, self._scales.getter(recipe, group, device), group, calibrating)
+            schedule = Collective(tp) if tp.active else Local()
+            bias_in_gemm = not (tp.active and mode == "row")
+            plans.append(
+                LinearPlan(
+                    operands_for(used, site),
+                    schedule,
+                    self._sinks[index],
+                    tp,
+                    dtype,
+                    bias_in_gemm,
+                    self._keep_original(),
+                )
+            )
+            name = "bf16" if calibrating or not used.is_fp8 else used.name
+            name = str(dtype).removeprefix("torch.") if name == "bf16" else name
+            report.record(self, self.gemm_names[index], schedule=schedule.name, recipe=name, reason=why)
+        self._plans = tuple(plans)
+
+    def _begin(
+        self,
+        inp: Tensor,
+        features: int,
+        weights: tuple[Tensor, ...],
+        first_microbatch: bool | None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Call:
+        """Checks the input, brings the plans up to date and says what this call does."""
+        state = current()
+        dtype = check_input(self, inp, features, weights[0])
+        if self._modes == ("row",) and self.sequence_parallel:
+            check_scatter(self, inp)
+        grad = torch.is_grad_enabled()
+        if grad and self.fuse_wgrad_accumulation:
+            check_main_grad(self, weights)
+        if replay.in_foreign_recomputation():
+            check_recomputation(self, state, self._ran_fp8)
+        key = (None if state is None else state.key, dtype, inp.device)
+        if self._plan_key != key:
+            self._build_plans(state, dtype, inp.device)
+            self._plan_key = key
+            self.clear_caches()
+        self._ran_fp8 = state is not None and state.enabled
+        cached: tuple = (None,) * len(weights)
+        if first_microbatch is not None:
+            cached = tuple(
+                cache.get(first_microbatch, weight, plan.operands.fprop.b)
+                for cache, weight, plan in zip(self._caches, weights, self._plans, strict=True)
+            )
+        return Call(
+            self._plans,
+            cached,
+            grad,
+            state is not None and self._claims_first(state, inp),
+            self._plans[-1].operands.output if fp8_output else None,
+            self._plans[0].operands.grad_input if fp8_grad else None,
+        )
+
+    def _claims_first(self, state: State, inp: Tensor) -> bool:
+        """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
+        if not (state.enabled and state.recipe.delayed()):
+            return False
+        backward_follows = torch.is_grad_enabled() or replay.is_open()
+
+        def claim() -> bool:
+            if state.one_pass.claimed or not backward_follows:
+                return False
+            wanted = inp.requires_grad or any(param.requires_grad for param in self.parameters(recurse=False))
+            return wanted and state.one_pass.claim()
+
+        return replay.recall(claim)
+
+    # state
+
+    def get_extra_state(self) -> Tensor:
+        """Delayed scaling's state as one fp32 tensor (empty when there is none); see modules/scale_state.py."""
+        return self._scales.dump()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state gave, of whatever recipe; it waits there until a recipe needs it."""
+        self._scales.load(scale_state.as_tensor(state))
+        self._plan_key = None
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> TeLiteModule:
+        self._scales.detach_from_device()
+        self._plan_key = None
+        self.clear_caches()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.update(_plans=(), _plan_key=None, _scales=self._scales.detached_copy(), _wgrad_hooks=[])
+        state["_caches"] = tuple(WeightCache() for _ in self.gemm_names)
+        state["_sinks"] = ()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._sinks = tuple(self._make_sink() for _ in self.gemm_names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TeLiteModule:
+        memo[id(self.tp_group)] = self.tp_group  # a process group is shared, not copied
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made

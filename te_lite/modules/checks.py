@@ -1,0 +1,101 @@
+"""What callers get wrong, found before anything runs. Every message states the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_lite.autocast import State
+from te_lite.recipe import Recipe, check_recipe_support
+
+UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refuse_missing(owner: str, flags: dict[str, Any]) -> None:
+    """Constructor arguments that ask for what is not there yet."""
+    asked = [name for name, value in flags.items() if value]
+    if asked:
+        raise NotImplementedError(
+            f"{owner}({', '.join(f'{name}={flags[name]!r}' for name in asked)}): userbuffers and their overlap are not "
+            "in this version of te_lite; leave these arguments at their defaults (communication then is not hidden)"
+        )
+
+
+def check_recipe(recipe: Recipe, device: torch.device, keeps_original: bool) -> None:
+    """The recipe runs on this device and with this module's options."""
+    supported, reason = check_recipe_support(recipe, device)
+    if not supported:
+        raise RuntimeError(f"{reason}; te.check_recipe_support(recipe, device) tells beforehand; use recipe 'bf16'")
+    if keeps_original and recipe.delayed():
+        raise ValueError(
+            "save_original_input=True with DelayedScaling: quantizing again in backward would use other scales; use "
+            "Float8CurrentScaling or save_original_input=False"
+        )
+
+
+def check_input(module: nn.Module, inp: Tensor, features: int, weight: Tensor) -> torch.dtype:
+    """The dtype that the activations of this call have."""
+    owner = type(module).__name__
+    if inp.dim() == 0 or inp.shape[-1] != features:
+        raise ValueError(
+            f"{owner} got an input of shape {tuple(inp.shape)}: its last dimension must be in_features={features}; "
+            "check the layer before it"
+        )
+    if inp.device != weight.device:
+        raise ValueError(f"{owner} got an input on {inp.device}, its weight is on {weight.device}; move one of them")
+    kind = inp.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    elif inp.dtype != weight.dtype:
+        raise TypeError(
+            f"{owner} got an input of {inp.dtype} but its parameters are {weight.dtype}: outside of "
+            "torch.amp.autocast they must agree; cast the input or set params_dtype"
+        )
+    else:
+        dtype = inp.dtype
+    if dtype not in DTYPES:
+        raise TypeError(f"{owner} got an input of {dtype}: must be bfloat16, float16 or float32; cast it first")
+    if module.tp_size > 1 and module.tp_group is None and any(module._modes):
+        raise RuntimeError(
+            f"{owner} was built with tp_size={module.tp_size} and no tp_group; call "
+            "set_tensor_parallel_group(group) first"
+        )
+    return dtype
+
+
+def check_scatter(module: nn.Module, inp: Tensor) -> None:
+    """A row-parallel output is scattered along the input's first dimension."""
+    if inp.shape[0] % module.tp_size:
+        raise ValueError(
+            f"{type(module).__name__} with sequence parallelism got an input of shape {tuple(inp.shape)}: its first "
+            f"dimension is scattered over tp_size={module.tp_size} ranks and must be a multiple of that; pad it"
+        )
+
+
+def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
+    """fuse_wgrad_accumulation has somewhere to accumulate."""
+    for weight in weights:
+        if weight.requires_grad and getattr(weight, "main_grad", None) is None:
+            raise RuntimeError(
+                f"{type(module).__name__} has fuse_wgrad_accumulation=True but a weight of shape {tuple(weight.shape)} "
+                "has no main_grad; set weight.main_grad (fp32, the weight's shape) before the forward"
+            )
+
+
+def check_recomputation(module: nn.Module, state: State | None, ran_fp8: bool) -> None:
+    """A forward inside a backward that te_lite did not arrange: only stateless recipes can be repeated."""
+    owner = type(module).__name__
+    remedy = "use te.checkpoint, or torch's with use_reentrant=False and context_fn=te.checkpoint_context_fn"
+    if state is None and ran_fp8:
+        raise RuntimeError(
+            f"{owner} ran under fp8_autocast and is recomputed outside of it, so it would be in high precision; "
+            f"{remedy}, or open the autocast inside the checkpointed function"
+        )
+    if state is not None and state.enabled and state.recipe.delayed():
+        raise RuntimeError(
+            f"{owner} is recomputed with DelayedScaling by a checkpoint that does not carry its scales, which have "
+            f"moved on since; {remedy}"
+        )

@@ -1,0 +1,111 @@
+"""te.LayerNormLinear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.functional.layernorm_linear import LayerNormLinearFunction
+from te_lite.modules.checks import UB_FLAGS, refuse_missing
+from te_lite.modules.linear import Split, _OneLinear
+from te_lite.modules.norm import norm_params, norm_spec
+from te_lite.modules.weights import Init
+
+
+class LayerNormLinear(_OneLinear):
+    """y = norm(x) @ weight^T + bias: the norm writes what the GEMM reads, quantized where the recipe says so.
+
+    As Linear, and: normalization "LayerNorm" or "RMSNorm", eps, zero_centered_gamma (weight stored minus one).
+    return_layernorm_output: norm(x) is returned too, as the last of the outputs;
+    return_layernorm_output_gathered: that output is gathered along tokens under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Split = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        given = locals()
+        refuse_missing("LayerNormLinear", {flag: given[flag] for flag in (*UB_FLAGS, "symmetric_ar_type")})
+        if parallel_mode == "row":
+            raise ValueError("LayerNormLinear(parallel_mode='row'): the norm needs whole rows; use 'column' or None")
+        super().__init__(
+            tp_group=tp_group,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            modes=(parallel_mode,),
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            params_dtype=params_dtype,
+            device=device,
+            rng_tracker=get_rng_state_tracker,
+            rng_tracker_name=None,
+            name=name or ub_name,
+        )
+        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered and self.sequence_parallel
+        self._norm = norm_spec(normalization, eps, zero_centered_gamma)
+        specs = norm_params(self._norm, in_features, self.sequence_parallel)
+        self._add_params({f"layer_norm_{key}": spec for key, spec in specs.items()})
+        if self._norm.rms:
+            self.layer_norm_bias = None
+        self._setup_linear(in_features, out_features, bias, return_bias, parameters_split, init_method)
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """x [..., in_features] -> y [..., out_features]; with return_bias (y, bias); with return_layernorm_output the
+        norm's output comes last. The other arguments are Linear's."""
+        weight, bias = self._weight(), self._bias()
+        call = self._begin(inp, self.in_features, (weight,), is_first_microbatch, fp8_output, fp8_grad)
+        gather = self.tp_group if self.return_layernorm_output_gathered else None
+        args = (
+            call,
+            self._norm,
+            self.return_layernorm_output,
+            gather,
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            weight,
+            bias if self.apply_bias else None,
+        )
+        function = LayerNormLinearFunction
+        out, ln_out = function.apply(*args) if call.grad else function.forward(None, *args)
+        outputs = (out, *((bias,) if self.return_bias else ()), *((ln_out,) if self.return_layernorm_output else ()))
+        return outputs if len(outputs) > 1 else out

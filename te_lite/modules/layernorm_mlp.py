@@ -1,0 +1,144 @@
+"""te.LayerNormMLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.checkpoint import checkpoint as recompute
+from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
+from te_lite.modules.base import TeLiteModule
+from te_lite.modules.checks import UB_FLAGS, refuse_missing
+from te_lite.modules.linear import linear_specs
+from te_lite.modules.norm import norm_params, norm_spec
+from te_lite.modules.weights import Init, default_init
+from te_lite.ops.source import is_glu
+
+
+class LayerNormMLP(TeLiteModule):
+    """y = activation(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
+
+    activation: gelu (tanh form), geglu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu or swiglu. For the gated ones
+    fc1_weight is [2 * ffn_hidden_size, hidden_size], the gate's half first; on a tensor-parallel rank [gate shard; up
+    shard]. set_parallel_mode=True makes fc1 column-parallel and fc2 row-parallel. init_method fills fc1_weight,
+    output_layer_init_method fc2_weight. seq_length and micro_batch_size are accepted and not needed.
+    checkpoint=True keeps only x and computes the rest again in backward. The other arguments are LayerNormLinear's.
+    """
+
+    gemm_names = ("fc1", "fc2")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        output_layer_init_method: Init | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = "cuda",
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ) -> None:
+        given = locals()
+        refuse_missing("LayerNormMLP", {flag: given[flag] for flag in (*UB_FLAGS, "symmetric_ar_type")})
+        if activation_params:
+            raise ValueError(
+                f"activation_params={activation_params}: activation {activation!r} takes none; leave it None"
+            )
+        super().__init__(
+            tp_group=tp_group,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel and set_parallel_mode,
+            modes=("column", "row") if set_parallel_mode else (None, None),
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            params_dtype=params_dtype,
+            device=device,
+            rng_tracker=get_rng_state_tracker,
+            rng_tracker_name=None,
+            name=name,
+        )
+        self.activation, self.normalization, self.zero_centered_gamma = activation, normalization, zero_centered_gamma
+        self.hidden_size, self.use_bias, self.return_bias = hidden_size, bias, return_bias
+        self.checkpoint = checkpoint
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered and self.sequence_parallel
+        self._norm = norm_spec(normalization, eps, zero_centered_gamma)
+        wide = ffn_hidden_size * (2 if is_glu(activation) else 1)
+        fc1, fc2 = ((hidden_size, wide), (ffn_hidden_size, hidden_size))
+        common = (self.tp_size, self.sequence_parallel, bias)
+        if set_parallel_mode and ffn_hidden_size % self.tp_size:
+            raise ValueError(f"ffn_hidden_size={ffn_hidden_size} is not divisible by tp_size={self.tp_size}; pad it")
+        w1, b1 = linear_specs(fc1, self._modes[0], *common, init_method or default_init)
+        w2, b2 = linear_specs(fc2, self._modes[1], *common, output_layer_init_method or init_method or default_init)
+        norm = norm_params(self._norm, hidden_size, self.sequence_parallel)
+        self._add_params({f"layer_norm_{key}": spec for key, spec in norm.items()})
+        if self._norm.rms:
+            self.layer_norm_bias = None
+        self._add_params({"fc1_weight": w1, "fc1_bias": b1, "fc2_weight": w2, "fc2_bias": b2})
+        if delay_wgrad_compute:
+            self.fc1_weight.skip_backward_post_hook = self.fc2_weight.skip_backward_post_hook = True
+
+    def _linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple((weight.shape[1], weight.shape[0]) for weight in (self.fc1_weight, self.fc2_weight))
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the
+        norm's output comes last. is_first_microbatch is Linear's."""
+        if self.checkpoint and torch.is_grad_enabled():
+            out, ln_out = recompute(self._forward, inp, is_first_microbatch, use_reentrant=False)
+        else:
+            out, ln_out = self._forward(inp, is_first_microbatch)
+        bias = self.fc2_bias if self.use_bias else None
+        outputs = (out, *((bias,) if self.return_bias else ()), *((ln_out,) if self.return_layernorm_output else ()))
+        return outputs if len(outputs) > 1 else out
+
+    def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+        call = self._begin(inp, self.hidden_size, (self.fc1_weight, self.fc2_weight), is_first_microbatch)
+        gather = self.tp_group if self.return_layernorm_output_gathered else None
+        args = (
+            call,
+            self._norm,
+            self.activation,
+            self.return_layernorm_output,
+            gather,
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.fc1_weight,
+            self.fc1_bias if self.use_bias else None,
+            self.fc2_weight,
+            self.fc2_bias if self.use_bias and not self.return_bias else None,
+        )
+        function = LayerNormMLPFunction
+        return function.apply(*args) if call.grad else function.forward(None, *args)
+
+    def extra_repr(self) -> str:
+        return f"hidden={self.hidden_size}, fc1={tuple(self.fc1_weight.shape)}, activation={self.activation}"

@@ -1,0 +1,107 @@
+"""te.LayerNorm, te.RMSNorm, and the norm's parameters inside LayerNormLinear and LayerNormMLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_lite.functional.norm import NormFunction, NormSpec
+from te_lite.modules.weights import ParamSpec, default_device
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization={normalization!r}: must be one of {NORMALIZATIONS}")
+    return NormSpec(eps, normalization == "RMSNorm", zero_centered_gamma)
+
+
+def norm_params(spec: NormSpec, features: int, sequence_parallel: bool) -> dict[str, ParamSpec]:
+    """weight [features] and, for LayerNorm, bias [features]; identity at the start."""
+    ones_or_zeros = nn.init.zeros_ if spec.zero_centered else nn.init.ones_
+    params = {"weight": ParamSpec((features,), ones_or_zeros, sequence_parallel=sequence_parallel)}
+    if not spec.rms:
+        params["bias"] = ParamSpec((features,), nn.init.zeros_, sequence_parallel=sequence_parallel)
+    return params
+
+
+class _Norm(nn.Module):
+    normalization: str
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise TypeError(
+                f"{type(self).__name__} got unknown arguments {sorted(kwargs)}; see help(te.{type(self).__name__})"
+            )
+        super().__init__()
+        shape = normalized_shape if normalized_shape is not None else hidden_size
+        shape = tuple(shape) if isinstance(shape, (tuple, list, torch.Size)) else (shape,)
+        if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+            raise ValueError(f"normalized_shape={normalized_shape!r}: must be a positive size or a tuple of them")
+        self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
+        self._features = torch.Size(shape).numel()
+        self._spec = norm_spec(self.normalization, eps, zero_centered_gamma)
+        self._device = default_device(device)
+        self._params = norm_params(self._spec, self._features, bool(sequence_parallel))
+        for name, spec in self._params.items():
+            param = spec.make(params_dtype or torch.get_default_dtype(), self._device, lambda: None)
+            param.sequence_parallel = bool(sequence_parallel)
+            self.register_parameter(name, param)
+        if self._spec.rms:
+            self.register_parameter("bias", None)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """The identity again; parameters on the meta device come to life."""
+        if defer_init:
+            return
+        device = default_device(None) if str(self._device) == "meta" else self._device
+        for name, spec in self._params.items():
+            old = getattr(self, name)
+            made = spec.make(old.dtype, device if old.device.type == "meta" else old.device, lambda: None)
+            made.sequence_parallel = old.sequence_parallel
+            self.register_parameter(name, made)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """x [..., *normalized_shape] -> the same shape, in x's dtype (the autocast dtype under torch.amp)."""
+        last = tuple(inp.shape[-len(self.normalized_shape) :])
+        if last != self.normalized_shape:
+            raise ValueError(f"{type(self).__name__} got {tuple(inp.shape)}: must end in {self.normalized_shape}")
+        kind = inp.device.type
+        x = inp.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else inp
+        x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)
+        gamma, beta = self.weight, self.bias
+        grad = torch.is_grad_enabled()
+        args = (self._spec, grad, x, gamma, beta)
+        y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
+        return y if len(last) == 1 else y.reshape(inp.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimensions (Ba et al., arXiv 1607.06450).
+
+    zero_centered_gamma: (1 + weight). sequence_parallel marks the parameters for reduce_sequence_parallel_grads.
+    """
+
+    normalization = "LayerNorm"
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimensions (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    normalization = "RMSNorm"

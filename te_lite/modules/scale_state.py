@@ -1,0 +1,125 @@
+"""A module's delayed-scaling state: made when a recipe needs it, kept in checkpoints as one plain tensor.
+
+Layout of the tensor (fp32, 1-D): [version, history length, forward tensors, backward tensors], then forward history
+[L, nf], forward scale [nf], backward history [L, nb], backward scale [nb]. Empty where there is no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.quantize.delayed import PoolKey, ScaleState
+from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
+from te_lite.recipe import DelayedScaling
+
+VERSION = 1
+HEADER = 4
+DIRECTIONS = ("forward", "backward")
+
+
+def as_tensor(state: Any) -> Tensor:
+    """What a checkpoint holds, as the tensor described above; anything else is refused."""
+    if state is None:
+        return torch.empty(0)
+    if not isinstance(state, Tensor) or state.dim() != 1 or (state.numel() and state.dtype != torch.float32):
+        raise TypeError(
+            f"extra state is {type(state).__name__}: must be the 1-D fp32 tensor that te_lite writes (Transformer "
+            "Engine's pickled state is not read); drop the *_extra_state keys and load with strict=False to start with "
+            "fresh scales"
+        )
+    if state.numel() and (int(state[0]) != VERSION or state.numel() < HEADER):
+        raise ValueError(
+            f"extra state has version {float(state[0])}: this te_lite reads version {VERSION}; update te_lite"
+        )
+    return state
+
+
+class ScaleStates:
+    """The forward and backward ScaleState of one module with `gemms` linears, or what a checkpoint said of them."""
+
+    def __init__(self, gemms: int) -> None:
+        self.sizes = {"forward": INPUTS_PER_GEMM * gemms, "backward": GRADS_PER_GEMM * gemms}
+        self._live: dict[str, ScaleState] = {}
+        self._loaded = torch.empty(0)
+
+    def getter(self, recipe: Any, group: dist.ProcessGroup | None, device: torch.device) -> Callable[[str], ScaleState]:
+        """state(direction) for a Site: the live state, remade when the recipe's numbers or the group changed."""
+
+        def get(direction: str) -> ScaleState:
+            key = _pool_key(recipe, direction, group, device)
+            state = self._live.get(direction)
+            if state is None or state.key != key:
+                made = ScaleState(key, self.sizes[direction], like=state)
+                if state is None and self._loaded.numel():
+                    made.load(*self._parse(self._loaded, direction))
+                self._live[direction] = made
+            return self._live[direction]
+
+        return get
+
+    def dump(self) -> Tensor:
+        if len(self._live) < len(DIRECTIONS):
+            return self._loaded.clone()
+        states = [self._live[direction] for direction in DIRECTIONS]
+        header = torch.tensor([VERSION, states[0].key.length, *(state.n for state in states)], dtype=torch.float32)
+        parts = [header.to(states[0].scale.device)]
+        for state in states:
+            parts += [state.history.reshape(-1), state.scale]
+        return torch.cat(parts)
+
+    def load(self, tensor: Tensor) -> None:
+        """From dump(); into the live states where they exist, else kept for them."""
+        if not tensor.numel():
+            return
+        for direction in DIRECTIONS:
+            self._parse(tensor, direction)
+        self._loaded = tensor.detach().clone()
+        for direction, state in self._live.items():
+            state.load(*self._parse(tensor, direction))
+
+    def _parse(self, tensor: Tensor, direction: str) -> tuple[Tensor, Tensor]:
+        length, *sizes = (int(value) for value in tensor[1:HEADER].tolist())
+        expected = [self.sizes[name] for name in DIRECTIONS]
+        if sizes != expected or tensor.numel() != HEADER + (length + 1) * sum(sizes):
+            raise ValueError(
+                f"extra state holds {sizes} forward and backward tensors in {tensor.numel()} numbers, this module has "
+                f"{expected}; load it into a module of the class that wrote it"
+            )
+        at = HEADER
+        for name, n in zip(DIRECTIONS, sizes, strict=True):
+            history, scale = (
+                tensor[at : at + length * n].view(length, n),
+                tensor[at + length * n : at + (length + 1) * n],
+            )
+            if name == direction:
+                return history, scale
+            at += (length + 1) * n
+        raise AssertionError(direction)
+
+    def detach_from_device(self) -> None:
+        """Before the module moves: the numbers stay here, the live states are made anew where it arrives."""
+        self._loaded, self._live = self.dump(), {}
+
+    def detached_copy(self) -> ScaleStates:
+        """The numbers without the live states, for copying and pickling."""
+        made = ScaleStates(1)
+        made.sizes, made._loaded = dict(self.sizes), self.dump()
+        return made
+
+
+def _pool_key(recipe: DelayedScaling, direction: str, group: dist.ProcessGroup | None, device: torch.device) -> PoolKey:
+    largest = recipe.fp8_format.value.max_fwd if direction == "forward" else recipe.fp8_format.value.max_bwd
+    reduced = recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1
+    return PoolKey(
+        direction,
+        recipe.amax_history_len,
+        largest * 2.0**-recipe.margin,
+        recipe.amax_compute_algo,
+        group if reduced else None,
+        device,
+    )

@@ -1,0 +1,130 @@
+"""Parameters of the modules: creation, initialisation, attributes, and quantized copies reused across micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_lite.ops.source import plain
+from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.quantizer import Quantizer
+
+Init = Callable[[Tensor], Any]
+
+
+def default_device(device: Any) -> Any:
+    """The device asked for; None and "cuda" (the constructors' default) mean the CPU where there is no GPU."""
+    if device is None or str(device) == "cuda":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def default_init(weight: Tensor) -> Tensor:
+    """Normal, standard deviation 0.023: Transformer Engine's default."""
+    return nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """How one parameter is made. partition_dim: the dimension split over ranks, None if every rank holds it whole.
+
+    random: drawn, so an RNG tracker's state applies. sequence_parallel: its gradient is a partial sum per rank.
+    """
+
+    shape: tuple[int, ...]
+    init: Init
+    partition_dim: int | None = None
+    random: bool = False
+    sequence_parallel: bool = False
+
+    def make(self, dtype: torch.dtype, device: torch.device | str, fork: Callable[[], Any]) -> nn.Parameter:
+        """A new parameter, initialised unless `device` is meta. fork: context in which random ones are drawn."""
+        param = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=device))
+        if param.device.type != "meta":
+            with torch.no_grad():
+                if self.random:
+                    with fork():
+                        self.init(param)
+                else:
+                    self.init(param)
+        self.mark(param)
+        return param
+
+    def mark(self, param: nn.Parameter) -> None:
+        """Attributes that Megatron reads."""
+        param.tensor_model_parallel = self.partition_dim is not None
+        param.partition_dim = -1 if self.partition_dim is None else self.partition_dim
+        param.partition_stride = 1
+        if self.sequence_parallel:
+            param.sequence_parallel = True
+
+
+class _Join(torch.autograd.Function):
+    """Parameters that lie one behind the other in memory, seen as one tensor; backward hands each its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.sizes = [part.shape[0] for part in parts]
+        first = parts[0]
+        end = first.data_ptr()
+        for part in parts:
+            if part.data_ptr() != end or not part.is_contiguous():
+                return torch.cat(parts)
+            end += part.numel() * part.element_size()
+        shape = (sum(ctx.sizes), *first.shape[1:])
+        return torch.empty(0, dtype=first.dtype, device=first.device).set_(
+            first.untyped_storage(), first.storage_offset(), shape
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.split(ctx.sizes)
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """The parts concatenated along dim 0; without a copy where they lie together."""
+    return parts[0] if len(parts) == 1 else _Join.apply(*parts)
+
+
+def adjacent(
+    specs: dict[str, ParamSpec], dtype: torch.dtype, device: Any, fork: Callable[[], Any]
+) -> dict[str, nn.Parameter]:
+    """Parameters of equal trailing shape that share one block of memory, in order."""
+    made = {name: spec.make(dtype, device, fork) for name, spec in specs.items()}
+    if len(made) == 1 or any(param.device.type == "meta" for param in made.values()):
+        return made
+    block = torch.cat([param.detach() for param in made.values()])
+    rows = block.split([param.shape[0] for param in made.values()])
+    for param, part in zip(made.values(), rows, strict=True):
+        param.data = part
+    return made
+
+
+class WeightCache:
+    """A quantized weight kept across micro-batches.
+
+    Reused only when the caller says is_first_microbatch=False and the parameter was not written to through autograd's
+    eyes since; True and None quantize again (writes through `.data` or a flat buffer leave no trace).
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._q: QTensor | None = None
+        self._key: tuple | None = None
+
+    def get(self, first: bool | None, weight: Tensor, quantizer: Quantizer) -> QTensor | None:
+        """The quantized weight to use, both layouts; None when the caller caches nothing (first is None)."""
+        if first is None:
+            self.clear()
+            return None
+        key = (weight._version, weight.data_ptr(), quantizer)
+        if first or self._q is None or self._key != key:
+            self._q, _ = quantizer.quantize(plain(weight.detach()), row=True, col=True)
+            self._key = key
+        return self._q

@@ -1,0 +1,1 @@
+"""One file per kernel family: the Triton kernel, its oracle `*_ref` of the same signature, its registered op."""

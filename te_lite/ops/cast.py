@@ -1,0 +1,287 @@
+"""Per-tensor casts: what a `Source` stands for, read once, written in every form that is wanted.
+
+Current scaling is two launches without a host sync: `amax` leaves at most 1024 partial maxima on the device,
+which each program of `transform` reduces again to compute the scale itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.cast_kernels import (
+    AMAX_CONFIG,
+    CONFIGS,
+    FEW,
+    MOST_PARTIALS,
+    amax_kernel,
+    transform_kernel,
+)
+from te_lite.ops.launch import launch, sm_count
+from te_lite.ops.registry import register
+from te_lite.ops.source import ACTIVATIONS, DTYPES, Source, produce_ref
+from te_lite.ops.transpose import padded_rows, transpose_into_ref
+from te_lite.ops.transpose import transpose as transpose  # part of this family, in its own file for length
+from te_lite.ops.transpose import transpose_ref as transpose_ref
+
+FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_INF = float("inf")
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+class Transformed(NamedTuple):
+    """What `transform` wrote; the forms that were not asked for are None."""
+
+    hp: Tensor | None  # [M, N]
+    row: Tensor | None  # fp8 [M, N]
+    col: Tensor | None  # fp8 [N, Mp], Mp = M rounded up to a multiple of 16, zero bytes from M on
+    scale_inv: Tensor | None  # fp32 [1]
+    bias_grad: Tensor | None  # fp32 [N]
+
+
+def scale_from_amax_ref(amax: Tensor, fp8_max: float, eps: float = 0.0, pow2: bool = False) -> Tensor:
+    """Scale of current scaling, elementwise, fp32 (the rule is Transformer Engine's, bit for bit).
+
+    a = eps where amax < eps; s = 1 where a is 0, inf or nan, else fp8_max / a by IEEE division, and fp32's
+    largest value where that overflows; with pow2 the mantissa bits of s are cleared.
+    """
+    a = torch.where(amax < eps, eps, amax)
+    s = (torch.full_like(a, fp8_max) / a).clamp(max=_FLOAT_MAX)
+    s = torch.where((a > 0) & (a < _INF), s, 1.0)
+    return (s.view(torch.int32) & 0x7F800000).view(torch.float32) if pow2 else s
+
+
+def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad) -> None:
+    if hp_dtype is not None and hp_dtype not in DTYPES:
+        raise TypeError(f"hp_dtype {hp_dtype}: must be bfloat16, float16 or float32; choose one of them")
+    if amax_out is not None and (amax_out.dtype != torch.float32 or amax_out.numel() != 1):
+        raise ValueError(
+            f"amax_out is {amax_out.dtype} {tuple(amax_out.shape)}: must be one float32 element; pass a view "
+            f"such as history[0, i]"
+        )
+    if fp8_dtype is None:
+        if row or col or scale is not None or amax is not None:
+            raise ValueError(
+                f"row={row}, col={col}, a scale or an amax without fp8_dtype: those belong to fp8 outputs; "
+                "pass torch.float8_e4m3fn or torch.float8_e5m2"
+            )
+        if hp_dtype is None and amax_out is None and not bias_grad:
+            raise ValueError(
+                "no output wanted: it must be one at least; pass hp_dtype, fp8_dtype, amax_out or bias_grad"
+            )
+        return
+    if fp8_dtype not in FP8_MAX:
+        raise TypeError(f"fp8_dtype {fp8_dtype}: must be torch.float8_e4m3fn or torch.float8_e5m2; pass one")
+    if not (row or col):
+        raise ValueError(f"fp8_dtype {fp8_dtype} with row=False, col=False: ask for at least one layout")
+    if (scale is None) == (amax is None):
+        raise ValueError(
+            f"{'neither' if scale is None else 'both'} of scale and amax given: fp8 takes exactly one; "
+            f"pass scale for delayed scaling or amax for current scaling"
+        )
+    name, given, most = ("scale", scale, 1) if amax is None else ("amax", amax, MOST_PARTIALS)
+    if given.dtype != torch.float32 or not 1 <= given.numel() <= most or not given.is_contiguous():
+        raise ValueError(
+            f"{name} is {given.dtype} {tuple(given.shape)}: must be contiguous float32, 1 to {most} "
+            f"elements; reduce it to one element first"
+        )
+
+
+def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad) -> Transformed:
+    x, shape = source.x, (source.rows, source.cols)
+    empty = x.new_empty
+    return Transformed(
+        None if hp_dtype is None else empty(shape, dtype=hp_dtype),
+        empty(shape, dtype=fp8_dtype) if row else None,
+        empty((shape[1], padded_rows(shape[0])), dtype=fp8_dtype) if col else None,
+        None if fp8_dtype is None else empty((1,), dtype=torch.float32),
+        empty(shape[1:], dtype=torch.float32) if bias_grad else None,
+    )
+
+
+def transform(
+    source: Source,
+    *,
+    hp_dtype: torch.dtype | None = None,
+    fp8_dtype: torch.dtype | None = None,
+    row: bool = False,
+    col: bool = False,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    amax_out: Tensor | None = None,
+    pow2: bool = False,
+    eps: float = 0.0,
+    bias_grad: bool = False,
+) -> Transformed:
+    """Unfused, with v = produce_ref(source), fp32 [M, N]:
+
+        s         = scale, or scale_from_amax_ref(max(amax), largest value of fp8_dtype, eps, pow2)
+        q         = (v * s).clamp(-largest, largest).to(fp8_dtype)   # nearest even; nan stays, inf saturates
+        hp        = v.to(hp_dtype)
+        row       = q                                                # [M, N]
+        col       = q.t(), zero padded to [N, Mp]
+        scale_inv = 1 / s                                            # a new fp32 [1]
+        bias_grad = v.sum(0)                                         # fp32 [N], the same bits on every run
+        amax_out  = max(amax_out, |v|.max()), nan counting as inf    # in place; one element of any tensor
+
+    scale: fp32 [1]. amax: fp32 [P], P <= 1024. One read of the source, one launch (two with bias_grad).
+    Errors: ValueError, TypeError.
+    """
+    _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad)
+    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad)
+    _transform_op(*source[:-1], scale, amax, eps, pow2, *out, amax_out)
+    return out
+
+
+def transform_ref(
+    source: Source,
+    *,
+    hp_dtype: torch.dtype | None = None,
+    fp8_dtype: torch.dtype | None = None,
+    row: bool = False,
+    col: bool = False,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    amax_out: Tensor | None = None,
+    pow2: bool = False,
+    eps: float = 0.0,
+    bias_grad: bool = False,
+) -> Transformed:
+    """The oracle of `transform`: plain torch on any device."""
+    _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad)
+    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad)
+    _write_ref(source, scale, amax, eps, pow2, out, amax_out)
+    return out
+
+
+def _write_ref(source: Source, scale, amax, eps, pow2, out: Transformed, amax_out) -> None:
+    v = produce_ref(source)
+    hp, row, col, scale_inv, bias_grad = out
+    if hp is not None:
+        hp.copy_(v)
+    if bias_grad is not None:
+        torch.sum(v, 0, out=bias_grad)
+    if amax_out is not None:
+        amax_out.copy_(torch.maximum(amax_out, _amax_of(v).view(amax_out.shape)))
+    if scale_inv is None:
+        return
+    q8 = row if row is not None else col.new_empty(v.shape)
+    largest = FP8_MAX[q8.dtype]
+    s = scale_from_amax_ref(amax.abs().max(), largest, eps, pow2) if scale is None else scale.view(())
+    scale_inv.copy_(1.0 / s)
+    # The explicit clamp comes first: whether torch's own cast saturates differs by version and type. The nan
+    # written is the positive one, as the hardware's conversion does.
+    q = torch.nan_to_num(v * s, nan=float("nan"), posinf=largest, neginf=-largest)
+    q8.copy_(q.clamp_(-largest, largest))
+    if col is not None:
+        transpose_into_ref(q8, col)
+
+
+def _amax_of(v: Tensor) -> Tensor:
+    if v.numel() == 0:
+        return v.new_zeros(1)
+    return torch.nan_to_num(v.abs().max().view(1), nan=_INF, posinf=_INF)
+
+
+def _transform_cpu(
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, eps, pow2,
+    hp, row, col, scale_inv, bias_grad, amax_out,
+):  # fmt: skip
+    source = Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation)
+    _write_ref(source, scale, amax, eps, pow2, Transformed(hp, row, col, scale_inv, bias_grad), amax_out)
+
+
+def _transform_cuda(
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, eps, pow2,
+    hp, row, col, scale_inv, bias_grad, amax_out,
+):  # fmt: skip
+    rows, width = x.shape
+    base, glu = ACTIVATIONS[activation]
+    cols = width // 2 if glu else width  # of the tiles: a gated activation's halves are read side by side
+    block_m, block_n, num_warps, per_sm = CONFIGS[col is not None, kind != "plain", rows * cols <= FEW]
+    tiles_m = (rows + block_m - 1) // block_m
+    tiles = tiles_m * ((cols + block_n - 1) // block_n)
+    programs = min(tiles, per_sm * sm_count(x.device)) or 1  # M = 0 needs one: scale_inv is written too
+    partial = None
+    if bias_grad is not None:
+        partial = x.new_empty((tiles_m, bias_grad.shape[0]), dtype=torch.float32)
+    q = col if row is None else row
+    fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
+    launch(
+        transform_kernel,
+        programs,
+        (amax_out,),
+        (x, dy, mean, rstd, gamma, beta, scale, amax, hp, row, col, scale_inv, partial),
+        (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel()),
+        (kind, base, glu, zero_centered, fp8_max, fp8_max == 57344.0, pow2, block_m, block_n),
+        num_warps,
+    )
+    if partial is not None:
+        torch.sum(partial, 0, out=bias_grad)
+
+
+# A Source, field by field, without its amax.
+_FLAT = (
+    "str kind, Tensor x, Tensor? dy, Tensor? mean, Tensor? rstd, Tensor? gamma, Tensor? beta, "
+    "bool zero_centered, str activation"
+)
+
+# Outputs are arguments: an absent one costs nothing, where returning an empty tensor in its place takes 3 us.
+_transform_op = register(
+    f"transform({_FLAT}, Tensor? scale, Tensor? amax, float eps, bool pow2, Tensor(a!)? hp, Tensor(b!)? row, "
+    "Tensor(c!)? col, Tensor(d!)? scale_inv, Tensor(e!)? bias_grad, Tensor(f!)? amax_out) -> ()",
+    cpu=_transform_cpu,
+    cuda=_transform_cuda,
+    fake=lambda *args: None,
+)
+
+
+def amax(source: Source) -> Tensor:
+    """|produce_ref(source)|.max() as fp32 [P] partial maxima, nan counting as inf; their maximum is the amax.
+
+    P <= 1024. One launch, no atomics. Returns source.amax where an earlier pass left it there.
+    """
+    if source.amax is not None:
+        return source.amax
+    return _amax_op(*source[:-1])
+
+
+def amax_ref(source: Source) -> Tensor:
+    """The oracle of `amax`: one partial maximum, fp32 [1]."""
+    return _amax_of(produce_ref(source)) if source.amax is None else source.amax
+
+
+def _amax_cpu(*flat) -> Tensor:
+    return amax_ref(Source(*flat))
+
+
+def _amax_programs(device: torch.device) -> int:
+    # Of the device alone, not of the shape, so that fake tensors of unknown size have a known result.
+    return min(AMAX_CONFIG.programs_per_sm * sm_count(device), MOST_PARTIALS)
+
+
+def _amax_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation) -> Tensor:
+    rows, width = x.shape
+    base, glu = ACTIVATIONS[activation]
+    programs = _amax_programs(x.device)
+    partials = x.new_empty((programs,), dtype=torch.float32)
+    block_m, block_n, num_warps, _ = AMAX_CONFIG
+    launch(
+        amax_kernel,
+        programs,
+        (),
+        (x, dy, mean, rstd, gamma, beta, partials),
+        (rows, width // 2 if glu else width),
+        (kind, base, glu, zero_centered, block_m, block_n),
+        num_warps,
+    )
+    return partials
+
+
+def _amax_fake(kind, x, *rest) -> Tensor:
+    return x.new_empty((_amax_programs(x.device) if x.device.type == "cuda" else 1,), dtype=torch.float32)
+
+
+_amax_op = register(f"amax({_FLAT}) -> Tensor", cpu=_amax_cpu, cuda=_amax_cuda, fake=_amax_fake)

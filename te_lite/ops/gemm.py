@@ -1,0 +1,201 @@
+"""GEMMs, by cuBLAS through torch. Every one is out[M, N] = a[M, K] @ b[N, K]^T: both operands K-major.
+
+fp8: per-tensor scales, `torch._scaled_mm`, split accumulation unless fast_accum (tensor cores keep about 14
+bits of a sum of fp8 products; split accumulation promotes it to fp32 registers every few steps).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.registry import register
+
+FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def _check_fp8(a: Tensor, b: Tensor) -> None:
+    if a.dtype not in _FP8 or b.dtype not in _FP8:
+        raise TypeError(
+            f"fp8 GEMM of {a.dtype} and {b.dtype}: both operands must be float8_e4m3fn or float8_e5m2; "
+            f"quantize both, or call gemm for high precision"
+        )
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise ValueError(
+            "fp8 GEMM of float8_e5m2 and float8_e5m2: tensor cores take at most one E5M2 operand; "
+            "quantize activations and weights to E4M3 (Format.HYBRID keeps E5M2 for gradients)"
+        )
+    (m, k), (n, k_b) = a.shape, b.shape
+    if k != k_b:
+        raise ValueError(
+            f"fp8 GEMM of a [{m}, {k}] and b [{n}, {k_b}]: the last dimensions must be equal; "
+            f"pass the layout whose last dimension is the one to sum over"
+        )
+    if k % FP8_ALIGNMENT or n % FP8_ALIGNMENT:
+        raise ValueError(
+            f"fp8 GEMM with M={m}, K={k}, N={n}: K and N must be multiples of {FP8_ALIGNMENT}; "
+            f"pad the features, or keep this layer in high precision"
+        )
+
+
+def gemm_fp8_ref(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """Oracle of `gemm_fp8`: fp32 throughout, one rounding. fast_accum is the hardware's affair."""
+    out = (a.float() @ b.float().t()) * (a_scale_inv.reshape(()) * b_scale_inv.reshape(()))
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum):
+    if not (a.shape[0] and a.shape[1] and b.shape[0]):
+        # cuBLAS refuses empty operands. A sum over nothing is 0, and what is left is the bias.
+        out = torch.zeros((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+        return out if bias is None else out + bias.to(out_dtype)
+    # The epilogue adds a bias of the output's own 16-bit type; any other is added in fp32 before rounding.
+    fused = bias is None or (bias.dtype == out_dtype and out_dtype in _LOW)
+    out = torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale_inv,
+        scale_b=b_scale_inv,
+        bias=bias if fused else None,
+        out_dtype=out_dtype if fused else torch.float32,
+        use_fast_accum=fast_accum,
+    )
+    return out if fused else out.add_(bias).to(out_dtype)
+
+
+_gemm_fp8_op = register(
+    "gemm_fp8(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, ScalarType out_dtype,"
+    " Tensor? bias, bool fast_accum) -> Tensor",
+    cpu=gemm_fp8_ref,
+    cuda=_gemm_fp8_cuda,
+    fake=lambda a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=out_dtype
+    ),
+)
+
+
+def gemm_fp8(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """out[M, N] = (a * a_scale_inv)[M, K] @ (b * b_scale_inv)[N, K]^T + bias[N], rounded once to out_dtype.
+
+    a, b: contiguous fp8, at most one of them E5M2; K and N multiples of 16, M any, 0 included. Scale
+    inverses: fp32, one element. Raises TypeError on other dtypes, ValueError on other shapes or two E5M2.
+    """
+    _check_fp8(a, b)
+    return _gemm_fp8_op(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum)
+
+
+def gemm_accumulate_fp8_(
+    out: Tensor,
+    a_col: Tensor,
+    b_col: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    fast_accum: bool = False,
+) -> None:
+    """out[N, K] += (a_col * a_scale_inv)[N, Mp] @ (b_col * b_scale_inv)[K, Mp]^T, out fp32 or bf16.
+
+    The product is formed in fp32 and added in fp32: with a bf16 out there is one rounding.
+    """
+    if a_col.shape[1]:
+        out.add_(gemm_fp8(a_col, b_col, a_scale_inv, b_scale_inv, torch.float32, None, fast_accum))
+
+
+def gemm_accumulate_fp8_ref_(
+    out: Tensor,
+    a_col: Tensor,
+    b_col: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    fast_accum: bool = False,
+) -> None:
+    """Oracle of `gemm_accumulate_fp8_`."""
+    out.copy_(out.float() + gemm_fp8_ref(a_col, b_col, a_scale_inv, b_scale_inv, torch.float32))
+
+
+def gemm_ref(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:
+    """Oracle of `gemm`: fp32 throughout, one rounding."""
+    out = a.float() @ b.float().t()
+    return (out if bias is None else out + bias.float()).to(out_dtype or a.dtype)
+
+
+def _widens(a: Tensor, out_dtype: torch.dtype) -> bool:
+    return out_dtype == torch.float32 and a.dtype in _LOW
+
+
+def gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:
+    """out[M, N] = a[M, K] @ b[N, K]^T + bias[N] in high precision, any strides; out_dtype defaults to a's.
+
+    fp32 accumulation. a and b have the same dtype (torch raises RuntimeError otherwise); a bias of another
+    dtype than the output's is cast to it.
+    """
+    if out_dtype is None or out_dtype == a.dtype:
+        if bias is None:
+            return torch.mm(a, b.t())
+        return torch.addmm(bias if bias.dtype == a.dtype else bias.to(a.dtype), a, b.t())
+    if _widens(a, out_dtype):
+        out = torch.mm(a, b.t(), out_dtype=out_dtype) if a.is_cuda else torch.mm(a.float(), b.t().float())
+        return out if bias is None else out.add_(bias)
+    out = torch.mm(a, b.t())
+    return (out if bias is None else out.add_(bias)).to(out_dtype)
+
+
+def gemm_accumulate_ref_(out: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Oracle of `gemm_accumulate_`: fp32 throughout, one rounding."""
+    out.copy_(out.float() + dy.float().t() @ x.float())
+
+
+@cache
+def _addmm_widens(device: torch.device) -> bool:
+    """Whether this torch's addmm adds a 16-bit product to an fp32 matrix without a temporary."""
+    out, low = torch.zeros(16, 16, device=device), torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(out, low, low, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError):  # what a missing overload and a refused dtype raise
+        return False
+    return True
+
+
+def _gemm_accumulate_cuda(out: Tensor, dy: Tensor, x: Tensor) -> None:
+    dy_t = dy.t()
+    if out.dtype == dy.dtype:
+        out.addmm_(dy_t, x)
+    elif not _widens(dy, torch.float32):
+        out.add_(torch.mm(dy_t, x))
+    elif out.dtype == torch.float32 and _addmm_widens(out.device):
+        torch.addmm(out, dy_t, x, out_dtype=torch.float32, out=out)
+    else:
+        out.add_(torch.mm(dy_t, x, out_dtype=torch.float32))
+
+
+_gemm_accumulate_op = register(
+    "gemm_accumulate_(Tensor(a!) out, Tensor dy, Tensor x) -> ()",
+    cpu=gemm_accumulate_ref_,
+    cuda=_gemm_accumulate_cuda,
+    fake=lambda out, dy, x: None,
+)
+
+
+def gemm_accumulate_(out: Tensor, dy: Tensor, x: Tensor) -> None:
+    """out[N, K] += dy[M, N]^T @ x[M, K], accumulated in fp32, one rounding into out (fp32, or 16-bit)."""
+    if dy.shape[0]:
+        _gemm_accumulate_op(out, dy, x)

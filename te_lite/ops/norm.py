@@ -1,0 +1,262 @@
+"""LayerNorm and RMSNorm over the last dimension of x[M, N]: forward, statistics alone, backward.
+
+Everything is computed in fp32, whatever the input's dtype, and rounded once at the store. Formulas: Ba et
+al., "Layer Normalization" (arXiv 1607.06450, eq. 4) and Zhang & Sennrich, "Root Mean Square Layer
+Normalization" (arXiv 1910.07467, eq. 4); the gradients follow by the chain rule, see `norm_backward`.
+With zero_centered the stored weight is gamma - 1, so the weight used is 1 + gamma.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.launch import launch, sm_count
+from te_lite.ops.norm_kernels import (
+    backward_kernel,
+    backward_launch,
+    forward_kernel,
+    forward_launch,
+    stats_kernel,
+    stats_launch,
+)
+from te_lite.ops.registry import register
+
+MAX_FEATURES = 32768  # one row lives in one program's registers
+MAX_PARTIALS = 1024  # every consumer of partial maxima reads all of them
+HELD_FEATURES = 8192  # up to here backward holds x, dy and both accumulators in registers
+
+
+# -------------------------------------------------------------------------------------------- launchers
+
+
+def _check(x: Tensor, gamma: Tensor) -> None:
+    n = x.shape[-1]
+    if x.dim() != 2 or gamma.dim() != 1 or gamma.shape[0] != n:
+        raise ValueError(
+            f"norm of x {tuple(x.shape)} with gamma {tuple(gamma.shape)}: x must be [M, N] and gamma [N]; "
+            f"flatten the leading dimensions of x and give the module the size of its last dimension"
+        )
+    if not 1 <= n <= MAX_FEATURES:
+        raise ValueError(
+            f"norm over {n} features: a row must fit in one program, 1 to {MAX_FEATURES} features; "
+            f"split the features or use torch.nn.functional.layer_norm"
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels walk rows by a stride (0 for an expanded tensor) but need neighbours side by side."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _forward_cuda(x, gamma, beta, eps, rms, zero_centered):
+    x = _rows(x)
+    m, n = x.shape
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    mean = torch.empty(0 if rms else m, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    if m:
+        block_m, block_n, warps, _ = forward_launch(n)
+        launch(
+            forward_kernel, -(-m // block_m), (),
+            (x, gamma, beta, y, mean, rstd), (m, n, x.stride(0), eps),
+            (rms, zero_centered, beta is not None, block_m, block_n, block_n == n), warps,
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+def _stats_programs(m: int, n: int, rms: bool, device: torch.device) -> int:
+    block_m, _, _, per_sm = stats_launch(n, rms)
+    return min(-(-m // block_m), per_sm * sm_count(device), MAX_PARTIALS)
+
+
+def _stats_cuda(x, gamma, beta, eps, rms, zero_centered, want_amax):
+    x = _rows(x)
+    m, n = x.shape
+    mean = torch.empty(0 if rms else m, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    if not m:
+        return mean, rstd, torch.zeros(1 if want_amax else 0, dtype=torch.float32, device=x.device)
+    programs = _stats_programs(m, n, rms, x.device)
+    amax = torch.empty(programs if want_amax else 0, dtype=torch.float32, device=x.device)
+    block_m, block_n, warps, _ = stats_launch(n, rms)
+    launch(
+        stats_kernel, programs, (),
+        (x, gamma, beta, mean, rstd, amax), (m, n, x.stride(0), eps),
+        (rms, zero_centered, beta is not None, want_amax, block_m, block_n, block_n == n), warps,
+    )  # fmt: skip
+    return mean, rstd, amax
+
+
+def _backward_cuda(dy, x, mean, rstd, gamma, zero_centered):
+    dy, x = _rows(dy), _rows(x)
+    m, n = x.shape
+    rms = mean is None
+    dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if not m:
+        zeros = torch.zeros((2, n), dtype=torch.float32, device=x.device)
+        return dx, zeros[0].clone(), zeros[1, : 0 if rms else n].clone()
+    block_m, block_n, warps, per_sm = backward_launch(n)
+    # At least four rows a program: a partial row costs as much traffic as two rows of bf16.
+    programs = min(-(-m // (4 * block_m)), per_sm * sm_count(x.device))
+    wide = block_n > HELD_FEATURES
+    in_kernel = not (rms or wide)  # a wide row leaves no registers for a second accumulator
+    dgamma = torch.empty((programs, n), dtype=torch.float32, device=x.device)
+    dbeta = torch.empty((programs, n) if in_kernel else 0, dtype=torch.float32, device=x.device)
+    launch(
+        backward_kernel, programs, (),
+        (dy, x, mean, rstd, gamma, dx, dgamma, dbeta), (m, n, dy.stride(0), x.stride(0)),
+        (rms, zero_centered, in_kernel, wide, block_m, block_n, block_n == n), warps,
+    )  # fmt: skip
+    if in_kernel:
+        dbeta = dbeta.sum(0)
+    elif not rms:
+        dbeta = dy.sum(0, dtype=torch.float32)
+    return dx, dgamma.sum(0), dbeta
+
+
+# ---------------------------------------------------------------------------------------------- oracles
+
+
+def _weight_ref(gamma: Tensor, zero_centered: bool) -> Tensor:
+    return gamma.float() + 1.0 if zero_centered else gamma.float()
+
+
+def norm_forward_ref(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, zero_centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Oracle of `norm_forward`."""
+    mean, rstd, y = _stats_ref(x, gamma, beta, eps, rms, zero_centered)
+    return y.to(x.dtype), mean, rstd
+
+
+def norm_stats_ref(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, zero_centered: bool, want_amax: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Oracle of `norm_stats`; one partial."""
+    mean, rstd, y = _stats_ref(x, gamma, beta, eps, rms, zero_centered)
+    if not want_amax:
+        return mean, rstd, None
+    y = y.abs()
+    y = torch.where(y.isnan(), torch.inf, y)
+    return mean, rstd, y.amax().reshape(1) if y.numel() else torch.zeros(1, device=x.device)
+
+
+def _stats_ref(x, gamma, beta, eps, rms, zero_centered):
+    centred = x.float()
+    mean = None
+    if not rms:
+        mean = centred.mean(1)
+        centred = centred - mean[:, None]
+    rstd = 1.0 / torch.sqrt(centred.square().mean(1) + eps)
+    y = centred * rstd[:, None] * _weight_ref(gamma, zero_centered)
+    return mean, rstd, y if beta is None else y + beta.float()
+
+
+def norm_backward_ref(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, gamma: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Oracle of `norm_backward`."""
+    dy32 = dy.float()
+    x_hat = (x.float() if mean is None else x.float() - mean[:, None]) * rstd[:, None]
+    weighted = dy32 * _weight_ref(gamma, zero_centered)
+    dx = weighted - x_hat * (weighted * x_hat).mean(1, keepdim=True)
+    if mean is not None:
+        dx = dx - weighted.mean(1, keepdim=True)
+    dx = dx * rstd[:, None]
+    return dx.to(x.dtype), (dy32 * x_hat).sum(0), None if mean is None else dy32.sum(0)
+
+
+# -------------------------------------------------------------------------------------------------- ops
+
+
+def _cpu_outputs(*values: Tensor | None) -> tuple[Tensor, ...]:
+    """An op returns contiguous tensors, whatever strides its inputs have; what is not there is an empty one."""
+    return tuple(torch.empty(0) if v is None else v.contiguous() for v in values)
+
+
+def _stats_fake(x, gamma, beta, eps, rms, zero_centered, want_amax):
+    m, n = x.shape
+    partials = 0
+    if want_amax:
+        partials = 1 if x.device.type == "cpu" or m == 0 else _stats_programs(m, n, rms, x.device)
+    return tuple(x.new_empty(size, dtype=torch.float32) for size in (0 if rms else m, m, partials))
+
+
+def _forward_fake(x, gamma, beta, eps, rms, zero_centered):
+    m = x.shape[0]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, *(x.new_empty(size, dtype=torch.float32) for size in (0 if rms else m, m))
+
+
+def _backward_fake(dy, x, mean, rstd, gamma, zero_centered):
+    n = x.shape[1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return dx, *(x.new_empty(size, dtype=torch.float32) for size in (n, 0 if mean is None else n))
+
+
+_forward_op = register(
+    "norm_forward(Tensor x, Tensor gamma, Tensor? beta, float eps, bool rms, bool zero_centered)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    cpu=lambda *args: _cpu_outputs(*norm_forward_ref(*args)),
+    cuda=_forward_cuda,
+    fake=_forward_fake,
+)
+_stats_op = register(
+    "norm_stats(Tensor x, Tensor gamma, Tensor? beta, float eps, bool rms, bool zero_centered,"
+    " bool want_amax) -> (Tensor mean, Tensor rstd, Tensor amax)",
+    cpu=lambda *args: _cpu_outputs(*norm_stats_ref(*args)),
+    cuda=_stats_cuda,
+    fake=_stats_fake,
+)
+_backward_op = register(
+    "norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor gamma, bool zero_centered)"
+    " -> (Tensor dx, Tensor dgamma, Tensor dbeta)",
+    cpu=lambda *args: _cpu_outputs(*norm_backward_ref(*args)),
+    cuda=_backward_cuda,
+    fake=_backward_fake,
+)
+
+
+def norm_forward(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, zero_centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x[M, N], gamma[N], beta[N] or None -> y[M, N] in x.dtype, mean fp32 [M] (None if rms), rstd fp32 [M].
+
+    mean = x.mean(1)                                    # rms: 0
+    rstd = 1 / sqrt(((x - mean) ** 2).mean(1) + eps)
+    y    = (x - mean) * rstd * weight + beta            # weight = gamma, or 1 + gamma if zero_centered
+
+    One read of x. Raises ValueError if gamma is not [N] or N is not in 1 to 32768.
+    """
+    _check(x, gamma)
+    y, mean, rstd = _forward_op(x, gamma, beta, eps, rms, zero_centered)
+    return y, None if rms else mean, rstd
+
+
+def norm_stats(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, zero_centered: bool, want_amax: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """The statistics of `norm_forward` without its output: mean, rstd, and amax with want_amax.
+
+    amax: fp32 [P], P <= 1024, partial maxima of |y| before rounding; a nan counts as inf, so it is not lost.
+    """
+    _check(x, gamma)
+    mean, rstd, amax = _stats_op(x, gamma, beta, eps, rms, zero_centered, want_amax)
+    return None if rms else mean, rstd, amax if want_amax else None
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, gamma: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dy[M, N], x[M, N], mean[M] (None: rms), rstd[M], gamma[N] -> dx in x.dtype, dgamma, dbeta (rms: None).
+
+    x_hat  = (x - mean) * rstd
+    g      = dy * weight                                # weight = gamma, or 1 + gamma if zero_centered
+    dx     = rstd * (g - g.mean(1) - x_hat * (g * x_hat).mean(1))     # rms: without g.mean(1)
+    dgamma = (dy * x_hat).sum(0)                        # fp32 [N], same bits on every run
+    dbeta  = dy.sum(0)
+    """
+    _check(x, gamma)
+    dx, dgamma, dbeta = _backward_op(dy, x, mean, rstd, gamma, zero_centered)
+    return dx, dgamma, None if mean is None else dbeta

@@ -1,0 +1,60 @@
+"""The col layout of fp8 data from its row layout: a transpose of the bytes, zero padded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.cast_kernels import TRANSPOSE_CONFIG, transpose_kernel
+from te_lite.ops.launch import launch
+from te_lite.ops.registry import register
+
+PAD = 16  # a col layout has its rows' count M rounded up to what an fp8 GEMM needs of its inner dimension
+
+
+def padded_rows(rows: int) -> int:
+    """Mp: the columns of the col layout [N, Mp] of a matrix with `rows` rows."""
+    return (rows + PAD - 1) // PAD * PAD
+
+
+def transpose(data: Tensor) -> Tensor:
+    """data.t() of one-byte values [M, N], zero padded to [N, Mp]. Errors: ValueError."""
+    if data.dim() != 2 or data.element_size() != 1 or not data.is_contiguous():
+        raise ValueError(
+            f"data is {data.dtype} {tuple(data.shape)}, strides {data.stride()}: must be a contiguous matrix "
+            f"[M, N] of one-byte values; pass fp8 data or its uint8 view"
+        )
+    return _transpose_op(data)
+
+
+def transpose_ref(data: Tensor) -> Tensor:
+    """The oracle of `transpose`: plain torch on any device."""
+    out = _allocate(data)
+    transpose_into_ref(data, out)
+    return out
+
+
+def transpose_into_ref(data: Tensor, out: Tensor) -> None:
+    """out [N, Mp] = data [M, N] transposed, zeros from column M on; bytes, whatever their type."""
+    data, out = data.view(torch.uint8), out.view(torch.uint8)
+    out[:, : data.shape[0]] = data.t()
+    out[:, data.shape[0] :] = 0
+
+
+def _allocate(data: Tensor) -> Tensor:
+    return data.new_empty((data.shape[1], padded_rows(data.shape[0])))
+
+
+def _transpose_cuda(data: Tensor) -> Tensor:
+    rows, cols = data.shape
+    out = _allocate(data)
+    block_m, block_n, num_warps, _ = TRANSPOSE_CONFIG
+    tiles = -(-rows // block_m) * -(-cols // block_n)
+    if tiles:
+        tensors = (data.view(torch.uint8), out.view(torch.uint8))
+        sizes = (rows, cols, out.shape[1])
+        launch(transpose_kernel, tiles, (), tensors, sizes, (block_m, block_n), num_warps)
+    return out
+
+
+_transpose_op = register("transpose(Tensor data) -> Tensor", cpu=transpose_ref, cuda=_transpose_cuda, fake=_allocate)

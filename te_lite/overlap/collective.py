@@ -1,0 +1,106 @@
+"""Collective: torch.distributed's all-gather and reduce-scatter around the GEMMs. The specification.
+
+With R ranks, m = M / R tokens a rank under sequence parallelism:
+
+                      column-parallel, w[N/R, K]          row-parallel, w[N, K/R]
+    forward           x = all_gather(x_shard[m, K])       y_part = x @ w^T
+                      y = x @ w^T                         y_shard[m, N] = reduce_scatter(y_part)
+    backward          dx_part = dy @ w                    dy = all_gather(dy_shard[m, N])
+                      dx_shard = reduce_scatter(dx_part)  dx = dy @ w
+                      x = all_gather(x_shard), dw = dy^T x    dw = dy^T x
+
+Without sequence parallelism both gathers vanish and both reduce-scatters are all-reduces.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.ops.nvtx import nvtx_range
+from te_lite.overlap.schedule import Dgrad, Fprop, Schedule, Wgrad
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.qtensor import Layout, QTensor
+
+# torch 2.13 renames both and warns about the old names.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _wire_dtype(group: dist.ProcessGroup, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial sums travel: gloo adds in the wire's dtype, rounding at each step, so fp32 there."""
+    return torch.float32 if dist.get_backend(group) == "gloo" else dtype
+
+
+def all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[m, ...] on each of R ranks -> [R*m, ...] on all, in rank order. No autograd."""
+    out = shard.new_empty(shard.shape[0] * dist.get_world_size(group), *shard.shape[1:])
+    if out.numel():
+        with nvtx_range("te_lite.all_gather"):
+            _all_gather_into(out, shard.contiguous(), group=group)
+    return out
+
+
+def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R*m, N] partial sums on each of R ranks -> [m, N]: this rank's tokens, summed. No autograd."""
+    wire = partial.to(_wire_dtype(group, partial.dtype))
+    out = wire.new_empty(wire.shape[0] // dist.get_world_size(group), *wire.shape[1:])
+    if out.numel():
+        with nvtx_range("te_lite.reduce_scatter"):
+            _reduce_scatter_into(out, wire, group=group)
+    return out.to(partial.dtype)
+
+
+def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[M, N] partial sums on each rank -> [M, N] summed on all; may reuse the input's memory. No autograd."""
+    wire = partial.to(_wire_dtype(group, partial.dtype))
+    if wire.numel():
+        with nvtx_range("te_lite.all_reduce"):
+            dist.all_reduce(wire, group=group)
+    return wire.to(partial.dtype)
+
+
+class Collective(Schedule):
+    """See the module docstring."""
+
+    name = "collective"
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp = tp
+        self.regathers = tp.gathers_input
+
+    def gather(self, q: QTensor, layout: Layout) -> QTensor:
+        """The whole tensor from every rank's shard, moved as its wire format."""
+        parts = tuple(all_gather(part, self.tp.group) for part in q.wire(layout))
+        return q.from_wire(parts, layout, q.shape[0] * self.tp.size)
+
+    def _regather(self, q: QTensor) -> QTensor:
+        return self.gather(q, "row" if q.format.col_from_row else "col")
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        reduce = reduce_scatter if self.tp.sequence_parallel else all_reduce
+        return reduce(partial, self.tp.group)
+
+    def fprop(self, gemm: Fprop, x: QTensor) -> Tensor:
+        if self.tp.mode == "column":
+            return gemm(self.gather(x, "row") if self.tp.sequence_parallel else x)
+        return self._sum(gemm(x))
+
+    def backward(
+        self, dgrad: Dgrad | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if self.tp.gathers_grad:
+            same = dy_wgrad is dy
+            if same or dgrad is not None:
+                dy = self.gather(dy, "row")
+            if same:
+                dy_wgrad = dy
+            elif wgrad is not None:
+                dy_wgrad = self._regather(dy_wgrad)
+        dx = None if dgrad is None else dgrad(dy)
+        if dx is not None and self.tp.mode == "column":
+            dx = self._sum(dx)
+        if wgrad is None:
+            return dx, None
+        return dx, wgrad(dy_wgrad, self._regather(x) if self.tp.gathers_input else x)

@@ -1,0 +1,155 @@
+"""The state of delayed scaling: amax histories and scales, and the one place that updates them.
+
+A ScaleState belongs to one module and direction; states that are updated together (same group, formula and device)
+lie side by side in a Pool, so that an update is one all-reduce and one kernel for all modules. An update replaces the
+pool's scale tensor and never writes to the old one: a scale taken by a forward stays what it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.ops.delayed import delayed_update
+from te_lite.quantize import replay
+
+
+class PoolKey(NamedTuple):
+    """What states must have in common to be updated together. fp8_max includes the margin: fp8_max * 2^-margin."""
+
+    direction: str  # "forward" or "backward"
+    length: int
+    fp8_max: float
+    algorithm: str
+    group: dist.ProcessGroup | None  # None: no reduction
+    device: torch.device
+
+
+class ScaleState:
+    """Amax history [length, n] (row 0: the current step) and scales [n] of one module in one direction."""
+
+    def __init__(self, key: PoolKey, n: int, like: ScaleState | None = None) -> None:
+        self.key, self.n = key, n
+        self._history = torch.zeros(key.length, n, dtype=torch.float32, device=key.device)
+        self._scale = torch.ones(n, dtype=torch.float32, device=key.device)
+        self._pool: Pool | None = None
+        self._offset = 0
+        self._amax: list[Tensor] | None = None
+        if like is not None:
+            self.load(like.history, like.scale)
+        _pool_for(key).add(self)
+
+    @property
+    def history(self) -> Tensor:
+        return self._history
+
+    @property
+    def scale(self) -> Tensor:
+        return self._scale if self._pool is None else self._pool.scale[self._offset : self._offset + self.n]
+
+    def scale_at(self, slot: int) -> Tensor:
+        """fp32 [1]: the scale of `slot`, never written to again."""
+        if self._pool is None:
+            return self._scale[slot : slot + 1]
+        return self._pool.scale[self._offset + slot : self._offset + slot + 1]
+
+    def scale_for_forward(self, slot: int) -> Tensor:
+        """scale_at(slot), or what the first run took when a checkpointed call is recomputed."""
+        return replay.recall(lambda: self.scale_at(slot))
+
+    def amax_at(self, slot: int) -> Tensor | None:
+        """fp32 [1] to take the maximum into; None while a checkpointed call is recomputed (it was recorded already)."""
+        if replay.replaying():
+            return None
+        if self._amax is None:
+            self._amax = [self._history[0, i : i + 1] for i in range(self.n)]
+        return self._amax[slot]
+
+    def load(self, history: Tensor, scale: Tensor) -> None:
+        """Takes over a history of any length: row 0 and the newest rows that fit."""
+        if history.shape[1] != self.n or scale.numel() != self.n:
+            raise ValueError(
+                f"scale state of {history.shape[1]} tensors does not fit a module with {self.n}; load a checkpoint of "
+                "the same module class"
+            )
+        rows = min(history.shape[0], self.key.length) - 1
+        self._history.zero_()
+        self._history[0].copy_(history[0])
+        if rows:
+            self._history[-rows:].copy_(history[-rows:])
+        self._scale = torch.empty_like(self._scale).copy_(scale)
+        self._leave_pool()
+
+    def _leave_pool(self) -> None:
+        if self._pool is not None:
+            self._history = self._history.clone()
+            self._pool, self._amax = None, None
+
+    def move_into(self, pool: Pool, history: Tensor, offset: int) -> None:
+        """Called by the pool: `history` is the slice that holds this state's columns from now on."""
+        self._pool, self._history, self._offset, self._amax = pool, history, offset, None
+
+
+class Pool:
+    """States that are updated together, side by side: history [length, total], scale [total]."""
+
+    def __init__(self, key: PoolKey) -> None:
+        self.key = key
+        self.scale = torch.empty(0)
+        self._history = torch.empty(0)
+        self._members: list[weakref.ref[ScaleState]] = []
+        self._merged: list[ScaleState | None] = []
+
+    def add(self, state: ScaleState) -> None:
+        self._members.append(weakref.ref(state))
+
+    def _merge(self) -> list[ScaleState]:
+        states = [state for ref in self._members if (state := ref()) is not None]
+        if len(states) == len(self._members) and all(state._pool is self for state in states):
+            return states
+        self._members = [weakref.ref(state) for state in states]
+        if not states:
+            return states
+        history = torch.cat([state.history for state in states], dim=1)
+        scale = torch.cat([state.scale for state in states])
+        offset = 0
+        for state in states:
+            state.move_into(self, history[:, offset : offset + state.n], offset)
+            offset += state.n
+        self._history, self.scale = history, scale
+        return states
+
+    def update(self) -> bool:
+        """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
+        if not self._merge():
+            return False
+        if self.key.group is not None:
+            dist.all_reduce(self._history[0], op=dist.ReduceOp.MAX, group=self.key.group)
+        self.scale = self.scale.clone()
+        delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm)
+        return True
+
+
+_pools: dict[PoolKey, Pool] = {}
+
+
+def _pool_for(key: PoolKey) -> Pool:
+    if key not in _pools:
+        _pools[key] = Pool(key)
+    return _pools[key]
+
+
+def update(direction: str) -> None:
+    """Updates all states of `direction`. The order of pools is that of first use, the same on all ranks."""
+    for key in [key for key in _pools if key.direction == direction]:
+        if not _pools[key].update():
+            del _pools[key]
+
+
+def reset() -> None:
+    """Forgets all pools; states that still live keep their numbers and are not updated any more."""
+    _pools.clear()

@@ -1,0 +1,92 @@
+"""High precision behind the quantizers' contract: data stays in the activations' dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.cast import amax, transform
+from te_lite.ops.gemm import gemm, gemm_accumulate_
+from te_lite.ops.source import Source
+from te_lite.quantize.delayed import ScaleState
+from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class HighPrecisionFormat(TensorFormat):
+    """bf16, fp16 or fp32; the col layout is a view."""
+
+    gemm: str = "high_precision"
+
+    def dequantize(self, q: QTensor) -> Tensor:
+        return q.row
+
+    def make_col(self, q: QTensor) -> tuple[Tensor, None]:
+        return q.row.t(), None
+
+    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+        return (q.row,)
+
+    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
+        return QTensor(self, (rows, like.shape[1]), like.dtype, row=parts[0])
+
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+        return gemm(a.data, b.data, out_dtype, bias)
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
+        gemm_accumulate_(out, a.data.t(), b.data.t())
+
+
+HIGH_PRECISION = HighPrecisionFormat()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity(Quantizer):
+    """v in `target` precision; the input itself when it is there already."""
+
+    format: TensorFormat = HIGH_PRECISION
+    target: torch.dtype = torch.bfloat16
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        if source.kind == "plain":
+            data = source.x.to(self.target)
+            sums = transform(source, bias_grad=True).bias_grad if bias_grad else None
+        else:
+            result = transform(source, hp_dtype=self.target, bias_grad=bias_grad)
+            data, sums = result.hp, result.bias_grad
+        return QTensor(self.format, (source.rows, source.cols), self.target, row=data), sums
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        return self.quantize(source)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrating(Identity):
+    """High precision that records the amax a delayed-scaling quantizer would have seen."""
+
+    state: ScaleState | None = None
+    slot: int = 0
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        q, sums = Identity.quantize(self, source, row=row, col=col, bias_grad=bias_grad)
+        cell = self.state.amax_at(self.slot)
+        if cell is not None:
+            torch.maximum(cell, amax(source).amax().view(1), out=cell)
+        return q, sums
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        return Identity.quantize(self, source)[0]
+
+
+def operands(recipe: Recipe, site: Site) -> GemmOperands:
+    """All operands in high precision."""
+    plain = GemmQuantizers(Identity(target=site.dtype), Identity(target=site.dtype))
+    return GemmOperands(plain, plain, plain)

@@ -1,0 +1,199 @@
+"""fp8 with one scale a tensor: delayed scaling (scales of earlier steps) and current scaling (the tensor's own).
+
+Formulas: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433); scales by docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.ops.cast import amax, transform, transpose
+from te_lite.ops.gemm import gemm_accumulate_fp8_, gemm_fp8
+from te_lite.ops.source import Source
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.delayed import ScaleState
+from te_lite.quantize.identity import Calibrating, Identity
+from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
+
+INPUTS_PER_GEMM = 3  # forward slots: input, weight, output (Transformer Engine's order)
+GRADS_PER_GEMM = 2  # backward slots: grad_output, grad_input
+
+
+@dataclass(frozen=True, slots=True)
+class PerTensorFormat(TensorFormat):
+    """fp8 data and one fp32 inverse scale; v = data * scale. The col layout is a transpose of the bytes.
+
+    The scale is agreed on by all ranks before the cast (a shared amax), so only data travels.
+    """
+
+    gemm: str = "fp8_per_tensor"
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    def dequantize(self, q: QTensor) -> Tensor:
+        if q.row is not None:
+            return (q.row.float() * q.row_scale).to(q.dtype)
+        return (q.col[:, : q.shape[0]].float() * q.col_scale).to(q.dtype).t().contiguous()
+
+    def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
+        return transpose(q.row), q.row_scale
+
+    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+        return (q.row.view(torch.uint8),)
+
+    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
+        data = parts[0].view(self.dtype)
+        return QTensor(self, (rows, like.shape[1]), like.dtype, row=data, row_scale=like.row_scale)
+
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+        return gemm_fp8(a.data, b.data, a.scale, b.scale, out_dtype, bias, fast_accum)
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
+        gemm_accumulate_fp8_(out, a.data, b.data, a.scale, b.scale)
+
+
+_FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+
+
+def _qtensor(format: PerTensorFormat, source: Source, result, seed: Tensor) -> QTensor:
+    return QTensor(
+        format,
+        (source.rows, source.cols),
+        source.dtype,
+        row=result.row,
+        row_scale=result.scale_inv,
+        col=result.col,
+        col_scale=result.scale_inv,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Current(Quantizer):
+    """scale = fp8_max / amax(v), the amax reduced over `amax_group` where v is about to be gathered."""
+
+    fused: bool = True
+    needs_amax: bool = True
+    pow2: bool = False
+    eps: float = 0.0
+    amax_group: dist.ProcessGroup | None = None
+
+    def _cast(self, source: Source, seed: Tensor, row: bool, col: bool, bias_grad: bool):
+        return transform(
+            source,
+            fp8_dtype=self.format.dtype,
+            row=row,
+            col=col,
+            amax=seed,
+            pow2=self.pow2,
+            eps=self.eps,
+            bias_grad=bias_grad,
+        )
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        seed = source.amax if source.amax is not None else amax(source)
+        if self.amax_group is not None:
+            seed = seed.amax().view(1)
+            dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.amax_group)
+        result = self._cast(source, seed, row, col, bias_grad)
+        return _qtensor(self.format, source, result, seed), result.bias_grad
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        return _qtensor(self.format, source, self._cast(source, earlier.seed, False, True, False), earlier.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed(Quantizer):
+    """scale from the state's history; the amax of v is recorded there in the same pass."""
+
+    fused: bool = True
+    state: ScaleState | None = None
+    slot: int = 0
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        state, slot = self.state, self.slot
+        scale = state.scale_for_forward(slot) if state.key.direction == "forward" else state.scale_at(slot)
+        result = transform(
+            source,
+            fp8_dtype=self.format.dtype,
+            row=row,
+            col=col,
+            scale=scale,
+            amax_out=state.amax_at(slot),
+            bias_grad=bias_grad,
+        )
+        return _qtensor(self.format, source, result, scale), result.bias_grad
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        result = transform(source, fp8_dtype=self.format.dtype, col=True, scale=earlier.seed)
+        return _qtensor(self.format, source, result, earlier.seed)
+
+
+def _check_delayed(recipe: DelayedScaling, tp: TensorParallel, amax_group: dist.ProcessGroup | None) -> None:
+    if not (tp.active and tp.sequence_parallel):
+        return
+    if not recipe.reduce_amax:
+        raise ValueError(
+            "DelayedScaling(reduce_amax=False) with sequence parallelism: ranks would scale shards of one tensor "
+            "differently; use reduce_amax=True or Float8CurrentScaling"
+        )
+    ranks = set(dist.get_process_group_ranks(amax_group))
+    missing = set(dist.get_process_group_ranks(tp.group)) - ranks
+    if missing:
+        raise ValueError(
+            f"amax group {sorted(ranks)} lacks tensor-parallel ranks {sorted(missing)}: with sequence parallelism it "
+            "must contain the whole tensor-parallel group; leave fp8_group=None for that group"
+        )
+
+
+def delayed_operands(recipe: DelayedScaling, site: Site) -> GemmOperands:
+    """Delayed scaling: x and w (and y) in the forward format, dy (and dx) in the backward format."""
+    forward, backward = site.state("forward"), site.state("backward")
+    first, first_grad = INPUTS_PER_GEMM * site.gemm, GRADS_PER_GEMM * site.gemm
+    if site.calibrating:
+        plain = Identity(target=site.dtype)
+        x, w = (Calibrating(target=site.dtype, state=forward, slot=first + i) for i in range(2))
+        return GemmOperands(GemmQuantizers(x, w), GemmQuantizers(plain, w), GemmQuantizers(plain, x))
+    _check_delayed(recipe, site.tp, site.amax_group)
+    fwd, bwd = _FORMATS[recipe.fp8_format.forward_dtype], _FORMATS[recipe.fp8_format.backward_dtype]
+    x, w, y = (Delayed(fwd, state=forward, slot=first + i) for i in range(INPUTS_PER_GEMM))
+    dy, dx = (Delayed(bwd, state=backward, slot=first_grad + i) for i in range(GRADS_PER_GEMM))
+    return GemmOperands(
+        fprop=GemmQuantizers(x, w, fast_accum=True),
+        dgrad=GemmQuantizers(dy, w),
+        wgrad=GemmQuantizers(dy, x),
+        output=y,
+        grad_input=dx,
+    )
+
+
+def current_operands(recipe: Float8CurrentScaling, site: Site) -> GemmOperands:
+    """Current scaling: as delayed_operands, each tensor scaled by itself."""
+    if site.calibrating:
+        plain = GemmQuantizers(Identity(target=site.dtype), Identity(target=site.dtype))
+        return GemmOperands(plain, plain, plain)
+    fwd, bwd = _FORMATS[recipe.fp8_format.forward_dtype], _FORMATS[recipe.fp8_format.backward_dtype]
+
+    def current(format: PerTensorFormat, params: QParams, gathered: bool = False) -> Current:
+        group = site.tp.group if gathered else None
+        return Current(format, pow2=params.power_2_scale, eps=params.amax_epsilon, amax_group=group)
+
+    x = current(fwd, recipe.fp8_quant_fwd_inp, site.tp.gathers_input)
+    w = current(fwd, recipe.fp8_quant_fwd_weight)
+    dy = current(bwd, recipe.fp8_quant_bwd_grad, site.tp.gathers_grad)
+    return GemmOperands(
+        fprop=GemmQuantizers(x, w, not recipe.fp8_gemm_fprop.use_split_accumulator),
+        dgrad=GemmQuantizers(dy, w, not recipe.fp8_gemm_dgrad.use_split_accumulator),
+        wgrad=GemmQuantizers(dy, x, not recipe.fp8_gemm_wgrad.use_split_accumulator),
+        output=current(fwd, recipe.fp8_quant_fwd_inp),
+        grad_input=current(bwd, recipe.fp8_quant_bwd_grad),
+    )

@@ -1,0 +1,155 @@
+"""Quantized tensors: data and scales per layout, and the wire format by which they travel.
+
+Layouts of a logical matrix v[M, K]:
+    row  data [M, K], the GEMM's inner dimension is K
+    col  data [K, Mp], the transposed copy, the inner dimension is M padded to Mp
+Every GEMM of a linear is out[m, n] = a[m, k] @ b[n, k]^T, both operands in the layout whose last dimension is inner:
+    fprop  y[M, N]  = x.row[M, K]  @ w.row[N, K]^T
+    dgrad  dx[M, K] = dy.row[M, N] @ w.col[K, N]^T
+    wgrad  dw[N, K] = dy.col[N, M] @ x.col[K, M]^T
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.gemm import gemm, gemm_accumulate_
+
+Layout = Literal["row", "col"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFormat:
+    """What a number format can do with its tensors. Subclasses are frozen values; callers ask them, never their class.
+
+    gemm: operands multiply natively when their `gemm` agrees, otherwise both are dequantized first.
+    col_from_row: the col layout can be made from the row layout alone (so one gather serves fprop and wgrad).
+    """
+
+    gemm: str = ""
+    col_from_row: bool = True
+
+    def dequantize(self, q: QTensor) -> Tensor:
+        """v[M, K] in q.dtype."""
+        raise NotImplementedError
+
+    def make_col(self, q: QTensor) -> tuple[Tensor, Tensor | None]:
+        """(data, scale) of the col layout from the row layout; only where col_from_row."""
+        raise NotImplementedError
+
+    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+        """The tensors, sharded along dim 0, that a peer needs to use `q` in `layout`; scales included."""
+        raise NotImplementedError
+
+    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
+        """The gathered tensor of `rows` rows from gathered parts; `like` is this rank's own shard."""
+        raise NotImplementedError
+
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+        """a.data[m, k] @ b.data[n, k]^T (+ bias[n]) in out_dtype."""
+        raise NotImplementedError
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
+        """out[m, n] += a.data[m, k] @ b.data[n, k]^T."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class Operand:
+    """One GEMM operand: data with the inner dimension last, and its scale (None in high precision)."""
+
+    data: Tensor
+    scale: Tensor | None
+
+
+@dataclass(slots=True)
+class QTensor:
+    """A logical matrix v[M, K] held in `format`, in one or both layouts.
+
+    dtype: the high-precision dtype it stands for. seed: what its quantizer needs to produce another layout of the
+    same numbers later (a scale or partial maxima). borrowed: memory belongs to a userbuffer and must not be kept.
+    """
+
+    format: TensorFormat
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    row: Tensor | None = None
+    row_scale: Tensor | None = None
+    col: Tensor | None = None
+    col_scale: Tensor | None = None
+    seed: Tensor | None = None
+    borrowed: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors, in the order of the constructor."""
+        return self.row, self.row_scale, self.col, self.col_scale, self.seed
+
+    def operand(self, layout: Layout) -> Operand:
+        """The GEMM operand in `layout`; a missing col layout is made from the row layout where the format can."""
+        if layout == "row":
+            return Operand(self.row, self.row_scale)
+        if self.col is None:
+            self.col, self.col_scale = self.format.make_col(self)
+        return Operand(self.col, self.col_scale)
+
+    def only(self, layout: Layout) -> QTensor:
+        """The smallest tensor from which operand(layout) can still be had."""
+        if layout == "row" or self.col is None:
+            return QTensor(self.format, self.shape, self.dtype, self.row, self.row_scale, borrowed=self.borrowed)
+        return QTensor(
+            self.format, self.shape, self.dtype, None, None, self.col, self.col_scale, borrowed=self.borrowed
+        )
+
+    def seed_only(self) -> QTensor:
+        """No data: just what Quantizer.again needs to make the same numbers again."""
+        return QTensor(self.format, self.shape, self.dtype, seed=self.seed)
+
+    def dequantize(self) -> Tensor:
+        """v[M, K] in the high-precision dtype."""
+        return self.format.dequantize(self)
+
+    def wire(self, layout: Layout) -> tuple[Tensor, ...]:
+        return self.format.wire(self, layout)
+
+    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, rows: int) -> QTensor:
+        return self.format.from_wire(parts, layout, self, rows)
+
+
+def _compatible(a: QTensor, b: QTensor) -> bool:
+    return a.format.gemm == b.format.gemm
+
+
+def matmul(
+    a: QTensor,
+    a_layout: Layout,
+    b: QTensor,
+    b_layout: Layout,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """out[m, n] = a[m, k] @ b[n, k]^T (+ bias[n]), each operand in the named layout (see the module docstring).
+
+    Operands of formats that no GEMM multiplies together are dequantized first.
+    """
+    if _compatible(a, b):
+        return a.format.matmul(a.operand(a_layout), b.operand(b_layout), out_dtype, bias, fast_accum)
+    return gemm(_plain(a, a_layout), _plain(b, b_layout), out_dtype, bias)
+
+
+def matmul_accumulate_(out: Tensor, a: QTensor, b: QTensor) -> None:
+    """out[n, k] += a.col[n, m] @ b.col[k, m]^T: a weight gradient added where it is kept."""
+    if _compatible(a, b):
+        a.format.accumulate_(out, a.operand("col"), b.operand("col"))
+    else:
+        gemm_accumulate_(out, a.dequantize(), b.dequantize())
+
+
+def _plain(q: QTensor, layout: Layout) -> Tensor:
+    v = q.dequantize()
+    return v if layout == "row" else v.t()

@@ -1,0 +1,86 @@
+"""The contract of a quantizer, and the table of quantizers that one linear uses."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.ops.source import Source
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.delayed import ScaleState
+from te_lite.quantize.qtensor import QTensor, TensorFormat
+from te_lite.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """Turns what a Source produces, v[M, K], into a QTensor. A value: the layouts wanted are arguments.
+
+    format: the number format of the result.
+    fused: quantize() reads any Source in one pass, so that v itself never needs to exist in memory.
+    needs_amax: a pass that computes v's statistics anyway should leave partial maxima in Source.amax.
+    """
+
+    format: TensorFormat
+    fused: bool = False
+    needs_amax: bool = False
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        """(quantized v, fp32 [K] column sums of v if bias_grad else None)."""
+        raise NotImplementedError
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        """The col layout of the numbers that `earlier` holds by row, from the same source; bit for bit its numbers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class GemmQuantizers:
+    """Quantizers of one GEMM's two operands, and whether it may accumulate fast."""
+
+    a: Quantizer
+    b: Quantizer
+    fast_accum: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GemmOperands:
+    """Which quantizer each operand of each GEMM uses: fprop (x, w), dgrad (dy, w), wgrad (dy, x).
+
+    output, grad_input: quantizers of y and dx for callers who ask for fp8_output or fp8_grad; None: not offered.
+    """
+
+    fprop: GemmQuantizers
+    dgrad: GemmQuantizers
+    wgrad: GemmQuantizers
+    output: Quantizer | None = None
+    grad_input: Quantizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a linear stands, for factories that turn a recipe into quantizers.
+
+    gemm: index of the linear in its module. dtype: of the activations. state(direction): the delayed-scaling state of
+    the module, "forward" or "backward". calibrating: record statistics without quantizing.
+    """
+
+    gemm: int
+    dtype: torch.dtype
+    tp: TensorParallel
+    state: Callable[[str], ScaleState]
+    amax_group: dist.ProcessGroup | None
+    calibrating: bool = False
+
+
+def operands_for(recipe: Recipe, site: Site) -> GemmOperands:
+    """The quantizers of one linear under `recipe`, from the factory that the recipe names."""
+    module, function = recipe.factory.split(":")
+    return getattr(importlib.import_module(module), function)(recipe, site)

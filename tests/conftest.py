@@ -1,0 +1,50 @@
+"""Markers, seeds and scheduling that hold for every test."""
+
+import importlib.util
+import os
+import random
+
+# Before torch is imported, here and in the ranks that tests start: two cores are shared by several processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+SEED = 1234
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # The same examples in every run; the deadline would measure the neighbours on a shared machine.
+    settings.register_profile("te_lite", derandomize=True, deadline=None, max_examples=50)
+    settings.load_profile("te_lite")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    needs = {"gpu": 1, "multigpu": 2}
+    for item in items:
+        for marker, needed in needs.items():
+            if item.get_closest_marker(marker) and gpus < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {gpus}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Under -n, one worker runs all of tests/distributed, one after the other, so that ranks never run beside
+    other ranks; every other test goes to whichever worker is free. (--dist loadgroup would say the same, but
+    xdist 3.8 renames tests in a way that pytest 9.2 no longer sees.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "distributed" if nodeid.startswith("tests/distributed/") else nodeid
+
+    return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(SEED)
+    torch.manual_seed(SEED)

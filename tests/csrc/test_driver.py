@@ -1,0 +1,191 @@
+"""te_lite._C's driver probe: against a fake libcuda everywhere, against torch's own answers on a GPU."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import te_lite._C as _C
+
+FAKE_SOURCE = Path(__file__).with_name("fake_libcuda.cpp")
+
+# Loads the extension from its file and nothing else, so what the process maps is the extension's doing.
+CHILD = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
+_C = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_C)
+def mapped(name):
+    return name in open("/proc/self/maps").read()
+out = {"mapped_by_import": [n for n in ("libcuda", "libtorch", "libc10", "libcudart") if mapped(n)]}
+for name, expression in json.loads(sys.argv[2]).items():
+    try:
+        out[name] = eval(expression)
+    except Exception as error:
+        out[name] = f"{type(error).__name__}: {error}"
+out["mapped_after"] = [n for n in ("libcuda", "libtorch", "libc10", "libcudart") if mapped(n)]
+print(json.dumps(out))
+"""
+
+
+def evaluate(library_folder: Path, expressions: dict[str, str], **env: str) -> dict:
+    """Evaluate each expression over `_C` in a fresh process that finds libcuda.so.1 in library_folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, _C.__file__, json.dumps(expressions)],
+        env={**os.environ, **env, "LD_LIBRARY_PATH": str(library_folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def build(folder: Path, source: Path) -> Path:
+    compiler = os.environ.get("CXX", "c++").split()
+    command = [*compiler, "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, check=True, timeout=120)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("fake_driver"), FAKE_SOURCE)
+
+
+def test_import_maps_neither_driver_nor_torch(fake_driver: Path) -> None:
+    out = evaluate(fake_driver, {"info": "_C.driver_info()"})
+    assert out["mapped_by_import"] == []
+    # The first assertion can fail: a call that needs the driver does map it.
+    assert out["mapped_after"] == ["libcuda"]
+
+
+def test_info_lists_every_device(fake_driver: Path) -> None:
+    info = evaluate(fake_driver, {"info": "_C.driver_info()"})["info"]
+    assert (info["available"], info["reason"], info["driver_version"]) == (True, "", 13000)
+    first, second = info["devices"]
+    assert first == {
+        "name": "Fake A",
+        "ordinal": 0,
+        "compute_capability": [9, 0],
+        "total_memory": 141 << 30,
+        "multiprocessors": 132,
+        "uuid": "00102030-4050-6070-8090-a0b0c0d0e0f0",
+    }
+    assert (second["name"], second["ordinal"]) == ("Fake B", 1)
+    assert second["uuid"] == "01112131-4151-6171-8191-a1b1c1d1e1f1"
+
+
+def test_peer_access_keeps_its_direction(fake_driver: Path) -> None:
+    pairs = {f"{a}{b}": f"_C.can_access_peer({a}, {b})" for a in range(2) for b in range(2)}
+    out = evaluate(fake_driver, pairs)
+    assert {pair: out[pair] for pair in pairs} == {"00": True, "01": True, "10": False, "11": True}
+
+
+@pytest.mark.parametrize("ordinal", [-1, 2])
+def test_peer_access_refuses_an_unknown_ordinal(fake_driver: Path, ordinal: int) -> None:
+    out = evaluate(fake_driver, {"peer": f"_C.can_access_peer(0, {ordinal})"})
+    says = f"ValueError: device ordinal {ordinal} does not exist: the driver shows 2 device"
+    assert out["peer"].startswith(says)
+
+
+def test_failed_call_names_call_error_and_text(fake_driver: Path) -> None:
+    out = evaluate(fake_driver, {"info": "_C.driver_info()"}, FAKE_CUDA_FAIL="cuDeviceTotalMem")
+    message = "cuDeviceTotalMem failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
+    assert out["info"] == f"RuntimeError: {message}"
+
+
+# One launch of a kernel with a pointer, a null pointer, an int32, an argument to pass over and a float.
+LAUNCH = (
+    "(lambda c: (lambda r: (_C.Kernel(c.addressof(r), 256, 4096, 'ppi-f').launch(7, 99, (2**40 + 8, None, -3, 'x', 1.5)),"
+    " list(r)))((c.c_uint64 * 10)(*[5] * 10)))(__import__('ctypes'))"
+)
+
+
+def test_launch_packs_grid_stream_and_arguments(fake_driver: Path) -> None:
+    record = evaluate(fake_driver, {"out": LAUNCH})["out"][1]
+    assert record[:4] == [711, 256 * 100 + 11, 4096, 99]
+    assert record[4:6] == [2**40 + 8, 0]
+    assert record[6] & 0xFFFFFFFF == 2**32 - 3
+    assert record[7] == struct.unpack("<I", struct.pack("<f", 1.5))[0]
+    assert record[8:] == [0, 0]  # Triton's two scratch pointers
+
+
+def test_a_refused_launch_names_the_call(fake_driver: Path) -> None:
+    out = evaluate(fake_driver, {"out": LAUNCH}, FAKE_CUDA_FAIL="cuLaunchKernel")["out"]
+    assert out == "RuntimeError: cuLaunchKernel failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
+
+
+def test_launch_refuses_what_does_not_fit() -> None:
+    kernel = _C.Kernel(1, 32, 0, "pi")
+    with pytest.raises(ValueError, match="1 arguments: the kernel takes 2"):
+        kernel.launch(1, 0, (0,))
+    with pytest.raises(TypeError):
+        kernel.launch(1, 0, (0, "seven"))
+    with pytest.raises(ValueError, match="each must be one of"):
+        _C.Kernel(1, 32, 0, "pq")
+
+
+def test_failed_cuinit_is_a_reason_and_is_tried_again(fake_driver: Path) -> None:
+    expressions = {
+        "first": "_C.driver_info()",
+        "peer": "_C.can_access_peer(0, 1)",
+        "repaired": "__import__('os').unsetenv('FAKE_CUDA_FAIL')",
+        "second": "_C.driver_info()",
+    }
+    out = evaluate(fake_driver, expressions, FAKE_CUDA_FAIL="cuInit")
+    reason = "cuInit failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
+    assert out["first"] == {"available": False, "reason": reason, "driver_version": 13000, "devices": []}
+    assert out["peer"] == f"RuntimeError: {reason}"
+    assert out["second"]["available"] is True
+
+
+def test_old_driver_is_a_reason(tmp_path: Path) -> None:
+    source = tmp_path / "old.cpp"
+    source.write_text(FAKE_SOURCE.read_text().replace("cuDeviceGetUuid_v2", "cuDeviceGetUuid"))
+    info = evaluate(build(tmp_path, source), {"info": "_C.driver_info()"})["info"]
+    assert info["available"] is False
+    assert "no symbol cuDeviceGetUuid_v2" in info["reason"] and "update the driver" in info["reason"]
+
+
+def test_unreadable_library_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_text("not a library")
+    out = evaluate(tmp_path, {"info": "_C.driver_info()", "peer": "_C.can_access_peer(0, 1)"})
+    if out["mapped_after"]:
+        pytest.skip("the loader went on to a real libcuda.so.1 of this machine")
+    assert out["info"]["available"] is False and out["info"]["driver_version"] == 0
+    assert out["info"]["reason"].startswith("libcuda.so.1 cannot be opened (")
+    assert out["peer"] == f"RuntimeError: {out['info']['reason']}"
+
+
+@pytest.mark.gpu
+def test_info_agrees_with_torch() -> None:
+    import torch
+
+    info = _C.driver_info()
+    assert info["available"] and info["reason"] == ""
+    assert len(info["devices"]) == torch.cuda.device_count()
+    for ordinal, device in enumerate(info["devices"]):
+        properties = torch.cuda.get_device_properties(ordinal)
+        assert device == {
+            "name": properties.name,
+            "ordinal": ordinal,
+            "compute_capability": (properties.major, properties.minor),
+            "total_memory": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "uuid": str(properties.uuid),
+        }
+
+
+@pytest.mark.multigpu
+def test_peer_access_agrees_with_torch() -> None:
+    import torch
+
+    for a in range(torch.cuda.device_count()):
+        for b in range(torch.cuda.device_count()):
+            if a != b:
+                assert _C.can_access_peer(a, b) == torch.cuda.can_device_access_peer(a, b), (a, b)

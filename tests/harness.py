@@ -1,0 +1,179 @@
+"""Modules of te_lite built from a reference.Spec, run, and compared with the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import te_lite as te
+from te_lite.testing.numerics import Closeness, assert_close_to_oracle
+from tests import reference
+from tests.reference import LINEAR, LN_MLP, Quantization, Spec, quantization, stored_in
+
+RECIPES = ("bf16", "delayed", "current")
+FP8 = ("delayed", "current")
+
+
+def under(recipe: str | te.recipe.Recipe | None, **kwargs: Any):
+    """The autocast of a recipe, by name or as a value; "bf16" (or None): no autocast at all."""
+    if recipe is None or recipe == "bf16":
+        return contextlib.nullcontext()
+    value = te.recipe.from_name(recipe) if isinstance(recipe, str) else recipe
+    return te.autocast(enabled=True, recipe=value, **kwargs)
+
+
+def common_arguments(spec: Spec) -> dict[str, Any]:
+    """Constructor arguments that follow from the spec (none for the norms)."""
+    args: dict[str, Any] = {"bias": spec.bias}
+    if spec.kind != LINEAR:
+        args.update(normalization=spec.normalization, zero_centered_gamma=spec.zero_centered, eps=spec.eps)
+    if spec.kind == LN_MLP:
+        args.update(activation=spec.activation)
+        if spec.tp > 1:
+            args.update(set_parallel_mode=True)
+    elif spec.mode is not None:
+        args.update(parallel_mode=spec.mode)
+    return args
+
+
+def build(
+    spec: Spec,
+    k: int,
+    n: int = 0,
+    ffn: int = 0,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    parameters: dict[str, Tensor] | None = None,
+    **extra: Any,
+) -> torch.nn.Module:
+    """The te_lite module of `spec`; `parameters` (already this rank's shards) are copied in."""
+    args = {**common_arguments(spec), "params_dtype": dtype, "device": device, **extra}
+    if spec.kind == LN_MLP:
+        module = te.LayerNormMLP(k, ffn, **args)
+    else:
+        module = getattr(te, spec.kind)(k, n, **args)
+    if parameters is not None:
+        load(module, parameters)
+    return module
+
+
+def load(module: torch.nn.Module, parameters: dict[str, Tensor]) -> None:
+    """Copies every named parameter; the module's own names must be exactly these."""
+    own = dict(module.named_parameters())
+    own = {name: p for name, p in own.items() if p.numel()}
+    assert set(own) == set(parameters), f"parameters {sorted(own)} are not {sorted(parameters)}"
+    with torch.no_grad():
+        for name, value in parameters.items():
+            own[name].copy_(value.to(own[name].dtype))
+
+
+def leaf(t: Tensor, device: str | torch.device = "cpu") -> Tensor:
+    """A fresh leaf that asks for a gradient."""
+    return t.detach().to(device).clone().requires_grad_()
+
+
+def step(
+    module: torch.nn.Module,
+    x: Tensor,
+    dy: Tensor | None,
+    recipe: str | te.recipe.Recipe | None = "bf16",
+    **forward: Any,
+) -> dict[str, Tensor]:
+    """One forward and backward; {"out", "dx", gradients by parameter name}; gradients start from None."""
+    device = next(module.parameters()).device
+    module.zero_grad(set_to_none=True)
+    x = leaf(x, device)
+    with under(recipe):
+        out = module(x, **forward)
+    result = {"out": out.detach().clone()}
+    if dy is not None:
+        out.backward(dy.to(device).reshape(out.shape))
+        result["dx"] = x.grad
+        result.update({k: p.grad for k, p in module.named_parameters() if p.grad is not None})
+    return result
+
+
+@dataclass
+class Oracle:
+    """Truth (fp64) and low-precision reference of one module over steps, each with its own quantizer
+    state.
+    """
+
+    spec: Spec
+    parameters: dict[str, Tensor]
+    recipe: str = "bf16"
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        self.truth_state = quantization(self.recipe, self.spec)
+        self.reference_state = quantization(self.recipe, self.spec)
+
+    def step(self, x: Tensor, dy: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(truth, reference) of one forward and backward; delayed scales move on afterwards."""
+        truth = self._run(x, dy, self.truth_state, reference.TRUTH)
+        low = self._run(x, dy, self.reference_state, stored_in(self.dtype))
+        return truth, low
+
+    def _run(self, x: Tensor, dy: Tensor | None, q: Quantization, arith: reference.Arithmetic):
+        result = reference.run(self.spec, self.parameters, x, dy, q, arith)
+        q.update()
+        return result
+
+
+def compare(label: str, got: dict[str, Tensor], truth: dict, low: dict) -> list[Closeness]:
+    """Every tensor of `got` against the oracle; missing gradients are an error."""
+    names = [name for name in truth if name != "ln_out" or "ln_out" in got]
+    missing = [name for name in names if name not in got]
+    assert not missing, f"{label}: no {missing} in {sorted(got)}"
+    return [
+        assert_close_to_oracle(f"{label} {name}", got[name].reshape(truth[name].shape), truth[name], low[name])
+        for name in names
+    ]
+
+
+def check(
+    spec: Spec,
+    recipe: str = "bf16",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    m: int = 48,
+    k: int = 64,
+    n: int = 80,
+    ffn: int = 96,
+    steps: int | None = None,
+    **extra: Any,
+) -> None:
+    """Steps of module and oracle compared; delayed scaling two, the second with scales from the first."""
+    p = reference.make_parameters(spec, k, n, ffn, dtype=dtype)
+    module = build(spec, k, n, ffn, dtype=dtype, device=device, parameters=p, **extra)
+    oracle = Oracle(spec, p, recipe, dtype)
+    width = k if spec.kind == LN_MLP else n
+    for i in range(steps or (2 if recipe == "delayed" else 1)):
+        x = reference.make_tokens(m, k, seed=10 + i, dtype=dtype)
+        dy = reference.make_tokens(m, width, seed=20 + i, dtype=dtype, scale=0.1)
+        got = step(module, x, dy, recipe)
+        truth, low = oracle.step(x, dy)
+        compare(f"{spec} {recipe} step {i}", got, truth, low)
+
+
+def delayed_state(module: torch.nn.Module) -> dict[str, Tensor]:
+    """{"history_fwd" [L, 3n], "scale_fwd" [3n], "history_bwd" [L, 2n], "scale_bwd" [2n]} of n linears.
+
+    Columns of a linear: input, weight, output forward; grad_output, grad_input backward. Read from the extra
+    state, one fp32 tensor [version, L, 3n, 2n, history_fwd, scale_fwd, history_bwd, scale_bwd]; {} when empty.
+    """
+    flat = module.get_extra_state().detach().cpu()
+    if not flat.numel():
+        return {}
+    version, length, nf, nb = (int(v) for v in flat[:4])
+    assert version == 1, version
+    sizes = (length * nf, nf, length * nb, nb)
+    hf, sf, hb, sb = flat[4:].split(sizes)
+    views = {"history_fwd": hf.view(length, nf), "scale_fwd": sf, "history_bwd": hb.view(length, nb), "scale_bwd": sb}
+    return {name: value.clone() for name, value in views.items()}

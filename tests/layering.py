@@ -1,0 +1,134 @@
+"""The rules of docs/architecture.md about who may import whom, as functions over source text.
+
+They take text, not files, so that tests/test_layering.py can show that each of them finds what it is for.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILE_LINES = 350
+MAX_CORE_LINES = 7000
+
+# A module may import what stands on its own level or below. The first part of the name after te_lite decides.
+LEVELS = {
+    "recipe": 0,  # plain values, for everyone
+    "parallel": 0,
+    "_C": 1,
+    "_requirements": 1,
+    "ops": 2,
+    "quantize": 3,
+    "overlap": 4,
+    "functional": 5,
+    "modules": 6,
+    "autocast": 6,
+    "checkpoint": 6,
+    "rng": 6,
+    "": 7,  # te_lite/__init__.py: public names
+    "compat": 8,  # these import everything and nothing imports them
+    "testing": 8,
+}
+TOP = LEVELS["compat"]
+NOT_CORE = ("compat", "testing")
+
+
+def module_name(path: Path, package: Path) -> str:
+    """te_lite/ops/cast.py -> "te_lite.ops.cast"; an __init__.py is its folder."""
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def stratum(module: str) -> str:
+    """te_lite.ops.cast -> "ops"; te_lite -> ""."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(module: str, source: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, te_lite module) for every import in the source, wherever it stands, also in functions and under
+    TYPE_CHECKING, and for import_module("te_lite...") with a literal name.
+    """
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = _imported_from(node, package)
+        elif isinstance(node, ast.Call) and _called_name(node) in ("import_module", "__import__"):
+            constants = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+            names = [value for value in constants if isinstance(value, str)]
+        for name in names:
+            if name == "te_lite" or name.startswith("te_lite."):
+                yield node.lineno, name
+
+
+def _imported_from(node: ast.ImportFrom, package: str) -> list[str]:
+    base = node.module or ""
+    if node.level:
+        above = package.split(".")
+        above = above[: len(above) - (node.level - 1)]
+        base = ".".join([*above, base] if base else above)
+    # `from te_lite import x` imports te_lite.x where x is a stratum, else asks te_lite/__init__ for a name.
+    if base == "te_lite":
+        return [f"te_lite.{a.name}" if a.name in LEVELS else "te_lite" for a in node.names]
+    return [base]
+
+
+def _called_name(node: ast.Call) -> str:
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def import_violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    here = stratum(module)
+    if here not in LEVELS:
+        return [f"{module}: te_lite/{here} is on no level; add it to tests/layering.py, docs/architecture.md"]
+    found = []
+    for line, target in imports(module, source, is_package):
+        there = stratum(target)
+        if there not in LEVELS:
+            found.append(f"{module}:{line}: {target} is on no level")
+        elif LEVELS[there] == TOP and there != here and LEVELS[here] != TOP:
+            found.append(f"{module}:{line}: {target} is imported, but nothing may import {there}/")
+        elif LEVELS[there] > LEVELS[here]:
+            found.append(f"{module}:{line}: {here} imports {target} from a higher level; imports point down")
+    return found
+
+
+def quantizer_check_violations(module: str, source: str) -> list[str]:
+    """Where code asks a quantizer for its class. Capabilities (col_from_row ...) are asked instead."""
+    if stratum(module) == "quantize":
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call) and _called_name(node) in ("isinstance", "issubclass"):
+            asked = list(node.args[1:])
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        elif isinstance(node, ast.Compare) and _is_type_call(node.left):
+            asked = list(node.comparators)
+        for part in (leaf for root in asked for leaf in ast.walk(root)):
+            name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
+            if re.fullmatch(r"\w+Quantizer", name):
+                found.append(f"{module}:{node.lineno}: asks for {name}; ask for a capability")
+    return found
+
+
+def _is_type_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _called_name(node) == "type"
+
+
+def length_violations(name: str, source: str) -> list[str]:
+    lines = len(source.splitlines())
+    return [f"{name}: {lines} lines, the limit is {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+
+
+def core_lines(sources: dict[str, str]) -> int:
+    """Lines of te_lite/ (keys are paths below it) without compat/, testing/ and attention."""
+    return sum(
+        len(source.splitlines())
+        for path, source in sources.items()
+        if Path(path).parts[0] not in NOT_CORE and "attention" not in path
+    )

@@ -1,0 +1,98 @@
+"""Bytes kept for backward, per token and per parameter (requirements 11)."""
+
+import pytest
+import torch
+
+from te_lite.testing.memory import bytes_kept, kept_tensors
+from tests import reference
+from tests.harness import FP8, RECIPES, build, leaf, under
+from tests.reference import LINEAR, LN_LINEAR, LN_MLP, Spec
+
+K, N, FFN = 256, 512, 768
+WEIGHTS = {LINEAR: N * K, LN_LINEAR: N * K, LN_MLP: 2 * FFN * K}
+SMALL = 8192  # scales, norm parameters and biases, however many tokens
+
+# Bytes per token that are allowed: (bf16, fp8). "stat" is mean and rstd in fp32.
+PER_TOKEN = {
+    (LINEAR, ""): (2 * K, K),
+    (LN_LINEAR, ""): (2 * K + 2 * K + 8, 2 * K + K + 8),
+    (LN_MLP, "gelu"): (4 * K + 8 + 4 * FFN, 3 * K + 8 + 3 * FFN),
+    (LN_MLP, "swiglu"): (4 * K + 8 + 6 * FFN, 3 * K + 8 + 5 * FFN),
+}
+
+
+def kept(kind, activation, recipe, m, cached=False, frozen=False):
+    spec = Spec(kind, activation=activation or "gelu")
+    module = build(spec, K, N, FFN)
+    if frozen:
+        for name, p in module.named_parameters():
+            p.requires_grad_("layer_norm" in name)
+    x = leaf(reference.make_tokens(m, K, dtype=torch.bfloat16))
+    with under(recipe):
+        out = module(x, is_first_microbatch=True) if cached else module(x)
+    return bytes_kept(out)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind, activation", PER_TOKEN)
+def test_bytes_per_token_and_per_parameter(kind, activation, recipe):
+    """Linear in the tokens with the stated slope; the rest is at most 2 bytes a weight (bf16 keeps the
+    weight).
+    """
+    few, many = (kept(kind, activation, recipe, m) for m in (64, 320))
+    slope = (many - few) / 256
+    rest = few - 64 * slope
+    weights = WEIGHTS[kind] * (1.5 if activation == "swiglu" else 1)
+    assert slope <= PER_TOKEN[kind, activation][recipe != "bf16"]
+    assert rest <= 2 * weights + SMALL
+
+
+@pytest.mark.parametrize("m", [1, 7, 64, 1024])
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("kind, activation", PER_TOKEN)
+def test_fp8_never_keeps_more_than_bf16(kind, activation, recipe, m):
+    """Up to the padding of a token count to 16 and a few scales."""
+    padding = 16 * (K + N + 3 * FFN) if m % 16 else 0
+    assert kept(kind, activation, recipe, m) <= kept(kind, activation, "bf16", m) + padding + 64
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_frozen_weights_keep_no_input(recipe):
+    """Without a weight gradient the input of the GEMM is not kept."""
+    slope = (kept(LINEAR, "", recipe, 320, frozen=True) - kept(LINEAR, "", recipe, 64, frozen=True)) / 256
+    assert slope == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_is_kept_without_gradients(recipe):
+    module = build(Spec(LN_MLP), K, N, FFN)
+    with torch.no_grad(), under(recipe):
+        out = module(reference.make_tokens(64, K, dtype=torch.bfloat16))
+    assert out.grad_fn is None and bytes_kept(out) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", [LINEAR, LN_LINEAR, LN_MLP])
+def test_backward_frees_what_was_kept(kind, recipe):
+    module = build(Spec(kind), K, N, FFN)
+    x = leaf(reference.make_tokens(64, K, dtype=torch.bfloat16))
+    with under(recipe):
+        out = module(x)
+    held = [t.untyped_storage()._weak_ref() for t in kept_tensors(out) if not isinstance(t, torch.nn.Parameter)]
+    assert held
+    out.sum().backward()
+    del out
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    alive = [ref for ref in held if not torch.UntypedStorage._expired(ref)]
+    for ref in held:
+        torch.UntypedStorage._free_weak_ref(ref)
+    assert len(alive) <= len(parameters) + 1  # the parameters and x
+
+
+def test_the_helper_counts_what_torch_keeps():
+    """torch's own linear keeps x and the weight; a view counts in full, shared storage once."""
+    x = torch.randn(32, 16, requires_grad=True)
+    w = torch.randn(8, 16, requires_grad=True)
+    assert bytes_kept(torch.nn.functional.linear(x, w)) == 4 * (32 * 16 + 8 * 16)
+    assert bytes_kept((x[:2] * w[:2]).sum()) == 4 * (32 * 16 + 8 * 16)
+    assert bytes_kept(x * x) == 4 * 32 * 16

@@ -1,0 +1,233 @@
+"""Where weight gradients go: main_grad, later, or nowhere (Megatron's contracts)."""
+
+import pytest
+import torch
+
+import te_lite as te
+from te_lite.testing.distributed import device_params
+from te_lite.testing.numerics import assert_bitwise_equal, assert_close_to_oracle
+from tests import reference
+from tests.harness import RECIPES, Oracle, build, leaf, step, under
+from tests.reference import LINEAR, LN_LINEAR, LN_MLP, Spec
+
+KINDS = (LINEAR, LN_LINEAR, LN_MLP)
+WEIGHTS = {LINEAR: ("weight",), LN_LINEAR: ("weight",), LN_MLP: ("fc1_weight", "fc2_weight")}
+
+
+def tokens(seed=1):
+    return reference.make_tokens(48, 64, seed=seed, dtype=torch.bfloat16)
+
+
+def parameters(kind):
+    return reference.make_parameters(Spec(kind), 64, 64, 96, dtype=torch.bfloat16)
+
+
+def make(kind, device="cpu", **kw):
+    return build(Spec(kind), 64, 64, 96, device=device, parameters=parameters(kind), **kw)
+
+
+def fused(kind, device="cpu", fill=0.0, dtype=torch.float32, added=False):
+    module = make(kind, device, fuse_wgrad_accumulation=True)
+    for name in WEIGHTS[kind]:
+        weight = getattr(module, name)
+        weight.main_grad = torch.full_like(weight, fill, dtype=dtype)
+        if added:
+            weight.grad_added_to_main_grad = False
+    return module
+
+
+@pytest.mark.parametrize("device", device_params())
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_main_grad_accumulates(kind, recipe, device):
+    """main_grad += dw in fp32; .grad stays None; other gradients are as without fusion."""
+    module = fused(kind, device, fill=3.0)
+    plain = step(make(kind, device), tokens(), tokens(3), recipe)
+    got = step(module, tokens(), tokens(3), recipe)
+    truth, low = Oracle(Spec(kind), parameters(kind), recipe).step(tokens(), tokens(3))
+    for name in WEIGHTS[kind]:
+        weight = getattr(module, name)
+        assert weight.grad is None and name not in got
+        assert weight.main_grad.dtype == torch.float32
+        assert_close_to_oracle(name, weight.main_grad - 3.0, truth[name], low[name])
+    for name in set(plain) - set(WEIGHTS[kind]):
+        assert_bitwise_equal(name, got[name], plain[name])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_main_grad_keeps_more_than_bf16(kind, recipe):
+    """Accumulated in fp32 without rounding dw to bf16 on the way."""
+    module = fused(kind)
+    step(module, tokens(), tokens(3), recipe)
+    for name in WEIGHTS[kind]:
+        main_grad = getattr(module, name).main_grad
+        rounded = main_grad.bfloat16().float()
+        assert float((main_grad != rounded).float().mean()) > 0.5, f"{name} looks rounded to bf16"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_main_grad_accumulates_over_microbatches(kind):
+    once = fused(kind)
+    step(once, tokens(), tokens(3), "current")
+    twice = fused(kind)
+    for _ in range(2):
+        step(twice, tokens(), tokens(3), "current")
+    for name in WEIGHTS[kind]:
+        got, single = getattr(twice, name).main_grad, getattr(once, name).main_grad
+        torch.testing.assert_close(got, 2 * single, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_overwrite_main_grad(kind):
+    module, clean = fused(kind, fill=float("nan")), fused(kind)
+    for name in WEIGHTS[kind]:
+        getattr(module, name).overwrite_main_grad = True
+    step(module, tokens(), tokens(3), "current")
+    step(clean, tokens(), tokens(3), "current")
+    for name in WEIGHTS[kind]:
+        got, want = getattr(module, name).main_grad, getattr(clean, name).main_grad
+        assert bool(torch.isfinite(got).all())
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("zero_out", [None, False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dummy_gradient_for_megatron(kind, zero_out):
+    """grad_added_to_main_grad present: set True, and .grad is a dummy of the weight's shape, zeros on
+    request.
+    """
+    module = fused(kind, added=True)
+    for name in WEIGHTS[kind]:
+        if zero_out is not None:
+            getattr(module, name).zero_out_wgrad = zero_out
+    step(module, tokens(), tokens(3), "bf16")
+    for name in WEIGHTS[kind]:
+        weight = getattr(module, name)
+        assert weight.grad_added_to_main_grad is True
+        assert weight.grad is not None and weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
+        if zero_out:
+            assert not weight.grad.any()
+        assert bool(weight.main_grad.any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_main_grad(kind):
+    module = fused(kind, dtype=torch.bfloat16)
+    step(module, tokens(), tokens(3), "bf16")
+    truth, low = Oracle(Spec(kind), parameters(kind)).step(tokens(), tokens(3))
+    for name in WEIGHTS[kind]:
+        assert_close_to_oracle(name, getattr(module, name).main_grad, truth[name], low[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fusion_without_main_grad_is_an_error_at_forward(kind):
+    module = make(kind, fuse_wgrad_accumulation=True)
+    with pytest.raises((RuntimeError, ValueError), match="main_grad"):
+        module(leaf(tokens()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fusion_without_main_grad_does_not_disturb_frozen_or_inference(kind):
+    module = make(kind, fuse_wgrad_accumulation=True)
+    with torch.no_grad():
+        module(tokens())
+    for name in WEIGHTS[kind]:
+        getattr(module, name).requires_grad_(False)
+    module(leaf(tokens())).backward(tokens(3))
+
+
+# Delayed weight gradients
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_dw(kind, recipe):
+    """backward leaves the weights' gradients out; backward_dw() computes them, bit for bit the same."""
+    want = step(make(kind), tokens(), tokens(3), recipe)
+    module = make(kind, delay_wgrad_compute=True)
+    assert all(getattr(module, n).skip_backward_post_hook for n in WEIGHTS[kind])
+    got = step(module, tokens(), tokens(3), recipe)
+    assert not set(WEIGHTS[kind]) & set(got)
+    assert_bitwise_equal("dx", got["dx"], want["dx"])
+    assert module.need_backward_dw()
+    module.backward_dw()
+    for name, p in module.named_parameters():
+        assert_bitwise_equal(name, p.grad, want[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_dw_is_first_in_first_out(kind):
+    module = make(kind, delay_wgrad_compute=True)
+    batches = [(tokens(s), tokens(s + 10)) for s in (1, 2)]
+    with under("current"):
+        outs = [module(leaf(x)) for x, _ in batches]
+    for out, (_, dy) in zip(outs, batches, strict=True):
+        out.backward(dy)
+    for x, dy in batches:
+        for name in WEIGHTS[kind]:
+            getattr(module, name).grad = None
+        module.backward_dw()
+        want = step(make(kind), x, dy, "current")
+        for name in WEIGHTS[kind]:
+            assert_bitwise_equal(name, getattr(module, name).grad, want[name])
+    with pytest.raises(RuntimeError, match="backward_dw"):
+        module.backward_dw()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_dw_empty_is_an_error(kind):
+    with pytest.raises(RuntimeError, match="backward_dw"):
+        make(kind, delay_wgrad_compute=True).backward_dw()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_dw_adds_to_an_existing_gradient(kind):
+    module = make(kind, delay_wgrad_compute=True)
+    want = step(make(kind), tokens(), tokens(3), "bf16")
+    for _ in range(2):
+        module(leaf(tokens())).backward(tokens(3))
+        module.backward_dw()
+    for name in WEIGHTS[kind]:
+        got = getattr(module, name).grad
+        torch.testing.assert_close(got, 2 * want[name], rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_dw_into_main_grad(kind, recipe):
+    module = make(kind, delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
+    for name in WEIGHTS[kind]:
+        getattr(module, name).main_grad = torch.ones_like(getattr(module, name), dtype=torch.float32)
+    direct = fused(kind, fill=1.0)
+    step(direct, tokens(), tokens(3), recipe)
+    step(module, tokens(), tokens(3), recipe)
+    for name in WEIGHTS[kind]:
+        assert bool((getattr(module, name).main_grad == 1).all())
+    module.backward_dw()
+    for name in WEIGHTS[kind]:
+        assert_bitwise_equal(name, getattr(module, name).main_grad, getattr(direct, name).main_grad)
+
+
+def test_hooks_run_after_backward_dw():
+    module = make(LINEAR, delay_wgrad_compute=True)
+    calls = []
+    module.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(module.weight.grad is not None))
+    step(module, tokens(), tokens(3))
+    assert calls == []
+    module.backward_dw()
+    assert calls == [True]
+
+
+def test_need_backward_dw_is_false_without_delay():
+    assert not te.Linear(64, 64, device="cpu").need_backward_dw()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_weight_leaves_nothing_to_do_later(kind):
+    module = make(kind, delay_wgrad_compute=True)
+    for name in WEIGHTS[kind]:
+        getattr(module, name).requires_grad_(False)
+    step(module, tokens(), tokens(3))
+    with pytest.raises(RuntimeError):
+        module.backward_dw()

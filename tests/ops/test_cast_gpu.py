@@ -1,0 +1,113 @@
+"""What only shows on a GPU: cached launches, alignment, large matrices, graphs, streams, determinism."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_lite.ops import cast, launch
+from te_lite.ops import source as S
+from tests.ops.test_cast import E4M3, E5M2, LARGEST, assert_same_bytes, bytes_of, padded_transpose, scale_of
+
+pytestmark = pytest.mark.gpu
+
+
+def _quantize(x: Tensor, fp8: torch.dtype = E4M3) -> cast.Transformed:
+    source = S.plain(x)
+    return cast.transform(source, fp8_dtype=fp8, row=True, col=True, amax=cast.amax(source))
+
+
+def _check(out: cast.Transformed, x: Tensor, fp8: torch.dtype = E4M3) -> None:
+    s = scale_of(x.abs().max().item(), LARGEST[fp8])
+    assert out.scale_inv.item() == float(1 / s)
+    row = bytes_of(x, float(s), fp8)
+    assert_same_bytes(out.row, row)
+    assert_same_bytes(out.col, padded_transpose(row))
+
+
+def test_a_cached_launch_is_never_taken_for_another():
+    """Types, sizes, formats and alignments in turn, twice: the second round goes through the cache."""
+    launch._COMPILED.clear()
+    base = torch.randn(200 * 256 + 8, device="cuda")
+    for _ in range(2):
+        for dtype in S.DTYPES:
+            for fp8 in (E4M3, E5M2):
+                for m, n in ((128, 256), (128, 240), (1, 256), (127, 16), (16, 1)):
+                    for offset in (0, 1, 4):
+                        x = base.to(dtype)[offset : offset + m * n].view(m, n)
+                        _check(_quantize(x, fp8), x, fp8)
+
+
+def test_amax_out_at_every_alignment():
+    x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16)
+    history = torch.zeros(2, 9, device="cuda")
+    for _ in range(2):
+        for i in range(9):
+            cast.transform(S.plain(x * (i + 1)), amax_out=history[1, i])
+    assert history[0].count_nonzero() == 0
+    assert history[1].tolist() == [(x * (i + 1)).abs().max().float().item() for i in range(9)]
+
+
+@pytest.mark.parametrize("where", [(0, 0), (4095, 2047), (2000, 1000)])
+def test_one_large_element_anywhere_is_the_amax(where):
+    x = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16)
+    x[where] = -1000.0
+    out = torch.zeros(1, device="cuda")
+    cast.transform(S.plain(x), hp_dtype=torch.float32, amax_out=out)
+    assert out.item() == 1000.0 and cast.amax(S.plain(x)).max().item() == 1000.0
+
+
+def test_more_than_2_to_31_elements():
+    m, n = 70000, 32768
+    x = torch.randn(1024, n, device="cuda", dtype=torch.bfloat16).repeat(69, 1)[:m].contiguous()
+    x[-1, -1] = 100.0
+    out = _quantize(x)
+    s = scale_of(100.0, 448.0)
+    assert out.scale_inv.item() == float(1 / s)
+    for rows in (slice(0, 64), slice(65500, 65600), slice(m - 64, m)):
+        want = bytes_of(x[rows], float(s), E4M3)
+        assert_same_bytes(out.row[rows], want)
+        assert_same_bytes(out.col.view(torch.uint8)[:, rows].t().contiguous(), want)
+    assert torch.equal(cast.transpose(out.row).view(torch.uint8), out.col.view(torch.uint8))
+
+
+def test_bias_grad_has_the_same_bits_every_time():
+    source = S.dact(
+        torch.randn(4092, 512, device="cuda", dtype=torch.bfloat16),
+        torch.randn(4092, 1024, device="cuda", dtype=torch.bfloat16), "swiglu",
+    )  # fmt: skip
+    first = cast.transform(source, bias_grad=True).bias_grad
+    for _ in range(5):
+        assert torch.equal(cast.transform(source, bias_grad=True).bias_grad, first)
+
+
+def test_the_whole_of_current_scaling_is_captured():
+    """No host sync, and a replay computes the scale of the new data."""
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    _quantize(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = _quantize(x)
+    for factor in (1.0, 7.0):
+        x.copy_(torch.randn_like(x) * factor)
+        graph.replay()
+        _check(out, x)
+
+
+def test_runs_on_the_current_stream():
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        y = x * 3
+        out = _quantize(y)
+    stream.synchronize()
+    _check(out, y)
+
+
+@pytest.mark.multigpu
+def test_a_tensor_on_another_device():
+    x = torch.randn(64, 64, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    _check(_quantize(x), x)
+    assert torch.cuda.current_device() == 0

@@ -1,0 +1,149 @@
+"""Indexing, masks and padding of the cast kernels, in the interpreter, on values that fp8 holds exactly."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_lite.ops import cast
+from te_lite.ops import source as S
+from te_lite.ops.transpose import _transpose_cuda
+from tests.ops.interpreted import only_interpreted, run_interpreted
+
+E4M3 = torch.float8_e4m3fn
+
+
+def test_cast_kernels_in_the_interpreter():
+    run_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+    """Three or four programs in all, so that each has several tiles to go through."""
+    monkeypatch.setattr(cast, "sm_count", lambda device: 1)
+    configs = {problem: c._replace(programs_per_sm=3) for problem, c in cast.CONFIGS.items()}
+    monkeypatch.setattr(cast, "CONFIGS", configs)
+
+
+def _small(*shape: int) -> Tensor:
+    return torch.randint(-2, 3, shape).float()
+
+
+def _sources(m: int, n: int) -> dict[str, S.Source]:
+    """Only products of small integers and powers of two: one right result, in fp8 too."""
+    x, h, dy = _small(m, n), _small(m, 2 * n), _small(m, n)
+    mean, rstd = torch.randint(-1, 2, (m,)).float(), 2.0 ** torch.randint(-1, 2, (m,))
+    gamma, beta = torch.randint(1, 3, (n,)).bfloat16(), torch.randint(-1, 2, (n,)).bfloat16()
+    return {
+        "plain": S.plain(x.bfloat16()),
+        "relu": S.act(x.half(), "relu"),
+        "sreglu": S.act(h, "sreglu"),
+        "drelu": S.dact(dy, x, "relu"),
+        "dreglu": S.dact(dy.bfloat16(), h.bfloat16(), "reglu"),
+        "layernorm": S.norm(x, mean, rstd, gamma, beta),
+        "rmsnorm zero centered": S.norm(x, None, rstd, torch.zeros(n), None, zero_centered=True),
+    }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """m, n: rows and columns (of one half). why: what it is there for."""
+
+    m: int
+    n: int
+    why: str
+
+
+SHAPES = [
+    Shape(1, 16, "one row"),
+    Shape(7, 33, "ragged in both"),
+    Shape(48, 64, "whole tiles along n, no pad"),
+    Shape(130, 70, "several tiles along both"),
+    Shape(3, 300, "several tiles along n only"),
+    Shape(0, 8, "no rows"),
+    Shape(5, 0, "no columns"),
+]
+
+
+def _poison(out: cast.Transformed) -> cast.Transformed:
+    for t in out:
+        if t is not None:
+            t.view(torch.uint8).fill_(0x7F)
+    return out
+
+
+@only_interpreted
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.why)
+def test_interpreted_transform(shape):
+    for name, source in _sources(shape.m, shape.n).items():
+        out = _poison(cast._allocate(source, torch.float32, E4M3, True, True, True))
+        history = torch.full((2, 3), 0.25)
+        scale = torch.tensor([2.0])
+        cast._transform_cuda(*source[:-1], scale, None, 0.0, False, *out, history[0, 1])
+        want_amax = torch.tensor(0.25)
+        want = cast.transform_ref(
+            source, hp_dtype=torch.float32, fp8_dtype=E4M3, row=True, col=True, scale=scale,
+            amax_out=want_amax, bias_grad=True,
+        )  # fmt: skip
+        for field, got, expected in zip(out._fields, out, want, strict=True):
+            # By value, since the sign of a zero product is not at stake here.
+            assert torch.equal(got.float(), expected.float()), f"{name}: {field} differs"
+        assert out.col.view(torch.uint8)[:, shape.m :].count_nonzero() == 0, f"{name}: pad is not zero bytes"
+        assert history[0, 1] == want_amax and (history == 0.25).sum() >= 5, f"{name}: amax_out"
+
+
+@only_interpreted
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_interpreted_pad_is_zero_whatever_the_scale(scale):
+    source = S.plain(_small(7, 33))
+    out = _poison(cast._allocate(source, None, E4M3, False, True, False))
+    cast._transform_cuda(*source[:-1], torch.tensor([scale]), None, 0.0, False, *out, None)
+    assert out.col.view(torch.uint8)[:, 7:].count_nonzero() == 0
+
+
+@only_interpreted
+def test_interpreted_amax_out_counts_nan_as_inf():
+    x = _small(130, 70)
+    x[100, 3] = float("nan")
+    amax_out = torch.zeros(1)
+    cast._transform_cuda(*S.plain(x)[:-1], None, None, 0.0, False, None, None, None, None, None, amax_out)
+    assert amax_out.item() == float("inf")
+
+
+@only_interpreted
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.why)
+def test_interpreted_amax(shape):
+    for name, source in _sources(shape.m, shape.n).items():
+        partials = cast._amax_cuda(*source[:-1])
+        assert partials.dtype == torch.float32 and 1 <= partials.numel() <= 1024
+        assert partials.max() == cast.amax_ref(source).max(), name
+    if shape.m * shape.n:
+        for value in (float("nan"), float("-inf")):
+            x = _small(shape.m, shape.n)
+            x[-1, -1] = value
+            partials = cast._amax_cuda(*S.plain(x)[:-1])
+            assert partials.max() == float("inf") and not partials.isnan().any()
+
+
+@only_interpreted
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 3.0, 1e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_interpreted_scale(amax, pow2, eps):
+    """The last of 600 partial maxima counts; the scale agrees in every bit."""
+    partials = torch.zeros(600)
+    partials[-1] = amax
+    source = S.plain(_small(4, 16))
+    out = _poison(cast._allocate(source, None, E4M3, True, False, False))
+    cast._transform_cuda(*source[:-1], None, partials, eps, pow2, *out, None)
+    scale = cast.scale_from_amax_ref(torch.tensor([amax]), 448.0, eps, pow2)
+    assert torch.equal(out.scale_inv.view(torch.int32), (1.0 / scale).view(torch.int32))
+
+
+@only_interpreted
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.why)
+def test_interpreted_transpose(shape):
+    data = torch.randint(0, 256, (shape.m, shape.n), dtype=torch.uint8)
+    got = _transpose_cuda(data)
+    assert torch.equal(got, cast.transpose_ref(data))

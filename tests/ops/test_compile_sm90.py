@@ -1,0 +1,149 @@
+"""What the cast kernels become on a Hopper GPU, read from the compiler on any machine."""
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from te_lite.ops import cast_kernels as K
+from tests.ops.interpreted import ACTIVE
+
+pytestmark = pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
+
+SM90 = GPUTarget("cuda", 90, 32)
+SIZES = {"eps": "fp32", "rows": "i32", "cols": "i32", "padded": "i32", "count": "i32"}
+
+
+def compile_sm90(kernel, types: dict[str, str], constants: dict, num_warps: int, aligned: bool = True):
+    """types: those of the arguments that are given; the others, constants aside, are None.
+
+    aligned: pointers and sizes are multiples of 16, as Triton finds out by itself at a launch.
+    """
+    signature, values, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name not in types:
+            signature[name] = "constexpr"
+            values[(i,)] = constants.get(name)
+            continue
+        signature[name] = types[name]
+        if aligned and name not in ("amax_out", "eps"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=SM90, options={"num_warps": num_warps})
+
+
+def local_memory(compiled, folder: Path) -> int | None:
+    """Bytes of stack and local memory a thread needs: spilled registers. None where the tool is not there."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not os.access(tool, os.X_OK):
+        return None
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    report = subprocess.run(
+        [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    found = re.findall(r"(?:STACK|LOCAL):(\d+)", report)
+    assert found, report
+    return sum(map(int, found))
+
+
+@dataclass(frozen=True)
+class Case:
+    """kind, act, glu: the source. x: its type. fp8: the output's. hp: type of a high-precision output."""
+
+    kind: str
+    act: str
+    glu: bool
+    x: str
+    fp8: str
+    col: bool
+    few: bool = False
+    hp: str = ""
+    current: bool = False
+
+    @property
+    def types(self) -> dict[str, str]:
+        types = {**SIZES, "x": self.x, "row": self.fp8, "scale_inv": "*fp32"}
+        types |= {"amax": "*fp32"} if self.current else {"scale": "*fp32", "amax_out": "*fp32"}
+        types |= {"col": self.fp8} if self.col else {}
+        types |= {"hp": self.hp, "partial": "*fp32"} if self.hp else {}
+        types |= {"dy": self.x} if self.kind == "dact" else {}
+        types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": self.x, "beta": self.x} if self.kind == "norm" else {}
+        return types
+
+
+E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
+CASES = [
+    Case("plain", "", False, "*bf16", E4M3, col=False),
+    Case("plain", "", False, "*bf16", E4M3, col=True, current=True),
+    Case("plain", "", False, "*bf16", E5M2, col=True, few=True),
+    Case("plain", "", False, "*fp32", E5M2, col=True, hp="*fp32"),
+    Case("norm", "", False, "*bf16", E4M3, col=True),
+    Case("act", "gelu", False, "*fp16", E4M3, col=True),
+    Case("act", "silu", True, "*bf16", E4M3, col=True),
+    Case("dact", "silu", True, "*bf16", E5M2, col=True, hp="*bf16"),
+    Case("dact", "gelu", True, "*fp32", E4M3, col=True, few=True, hp="*bf16"),
+    Case("dact", "qgelu", False, "*bf16", E4M3, col=False, current=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.kind}-{c.act}-{c.x[1:]}-{c.fp8[1:]}-col{c.col}")
+def test_transform(case, tmp_path):
+    block_m, block_n, num_warps, _ = K.CONFIGS[case.col, case.kind != "plain", case.few]
+    constants = {
+        "KIND": case.kind, "ACT": case.act, "GLU": case.glu, "ZERO_CENTERED": False, "POW2": False,
+        "FP8_MAX": 57344.0 if case.fp8 == E5M2 else 448.0, "E5M2": case.fp8 == E5M2,
+        "BLOCK_M": block_m, "BLOCK_N": block_n,
+    }  # fmt: skip
+    compiled = compile_sm90(K.transform_kernel, case.types, constants, num_warps)
+    ptx = compiled.asm["ptx"]
+    name = "e5m2x2" if case.fp8 == E5M2 else "e4m3x2"
+    assert re.search(rf"cvt\.rn\.satfinite\.{name}\.f32", ptx), "the hardware's own fp8 conversion is not used"
+    assert "div.rn.f32" in ptx and "div.rn.ftz" not in ptx, "1 / scale must be an IEEE division"
+    assert "NaN" in ptx, "the clamp must propagate nan"
+    assert ("atom" in ptx or "red.global" in ptx) == (not case.current), "only amax_out needs an atomic"
+    # 16 bytes a thread both ways; a transposed store that is not along m would write single bytes.
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v[24]\.b32", ptx)
+    assert not re.search(r"st\.global\S*\.b8", ptx), "fp8 is stored byte by byte"
+    assert local_memory(compiled, tmp_path) in (0, None), "registers spill"
+
+
+def test_sizes_that_are_not_multiples_of_16_compile_too(tmp_path):
+    block_m, block_n, num_warps, _ = K.CONFIGS[True, False, False]
+    constants = {
+        "KIND": "plain", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "POW2": True, "FP8_MAX": 448.0,
+        "E5M2": False, "BLOCK_M": block_m, "BLOCK_N": block_n,
+    }  # fmt: skip
+    case = Case("plain", "", False, "*bf16", E4M3, col=True, current=True)
+    compiled = compile_sm90(K.transform_kernel, case.types, constants, num_warps, aligned=False)
+    assert local_memory(compiled, tmp_path) in (0, None), "registers spill"
+
+
+@pytest.mark.parametrize("kind, act, glu", [("plain", "", False), ("dact", "silu", True)])
+def test_amax(kind, act, glu, tmp_path):
+    block_m, block_n, num_warps, _ = K.AMAX_CONFIG
+    types = {"x": "*bf16", "partials": "*fp32", "rows": "i32", "cols": "i32"}
+    types |= {"dy": "*bf16"} if kind == "dact" else {}
+    constants = {
+        "KIND": kind, "ACT": act, "GLU": glu, "ZERO_CENTERED": False, "BLOCK_M": block_m, "BLOCK_N": block_n,
+    }  # fmt: skip
+    compiled = compile_sm90(K.amax_kernel, types, constants, num_warps)
+    ptx = compiled.asm["ptx"]
+    assert "atom" not in ptx and re.search(r"ld\.global\S*\.v4\.b32", ptx)
+    assert local_memory(compiled, tmp_path) in (0, None), "registers spill"
+
+
+def test_transpose(tmp_path):
+    block_m, block_n, num_warps, _ = K.TRANSPOSE_CONFIG
+    types = {"data": "*u8", "out": "*u8", "rows": "i32", "cols": "i32", "padded": "i32"}
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    compiled = compile_sm90(K.transpose_kernel, types, constants, num_warps)
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v4\.b32", ptx)
+    assert local_memory(compiled, tmp_path) in (0, None), "registers spill"

@@ -1,0 +1,77 @@
+"""The table of compiled kernels, with a stand-in for Triton: what may share an entry and what must not."""
+
+import pytest
+import torch
+
+from te_lite.ops import launch as L
+
+
+class Kernel:
+    """kernel[grid](...) compiles; what it returns launches by compiled[grid](...)."""
+
+    def __init__(self):
+        self.compiled, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def run(*args, num_warps):
+            self.compiled.append((grid, args))
+            return {(g, 1, 1): lambda *a, g=g: self.launched.append((g, a)) for g in range(100)}
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(L, "_COMPILED", {})
+    return Kernel()
+
+
+def _tensor(offset: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    base = torch.empty(64, dtype=dtype)
+    assert base.data_ptr() % 16 == 0
+    return base[offset : offset + 16]
+
+
+def test_the_second_launch_passes_addresses_in_the_kernel_s_order(kernel):
+    x, y, loose = _tensor(), _tensor(), _tensor(1)
+    for programs in (3, 7):
+        L.launch(kernel, programs, (loose,), (x, None, y), (5, 0.5), ("plain", True), 4)
+    assert len(kernel.compiled) == 1 and kernel.compiled[0][0] == (3,)
+    assert kernel.launched == [(7, (loose.data_ptr(), x.data_ptr(), None, y.data_ptr(), 5, 0.5, "plain", True))]
+
+
+CALLS = {
+    "another type": ((_tensor(dtype=torch.bfloat16),), (5,), ("plain",), 4),
+    "absent": ((_tensor(), None), (5,), ("plain",), 4),
+    "another integer": ((_tensor(),), (6,), ("plain",), 4),
+    "another constant": ((_tensor(),), (5,), ("norm",), 4),
+    "other warps": ((_tensor(),), (5,), ("plain",), 8),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_another_specialisation_compiles_again(name, kernel):
+    L.launch(kernel, 1, (), (_tensor(),), (5,), ("plain",), 4)
+    tensors, numbers, constants, num_warps = CALLS[name]
+    L.launch(kernel, 1, (), tensors, numbers, constants, num_warps)
+    assert len(kernel.compiled) == 2 and not kernel.launched
+    other = Kernel()
+    L.launch(other, 1, (), (_tensor(),), (5,), ("plain",), 4)
+    assert len(other.compiled) == 1
+
+
+def test_unaligned_pointers_never_take_what_was_compiled_for_aligned_ones(kernel):
+    for offset in (0, 1, 1, 0):
+        L.launch(kernel, 1, (), (_tensor(offset),), (), (), 4)
+    assert len(kernel.compiled) == 3 and len(kernel.launched) == 1
+
+
+def test_the_table_stays_small(kernel, monkeypatch):
+    monkeypatch.setattr(L, "_MOST", 4)
+    for m in range(11):
+        L.launch(kernel, 1, (), (_tensor(),), (m,), (), 4)
+    assert len(L._COMPILED) <= 4
+
+
+def test_without_a_gpu_the_sm_count_is_an_h200_s():
+    assert L.sm_count(torch.device("cpu")) == 132

@@ -1,0 +1,101 @@
+"""What `import te_lite` costs and what it says when something is missing."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from te_lite import _requirements
+
+MAX_IMPORT_SECONDS = 3.0
+
+MEASURE = """
+import json, time
+wall, cpu = time.perf_counter(), time.process_time()
+import te_lite
+wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+import torch
+print(json.dumps({"wall": wall, "cpu": cpu, "cuda": torch.cuda.is_initialized()}))
+"""
+
+WITHOUT_TRITON = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+import te_lite
+"""
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the code in a fresh process that sees no GPU unless env says otherwise."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def imported() -> list[dict]:
+    runs = [run(MEASURE) for _ in range(3)]
+    assert all(done.returncode == 0 for done in runs), runs[0].stderr
+    return [json.loads(done.stdout) for done in runs]
+
+
+def test_import_is_fast(imported: list[dict]) -> None:
+    # Processor time, not wall time: an import runs on one thread, and wall time here would measure the tests
+    # that run beside this one. The two agree on a quiet machine.
+    assert statistics.median(result["cpu"] for result in imported) < MAX_IMPORT_SECONDS, imported
+
+
+@pytest.mark.gpu
+def test_import_initialises_no_cuda() -> None:
+    done = run(MEASURE, CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cuda"] is False
+
+
+def test_import_is_silent() -> None:
+    done = run("import te_lite")
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_missing_triton_is_one_clear_message() -> None:
+    done = run(WITHOUT_TRITON)
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == (
+        "ImportError: triton was not found; te_lite needs triton >= 3.6, also on machines without a GPU: "
+        "pip install 'triton>=3.6'"
+    )
+
+
+@pytest.mark.parametrize("found", ["2.10.1", "1.13.0+cu117", "unknown"])
+def test_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr("torch.__version__", found)
+    with pytest.raises(ImportError) as caught:
+        _requirements.check()
+    assert str(caught.value).startswith(f"torch is {found}; te_lite needs torch >= 2.11: pip install")
+
+
+@pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", "3.0.0a0+git1234"])
+def test_new_torch_is_accepted(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr("torch.__version__", found)
+    _requirements.check()
+
+
+def test_missing_torch_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r"^torch was not found; te_lite needs torch >= 2\.11: pip install"):
+        _requirements.check()
+
+
+def test_unbuilt_extension_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "te_lite._C", None)
+    with pytest.raises(ImportError, match=r"^te_lite\._C cannot be loaded .*pip install -e") as caught:
+        _requirements.check()
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
