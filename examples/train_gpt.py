@@ -7,6 +7,7 @@
 docs/demo.md explains the options and what the summary says.
 """
 
+import faulthandler
 import sys
 import traceback
 from argparse import Namespace
@@ -58,6 +59,7 @@ def train(args: Namespace, here: mesh.Mesh) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """0, or 2 with one message for values that cannot work."""
+    faulthandler.enable()  # a crash below Python still says where it was
     args = options.build_parser().parse_args(argv)
     rank = 0
     try:
@@ -76,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         traceback.print_exc()
         mesh.abort_all_ranks()
         return 1  # without mesh.disconnect(), which would wait for ranks that wait for this one
+    # the ranks leave together: rank 0 still writes files when the others are done
+    here.barrier()
     mesh.disconnect()
     return 0
 

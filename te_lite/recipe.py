@@ -8,7 +8,7 @@ import it. Field names, order and defaults are Transformer Engine's.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import ClassVar, NamedTuple
 
@@ -88,6 +88,17 @@ class Recipe:
         return self.name != "bf16"
 
 
+def _refuse_types(recipe: Recipe) -> None:
+    """Fields whose default is a bool, an int or a string hold nothing else (True is no length, "no" is no bool)."""
+    for item in fields(recipe):
+        value = getattr(recipe, item.name)
+        if isinstance(item.default, (bool, int, str)) and type(value) is not type(item.default):
+            raise TypeError(
+                f"{type(recipe).__name__}({item.name}={value!r}): must be {type(item.default).__name__}; the default "
+                f"is {item.default!r}"
+            )
+
+
 def _refuse_attention(recipe: Recipe) -> None:
     for flag in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, flag):
@@ -136,14 +147,15 @@ class DelayedScaling(Recipe):
     summary: ClassVar[str] = "per-tensor scales from past steps; no extra pass over the data; keeps a history"
 
     def __post_init__(self) -> None:
+        _refuse_types(self)
         _refuse_format(self, (Format.E4M3, Format.HYBRID))
         _refuse_attention(self)
-        if not isinstance(self.margin, int) or not -64 <= self.margin <= 64:
+        if not -64 <= self.margin <= 64:
             raise ValueError(
                 f"margin={self.margin!r}: must be an integer within [-64, 64] (a power of two); 0 is usual"
             )
         length = self.amax_history_len
-        if not isinstance(length, int) or not 1 <= length <= 4096:
+        if not 1 <= length <= 4096:
             raise ValueError(f"amax_history_len={length!r}: must be an integer within [1, 4096]; 1024 is usual")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
@@ -175,11 +187,17 @@ class Float8CurrentScaling(Recipe):
     summary: ClassVar[str] = "per-tensor scales from the tensor itself; one more read of the data; stateless"
 
     def __post_init__(self) -> None:
+        _refuse_types(self)
         _refuse_format(self, (Format.E4M3, Format.HYBRID))
         _refuse_attention(self)
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, QParams(power_2_scale=self.use_power_2_scales))
+            elif not isinstance(getattr(self, name), QParams):
+                raise TypeError(f"{name}={getattr(self, name)!r}: must be te.recipe.QParams(...) or None")
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not isinstance(getattr(self, name), MMParams):
+                raise TypeError(f"{name}={getattr(self, name)!r}: must be te.recipe.MMParams(...)")
 
 
 _BY_NAME: dict[str, type[Recipe]] = {

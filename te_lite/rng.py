@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 class CudaRNGStatesTracker:
     """Generator states by name; fork(name) runs a block with that state and keeps what it has become.
 
-    Serves the current CUDA device where there is one and the CPU generator otherwise.
+    Serves the CPU's generator and, where there is one, the current CUDA device's.
     """
 
     def __init__(self) -> None:
@@ -45,7 +41,9 @@ class CudaRNGStatesTracker:
             )
         self._seeds.add(seed)
         before = self._read()
-        torch.cuda.manual_seed(seed) if _default_device().type == "cuda" else torch.manual_seed(seed)
+        torch.random.default_generator.manual_seed(seed)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(seed)
         self._states[name] = self._read()
         self._write(before)
 
@@ -65,8 +63,15 @@ class CudaRNGStatesTracker:
 
     @staticmethod
     def _read() -> Tensor:
-        return torch.cuda.get_rng_state() if _default_device().type == "cuda" else torch.get_rng_state()
+        """uint8: the CPU generator's state, then the CUDA generator's where there is one."""
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available():
+            states.append(torch.cuda.get_rng_state())
+        return torch.cat(states)
 
     @staticmethod
     def _write(state: Tensor) -> None:
-        torch.cuda.set_rng_state(state) if _default_device().type == "cuda" else torch.set_rng_state(state)
+        size = torch.get_rng_state().numel()
+        torch.set_rng_state(state[:size])
+        if torch.cuda.is_available() and state.numel() > size:
+            torch.cuda.set_rng_state(state[size:])

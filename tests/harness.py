@@ -174,6 +174,6 @@ def delayed_state(module: torch.nn.Module) -> dict[str, Tensor]:
     version, length, nf, nb = (int(v) for v in flat[:4])
     assert version == 1, version
     sizes = (length * nf, nf, length * nb, nb)
-    hf, sf, hb, sb = flat[4:].split(sizes)
+    hf, sf, hb, sb = flat[6:].split(sizes)
     views = {"history_fwd": hf.view(length, nf), "scale_fwd": sf, "history_bwd": hb.view(length, nb), "scale_bwd": sb}
     return {name: value.clone() for name, value in views.items()}

@@ -321,3 +321,20 @@ def test_calibrating_records_without_quantizing(outputs):
 def test_enabled_wins_over_calibrating(outputs):
     with te.autocast(enabled=True, calibrating=True, recipe=DELAYED()):
         assert_bitwise_equal("enabled", run(), outputs["delayed"])
+
+
+@pytest.mark.parametrize("through_checkpoint", [False, True])
+@pytest.mark.parametrize("first, second", [("HYBRID", "E4M3"), ("E4M3", "HYBRID")])
+def test_a_changed_format_does_not_saturate(first, second, through_checkpoint):
+    """A gradient scale made for E5M2's range would clip nearly everything in E4M3: it is converted or dropped."""
+    module = make()
+    for name in (first, first, second):
+        recipe = DELAYED(fp8_format=te.recipe.Format[name], amax_history_len=4)
+        if through_checkpoint and name == second:
+            state, module = module.state_dict(), make()
+            module.load_state_dict(state)
+        got = step(module, tokens(), tokens(3, 100.0), recipe)
+    want = step(make(), tokens(), tokens(3, 100.0), "bf16")
+    for name in ("dx", "weight"):
+        error = (got[name].float() - want[name].float()).norm() / want[name].float().norm()
+        assert float(error) < 0.1, f"{name} is off by {float(error):.0%}"

@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import te_lite as te
+from te_lite.testing.distributed import device_params
 from te_lite.testing.memory import bytes_kept
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
@@ -64,15 +65,15 @@ def recipe_for(name):
     return te.recipe.DelayedScaling(amax_history_len=4) if name == "delayed" else name
 
 
-def train(mode, call, recipe, steps=STEPS):
+def train(mode, call, recipe, device="cpu", steps=STEPS):
     """(losses, gradients of the last step, amax state of every module) of a few steps of SGD."""
     torch.manual_seed(0)
-    net = Net(mode, call)
+    net = Net(mode, call, device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     losses = []
     for i in range(steps):
         torch.manual_seed(100 + i)
-        x = leaf(reference.make_tokens(16, 32, seed=i, dtype=torch.bfloat16, scale=1 + i % 3))
+        x = leaf(reference.make_tokens(16, 32, seed=i, dtype=torch.bfloat16, scale=1 + i % 3), device)
         with under(recipe_for(recipe)):
             out = net(x)
         loss = out.float().square().mean()
@@ -102,8 +103,8 @@ def assert_same(got, want):
 
 
 @functools.lru_cache
-def baseline(recipe):
-    return train("none", None, recipe)
+def baseline(recipe, device="cpu"):
+    return train("none", None, recipe, device)
 
 
 CALLS = {
@@ -115,15 +116,16 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("device", device_params())
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", CALLS)
-def test_training_is_bitwise_the_same(how, mode, recipe):
+def test_training_is_bitwise_the_same(how, mode, recipe, device):
     """Losses, gradients and amax histories over 10 steps do not depend on what is recomputed, nor on how."""
     if mode == "none":
-        assert_same(train("none", None, recipe), baseline(recipe))
+        assert_same(train("none", None, recipe, device), baseline(recipe, device))
         return
-    assert_same(train(mode, CALLS[how], recipe), baseline(recipe))
+    assert_same(train(mode, CALLS[how], recipe, device), baseline(recipe, device))
 
 
 def test_the_delayed_baseline_has_a_history():

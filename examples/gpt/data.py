@@ -2,6 +2,7 @@
 
 import hashlib
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,12 @@ def load_corpus(path: str | None, seq_length: int, mesh: Mesh) -> Corpus:
     return split_text(text, source, seq_length)
 
 
+def seeded_generator(seed: int, purpose: str) -> torch.Generator:
+    """A CPU generator of its own for each (seed, purpose). They are hashed, because torch's CPU generator keeps only
+    the low 32 bits of a seed."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {purpose}".encode()))
+
+
 def windows(text: Tensor, starts: Tensor, seq_length: int) -> tuple[Tensor, Tensor]:
     """starts int64 [B] -> tokens, targets int64 [B, S]; the target of a byte is the byte after it."""
     window = text[starts.unsqueeze(1) + torch.arange(seq_length + 1)].long()
@@ -86,7 +93,7 @@ def train_batch(corpus: Corpus, step: int, seed: int, batch: int, seq_length: in
 
     batch counts the sequences of all data parallel ranks; each takes its consecutive share.
     """
-    generator = torch.Generator().manual_seed(seed * 2**32 + step)
+    generator = seeded_generator(seed, f"batch {step}")
     starts = torch.randint(len(corpus.train) - seq_length, (batch,), generator=generator)
     tokens, targets = windows(corpus.train, starts.chunk(mesh.dp_size)[mesh.dp_rank], seq_length)
     return tokens.to(mesh.device), targets.to(mesh.device)

@@ -14,7 +14,7 @@ import te_lite as te
 from . import checkpoint
 from .checkpoint import History
 from .data import Corpus, held_out_batches, train_batch
-from .mesh import Mesh
+from .mesh import Mesh, RefusedError
 from .model import GPT, GPTConfig, init_weights
 from .optimizer import MasterAdamW, learning_rate
 
@@ -77,7 +77,7 @@ def held_out_loss(model: GPT, batches: list[tuple[Tensor, Tensor]], recipe: te.r
 def refuse_bad_loss(losses: list[float], first_step: int) -> None:
     for offset, loss in enumerate(losses):
         if not loss < float("inf"):
-            raise RuntimeError(
+            raise RefusedError(
                 f"loss {loss} at step {first_step + offset}: it must be finite. Nothing after it was saved. "
                 "Lower --lr or raise --warmup; --resume continues from the last checkpoint."
             )

@@ -19,7 +19,7 @@ MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRAN
 
 
 class RefusedError(ValueError):
-    """The command line, the data or a checkpoint asks for what cannot work. Raised on all ranks alike."""
+    """The run cannot start or go on as asked: its options, text, checkpoint or loss. Raised on all ranks alike."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ S sequence length, B batch, H hidden, A heads, D = H/A head size, F ffn, V vocab
 """
 
 import math
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import te_lite as te
 
+from .data import seeded_generator
 from .mesh import Mesh
 from .parallel_layers import (
     VocabParallelEmbedding,
@@ -187,7 +187,7 @@ def init_weights(model: GPT, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name or parameter.numel() == 0:
             continue
-        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        generator = seeded_generator(seed, name)
         shape = list(parameter.shape)
         dim = getattr(parameter, "partition_dim", 0)
         if is_sharded(parameter):

@@ -11,7 +11,7 @@ from .data import BYTES
 from .mesh import Mesh, RefusedError
 from .model import GPTConfig
 
-PARAMS_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PARAMS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # fp16 would need loss scaling
 FP8_MULTIPLE = 16
 FFN_MULTIPLE = 128
 

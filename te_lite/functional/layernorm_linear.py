@@ -21,7 +21,7 @@ from te_lite.functional.linear import (
     linear_forward,
 )
 from te_lite.functional.norm import NormSpec, norm_source
-from te_lite.functional.saved import load, save
+from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.norm import norm_backward
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.overlap.collective import all_gather, reduce_scatter
@@ -55,6 +55,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
     """y = norm(x) @ weight^T + bias; also norm(x) itself when return_norm, gathered over `gather` when given."""
 
     @staticmethod
+    @without_amp
     def forward(
         ctx: Any,
         call: Call,
@@ -82,6 +83,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return out, norm_output(ln, x, gather) if return_norm else None
 
     @staticmethod
+    @without_amp
     def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w) = ctx.call, ctx.needs
         (plan,) = call.plans

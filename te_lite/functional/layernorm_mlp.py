@@ -22,7 +22,7 @@ from te_lite.functional.linear import (
     linear_forward,
 )
 from te_lite.functional.norm import NormSpec, norm_source
-from te_lite.functional.saved import load, save
+from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.source import act, dact
 
 
@@ -34,6 +34,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @without_amp
     def forward(
         ctx: Any,
         call: Call,
@@ -70,6 +71,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         return out, norm_output(ln, x, gather) if return_norm else None
 
     @staticmethod
+    @without_amp
     def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w1, need_h, need_w2) = ctx.call, ctx.needs
         plan1, plan2 = call.plans

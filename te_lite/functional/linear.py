@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.plan import LinearPlan
-from te_lite.functional.saved import load, save
+from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
@@ -196,6 +196,7 @@ class LinearFunction(torch.autograd.Function):
     """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N]."""
 
     @staticmethod
+    @without_amp
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (plan,) = call.plans
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
@@ -210,6 +211,7 @@ class LinearFunction(torch.autograd.Function):
         return as_output(y, (*leading_shape(x, y), y.shape[-1]), call.output)
 
     @staticmethod
+    @without_amp
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, (need_x, need_w) = ctx.call, ctx.needs
         (plan,) = call.plans

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_lite.functional.linear import as_matrix, as_output, in_dtype
 from te_lite.functional.plan import LinearPlan
+from te_lite.functional.saved import without_amp
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
 from te_lite.ops.nvtx import nvtx_range
@@ -46,6 +47,7 @@ class NormFunction(torch.autograd.Function):
     """The norm alone: y[..., K] = norm(x[..., K])."""
 
     @staticmethod
+    @without_amp
     def forward(ctx: Any, spec: NormSpec, grad: bool, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
         flat = as_matrix(x, x.dtype)
         with nvtx_range("te_lite.norm"):
@@ -56,6 +58,7 @@ class NormFunction(torch.autograd.Function):
         return as_output(y, tuple(x.shape), None)
 
     @staticmethod
+    @without_amp
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, gamma, beta = ctx.saved_tensors
         with nvtx_range("te_lite.norm_backward"):

@@ -62,13 +62,12 @@ class DelayedWgrads(WgradSink):
         self.queue.append(run)
         return None if not isinstance(self.sink, MainGrad) else MainGrad.answer(weight)
 
-    def run_next(self) -> None:
-        """Computes the oldest weight gradient that was put off."""
+    def run_next(self) -> bool:
+        """Computes the oldest weight gradient that was put off; False when there is none."""
         if not self.queue:
-            raise RuntimeError(
-                "backward_dw() has no stored weight gradient: it must follow a backward of this module, once for each"
-            )
+            return False
         self.queue.popleft()()
+        return True
 
 
 @dataclass(frozen=True, slots=True)

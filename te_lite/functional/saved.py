@@ -5,11 +5,27 @@ It goes through autograd's save_for_backward, so that saved-tensor hooks, checkp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from te_lite.quantize.qtensor import QTensor
+
+
+def without_amp(method: Callable) -> Callable:
+    """For an autograd.Function's methods: torch.amp.autocast is off inside, where every dtype is chosen by the plan."""
+
+    @wraps(method)
+    def run(ctx: Any, *args: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return method(ctx, *args)
+        with torch.amp.autocast("cpu", enabled=False), torch.amp.autocast("cuda", enabled=False):
+            return method(ctx, *args)
+
+    return run
 
 
 def save(ctx: Any, *items: QTensor | Tensor | None) -> None:

@@ -15,7 +15,14 @@ from te_lite.autocast import State, current
 from te_lite.functional.linear import Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
 from te_lite.modules import scale_state
-from te_lite.modules.checks import check_input, check_main_grad, check_recipe, check_recomputation, check_scatter
+from te_lite.modules.checks import (
+    check_construction,
+    check_input,
+    check_main_grad,
+    check_recipe,
+    check_recomputation,
+    check_scatter,
+)
 from te_lite.modules.scale_state import ScaleStates
 from te_lite.modules.weights import ParamSpec, WeightCache, default_device
 from te_lite.overlap import report
@@ -51,8 +58,10 @@ class TeLiteModule(nn.Module):
         rng_tracker: Callable[[], Any] | None,
         rng_tracker_name: str | None,
         name: str | None,
+        sizes: dict[str, int],
     ) -> None:
         super().__init__()
+        check_construction(type(self).__name__, modes, tp_size, params_dtype, sizes)
         self.tp_size = group_size(tp_group, tp_size)
         self.tp_group = tp_group
         self._modes = modes
@@ -85,6 +94,10 @@ class TeLiteModule(nn.Module):
             self._specs[name] = spec
             self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
 
+    def _no_bias(self) -> Tensor:
+        """What stands for an absent bias: a zero-length tensor that is no parameter."""
+        return torch.empty(0, dtype=self.params_dtype, device=self._device)
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws all parameters anew; those on the meta device come to life on the module's device."""
         if defer_init:
@@ -99,6 +112,7 @@ class TeLiteModule(nn.Module):
             else:
                 with torch.no_grad():
                     old.copy_(made)
+                spec.mark(old)  # to_empty() makes new parameters without the attributes
         self.clear_caches()
 
     def clear_caches(self) -> None:
@@ -130,8 +144,10 @@ class TeLiteModule(nn.Module):
         """Computes the oldest weight gradients that backward put off; of an MLP fc2's, then fc1's."""
         if not self.delay_wgrad_compute:
             return
-        for sink in reversed(self._sinks):
-            sink.run_next()
+        if not any([sink.run_next() for sink in reversed(self._sinks)]):
+            raise RuntimeError(
+                "backward_dw() has no stored weight gradient: it must follow a backward of this module, once for each"
+            )
         for hook in self._wgrad_hooks:
             hook()
 
@@ -143,6 +159,10 @@ class TeLiteModule(nn.Module):
 
     def _linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(in_features, out_features) of this rank, one pair a linear."""
+        raise NotImplementedError
+
+    def _weight_versions(self) -> tuple[Any, ...]:
+        """What changes when autograd sees a write to a weight, one value a linear."""
         raise NotImplementedError
 
     def _keep_original(self) -> bool:
@@ -203,12 +223,12 @@ class TeLiteModule(nn.Module):
             self._plan_key = key
             self.clear_caches()
         self._ran_fp8 = state is not None and state.enabled
-        cached: tuple = (None,) * len(weights)
-        if first_microbatch is not None:
-            cached = tuple(
-                cache.get(first_microbatch, weight, plan.operands.fprop.b)
-                for cache, weight, plan in zip(self._caches, weights, self._plans, strict=True)
+        cached = tuple(
+            cache.get(first_microbatch, weight, version, plan.operands.fprop.b)
+            for cache, weight, version, plan in zip(
+                self._caches, weights, self._weight_versions(), self._plans, strict=True
             )
+        )
         return Call(
             self._plans,
             cached,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.autocast import State
+from te_lite.parallel import MODES
 from te_lite.recipe import Recipe, check_recipe_support
 
 UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
@@ -22,6 +23,27 @@ def refuse_missing(owner: str, flags: dict[str, Any]) -> None:
             f"{owner}({', '.join(f'{name}={flags[name]!r}' for name in asked)}): userbuffers and their overlap are not "
             "in this version of te_lite; leave these arguments at their defaults (communication then is not hidden)"
         )
+
+
+def check_dtype(owner: str, params_dtype: torch.dtype | None) -> None:
+    """Parameters are of a dtype that the kernels take."""
+    if params_dtype is not None and params_dtype not in DTYPES:
+        raise TypeError(f"{owner}(params_dtype={params_dtype}): must be torch.bfloat16, torch.float16 or torch.float32")
+
+
+def check_construction(
+    owner: str, modes: tuple[str | None, ...], tp_size: int, params_dtype: torch.dtype | None, sizes: dict[str, int]
+) -> None:
+    """Arguments of a constructor that no layer could be built from. sizes: name -> features."""
+    check_dtype(owner, params_dtype)
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"{owner}(parallel_mode={mode!r}): must be one of {MODES}")
+    if type(tp_size) is not int or tp_size < 1:
+        raise ValueError(f"{owner}(tp_size={tp_size!r}): must be an integer, at least 1")
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{owner}({name}={size!r}): must be an integer, at least 1")
 
 
 def check_recipe(recipe: Recipe, device: torch.device, keeps_original: bool) -> None:

@@ -71,6 +71,7 @@ class LayerNormLinear(_OneLinear):
             rng_tracker=get_rng_state_tracker,
             rng_tracker_name=None,
             name=name or ub_name,
+            sizes={"in_features": in_features, "out_features": out_features},
         )
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output

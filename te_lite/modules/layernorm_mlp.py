@@ -84,6 +84,7 @@ class LayerNormMLP(TeLiteModule):
             rng_tracker=get_rng_state_tracker,
             rng_tracker_name=None,
             name=name,
+            sizes={"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size},
         )
         self.activation, self.normalization, self.zero_centered_gamma = activation, normalization, zero_centered_gamma
         self.hidden_size, self.use_bias, self.return_bias = hidden_size, bias, return_bias
@@ -93,7 +94,7 @@ class LayerNormMLP(TeLiteModule):
         self._norm = norm_spec(normalization, eps, zero_centered_gamma)
         wide = ffn_hidden_size * (2 if is_glu(activation) else 1)
         fc1, fc2 = ((hidden_size, wide), (ffn_hidden_size, hidden_size))
-        common = (self.tp_size, self.sequence_parallel, bias)
+        common = (self.tp_size, self.sequence_parallel)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:
             raise ValueError(f"ffn_hidden_size={ffn_hidden_size} is not divisible by tp_size={self.tp_size}; pad it")
         w1, b1 = linear_specs(fc1, self._modes[0], *common, init_method or default_init)
@@ -102,12 +103,18 @@ class LayerNormMLP(TeLiteModule):
         self._add_params({f"layer_norm_{key}": spec for key, spec in norm.items()})
         if self._norm.rms:
             self.layer_norm_bias = None
-        self._add_params({"fc1_weight": w1, "fc1_bias": b1, "fc2_weight": w2, "fc2_bias": b2})
+        self._add_params({"fc1_weight": w1, **({"fc1_bias": b1} if bias else {})})
+        self._add_params({"fc2_weight": w2, **({"fc2_bias": b2} if bias else {})})
+        if not bias:
+            self.fc1_bias, self.fc2_bias = self._no_bias(), self._no_bias()
         if delay_wgrad_compute:
             self.fc1_weight.skip_backward_post_hook = self.fc2_weight.skip_backward_post_hook = True
 
     def _linear_shapes(self) -> tuple[tuple[int, int], ...]:
         return tuple((weight.shape[1], weight.shape[0]) for weight in (self.fc1_weight, self.fc2_weight))
+
+    def _weight_versions(self) -> tuple[int, ...]:
+        return self.fc1_weight._version, self.fc2_weight._version
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the

@@ -18,7 +18,7 @@ Split = tuple[str, ...] | dict[str, int] | None
 
 
 def linear_specs(
-    shape: tuple[int, int], mode: str | None, tp_size: int, sequence_parallel: bool, bias: bool, init: Init
+    shape: tuple[int, int], mode: str | None, tp_size: int, sequence_parallel: bool, init: Init
 ) -> tuple[ParamSpec, ParamSpec]:
     """(weight, bias) of one linear of global `shape` (in, out), as this rank holds them."""
     features_in, features_out = shape
@@ -36,10 +36,10 @@ def linear_specs(
         features_in //= tp_size
     weight = ParamSpec((features_out, features_in), init, {"column": 0, "row": 1}.get(mode), random=True)
     bias_spec = ParamSpec(
-        (features_out if bias else 0,),
+        (features_out,),
         nn.init.zeros_,
         0 if mode == "column" else None,
-        sequence_parallel=bool(bias and mode == "row" and sequence_parallel),
+        sequence_parallel=mode == "row" and sequence_parallel,
     )
     return weight, bias_spec
 
@@ -92,7 +92,6 @@ class _OneLinear(TeLiteModule):
             self.parallel_mode,
             self.tp_size,
             self.sequence_parallel,
-            bias,
             init_method or default_init,
         )
         self.out_features, self.in_features = weight.shape
@@ -107,7 +106,11 @@ class _OneLinear(TeLiteModule):
         self.weight_names = [f"{name}weight" for name in splits]
         self.bias_names = [f"{name}bias" for name in splits]
         self._add_split(weight, self.weight_names, list(splits.values()))
-        self._add_split(bias_spec, self.bias_names, [size if bias else 0 for size in splits.values()])
+        if bias:
+            self._add_split(bias_spec, self.bias_names, list(splits.values()))
+        else:
+            for name in self.bias_names:
+                setattr(self, name, self._no_bias())
         if self.delay_wgrad_compute:
             self.weight.skip_backward_post_hook = True
 
@@ -121,6 +124,9 @@ class _OneLinear(TeLiteModule):
 
     def _linear_shapes(self) -> tuple[tuple[int, int], ...]:
         return ((self.in_features, self.out_features),)
+
+    def _weight_versions(self) -> tuple[Any, ...]:
+        return (sum(getattr(self, name)._version for name in self.weight_names),)
 
     def _weight(self) -> Tensor:
         return join([getattr(self, name) for name in self.weight_names])
@@ -189,6 +195,7 @@ class Linear(_OneLinear):
             rng_tracker=get_rng_state_tracker,
             rng_tracker_name=rng_tracker_name,
             name=name or ub_name,
+            sizes={"in_features": in_features, "out_features": out_features},
         )
         self.save_original_input = save_original_input
         self._setup_linear(in_features, out_features, bias, return_bias, parameters_split, init_method)

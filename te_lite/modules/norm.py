@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.functional.norm import NormFunction, NormSpec
+from te_lite.modules.checks import check_dtype
 from te_lite.modules.weights import ParamSpec, default_device
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -16,6 +17,8 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r}: must be one of {NORMALIZATIONS}")
+    if not 0.0 <= eps < float("inf"):
+        raise ValueError(f"eps={eps!r}: must be finite and >= 0; 1e-5 is usual")
     return NormSpec(eps, normalization == "RMSNorm", zero_centered_gamma)
 
 
@@ -51,14 +54,16 @@ class _Norm(nn.Module):
         shape = tuple(shape) if isinstance(shape, (tuple, list, torch.Size)) else (shape,)
         if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
             raise ValueError(f"normalized_shape={normalized_shape!r}: must be a positive size or a tuple of them")
+        check_dtype(type(self).__name__, params_dtype)
         self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
         self._features = torch.Size(shape).numel()
         self._spec = norm_spec(self.normalization, eps, zero_centered_gamma)
         self._device = default_device(device)
-        self._params = norm_params(self._spec, self._features, bool(sequence_parallel))
+        self.sequence_parallel = bool(sequence_parallel)
+        self._params = norm_params(self._spec, self._features, self.sequence_parallel)
         for name, spec in self._params.items():
             param = spec.make(params_dtype or torch.get_default_dtype(), self._device, lambda: None)
-            param.sequence_parallel = bool(sequence_parallel)
+            param.sequence_parallel = self.sequence_parallel
             self.register_parameter(name, param)
         if self._spec.rms:
             self.register_parameter("bias", None)
@@ -71,8 +76,14 @@ class _Norm(nn.Module):
         for name, spec in self._params.items():
             old = getattr(self, name)
             made = spec.make(old.dtype, device if old.device.type == "meta" else old.device, lambda: None)
-            made.sequence_parallel = old.sequence_parallel
-            self.register_parameter(name, made)
+            if old.device.type == "meta":
+                old = made
+                self.register_parameter(name, made)
+            else:  # the optimizer may hold it
+                with torch.no_grad():
+                    old.copy_(made)
+                spec.mark(old)
+            old.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: Tensor) -> Tensor:
         """x [..., *normalized_shape] -> the same shape, in x's dtype (the autocast dtype under torch.amp)."""

@@ -1,7 +1,8 @@
 """A module's delayed-scaling state: made when a recipe needs it, kept in checkpoints as one plain tensor.
 
-Layout of the tensor (fp32, 1-D): [version, history length, forward tensors, backward tensors], then forward history
-[L, nf], forward scale [nf], backward history [L, nb], backward scale [nb]. Empty where there is no state.
+Layout of the tensor (fp32, 1-D): [version, history length, forward tensors nf, backward tensors nb, forward fp8_max,
+backward fp8_max], then forward history [L, nf], forward scale [nf], backward history [L, nb], backward scale [nb].
+Empty where there is no state. fp8_max is what the scales were made for, 2^-margin included.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
 from te_lite.recipe import DelayedScaling
 
 VERSION = 1
-HEADER = 4
+HEADER = 6
 DIRECTIONS = ("forward", "backward")
 
 
@@ -66,24 +67,23 @@ class ScaleStates:
         if len(self._live) < len(DIRECTIONS):
             return self._loaded.clone()
         states = [self._live[direction] for direction in DIRECTIONS]
-        header = torch.tensor([VERSION, states[0].key.length, *(state.n for state in states)], dtype=torch.float32)
+        sizes, largest = [state.n for state in states], [state.key.fp8_max for state in states]
+        header = torch.tensor([VERSION, states[0].key.length, *sizes, *largest], dtype=torch.float32)
         parts = [header.to(states[0].scale.device)]
         for state in states:
             parts += [state.history.reshape(-1), state.scale]
         return torch.cat(parts)
 
     def load(self, tensor: Tensor) -> None:
-        """From dump(); into the live states where they exist, else kept for them."""
-        if not tensor.numel():
-            return
-        for direction in DIRECTIONS:
+        """From dump(); kept until a recipe needs it. Empty (another recipe's checkpoint): fresh scales."""
+        for direction in DIRECTIONS if tensor.numel() else ():
             self._parse(tensor, direction)
-        self._loaded = tensor.detach().clone()
-        for direction, state in self._live.items():
-            state.load(*self._parse(tensor, direction))
+        self._loaded, self._live = tensor.detach().clone(), {}
 
-    def _parse(self, tensor: Tensor, direction: str) -> tuple[Tensor, Tensor]:
-        length, *sizes = (int(value) for value in tensor[1:HEADER].tolist())
+    def _parse(self, tensor: Tensor, direction: str) -> tuple[Tensor, Tensor, float]:
+        """(history, scale, the fp8_max they were made for)."""
+        length, *sizes = (int(value) for value in tensor[1 : HEADER - 2].tolist())
+        largest = dict(zip(DIRECTIONS, tensor[HEADER - 2 : HEADER].tolist(), strict=True))
         expected = [self.sizes[name] for name in DIRECTIONS]
         if sizes != expected or tensor.numel() != HEADER + (length + 1) * sum(sizes):
             raise ValueError(
@@ -97,7 +97,7 @@ class ScaleStates:
                 tensor[at + length * n : at + (length + 1) * n],
             )
             if name == direction:
-                return history, scale
+                return history, scale, largest[direction]
             at += (length + 1) * n
         raise AssertionError(direction)
 

@@ -118,12 +118,12 @@ class WeightCache:
         self._q: QTensor | None = None
         self._key: tuple | None = None
 
-    def get(self, first: bool | None, weight: Tensor, quantizer: Quantizer) -> QTensor | None:
+    def get(self, first: bool | None, weight: Tensor, version: Any, quantizer: Quantizer) -> QTensor | None:
         """The quantized weight to use, both layouts; None when the caller caches nothing (first is None)."""
         if first is None:
-            self.clear()
+            self._q = None
             return None
-        key = (weight._version, weight.data_ptr(), quantizer)
+        key = (version, weight.data_ptr(), quantizer)
         if first or self._q is None or self._key != key:
             self._q, _ = quantizer.quantize(plain(weight.detach()), row=True, col=True)
             self._key = key

@@ -21,6 +21,7 @@ from te_lite.ops.cast_kernels import (
 )
 from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
+from te_lite.ops.scalars import new_scalar
 from te_lite.ops.source import ACTIVATIONS, DTYPES, Source, produce_ref
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.transpose import transpose as transpose  # part of this family, in its own file for length
@@ -96,7 +97,7 @@ def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad) -> Trans
         None if hp_dtype is None else empty(shape, dtype=hp_dtype),
         empty(shape, dtype=fp8_dtype) if row else None,
         empty((shape[1], padded_rows(shape[0])), dtype=fp8_dtype) if col else None,
-        None if fp8_dtype is None else empty((1,), dtype=torch.float32),
+        None if fp8_dtype is None else new_scalar(x),
         empty(shape[1:], dtype=torch.float32) if bias_grad else None,
     )
 
@@ -201,19 +202,18 @@ def _transform_cuda(
     base, glu = ACTIVATIONS[activation]
     cols = width // 2 if glu else width  # of the tiles: a gated activation's halves are read side by side
     block_m, block_n, num_warps, per_sm = CONFIGS[col is not None, kind != "plain", rows * cols <= FEW]
-    tiles_m = (rows + block_m - 1) // block_m
-    tiles = tiles_m * ((cols + block_n - 1) // block_n)
-    programs = min(tiles, per_sm * sm_count(x.device)) or 1  # M = 0 needs one: scale_inv is written too
+    tiles_n = (cols + block_n - 1) // block_n
+    splits = max(1, min((rows + block_m - 1) // block_m, per_sm * sm_count(x.device) // (tiles_n or 1)))
     partial = None
     if bias_grad is not None:
-        partial = x.new_empty((tiles_m, bias_grad.shape[0]), dtype=torch.float32)
+        partial = x.new_empty((splits, bias_grad.shape[0]), dtype=torch.float32)
     q = col if row is None else row
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
     launch(
         transform_kernel,
-        programs,
-        (amax_out,),
-        (x, dy, mean, rstd, gamma, beta, scale, amax, hp, row, col, scale_inv, partial),
+        tiles_n * splits or 1,  # M = 0 needs one: scale_inv is written too
+        (amax_out, scale),
+        (x, dy, mean, rstd, gamma, beta, amax, hp, row, col, scale_inv, partial),
         (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel()),
         (kind, base, glu, zero_centered, fp8_max, fp8_max == 57344.0, pow2, block_m, block_n),
         num_warps,

@@ -23,8 +23,8 @@ _ROWS = 1024  # with 8 columns 64 elements a thread; TE's usual history in one s
 
 @triton.jit
 def _delayed_update_kernel(
-    history_ptr, scale_ptr,
-    L, n, stride_row, stride_col, stride_scale, fp8_max,
+    history_ptr, scale_ptr, out_ptr,
+    L, n, stride_row, stride_col, stride_scale, stride_out, fp8_max,
     MOST_RECENT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -54,20 +54,22 @@ def _delayed_update_kernel(
     scale = tl.div_rn(tl.zeros([BLOCK_C], tl.float32) + fp8_max, tl.where(rolls, amax, 1.0))
     scale = tl.minimum(scale, _FP32_MAX)
     update = rolls & (amax <= _FP32_MAX) & (amax > 0.0)
-    tl.store(scale_ptr + cols.to(tl.int64) * stride_scale, scale, mask=update)
+    before = tl.load(scale_ptr + cols.to(tl.int64) * stride_scale, mask=in_cols, other=0.0)
+    tl.store(out_ptr + cols.to(tl.int64) * stride_out, tl.where(update, scale, before), mask=in_cols)
 
 
-def _delayed_update_cuda(history: Tensor, scale: Tensor, fp8_max: float, algo: str) -> None:
+def _delayed_update_cuda(history: Tensor, scale: Tensor, fp8_max: float, algo: str, out: Tensor | None = None) -> None:
+    out = scale if out is None else out
     length, n = history.shape
     block_l = min(_ROWS, triton.next_power_of_2(length))
     launch(
-        _delayed_update_kernel, -(-n // _COLUMNS), (), (history, scale),
-        (length, n, history.stride(0), history.stride(1), scale.stride(0), fp8_max),
+        _delayed_update_kernel, -(-n // _COLUMNS), (), (history, scale, out),
+        (length, n, history.stride(0), history.stride(1), scale.stride(0), out.stride(0), fp8_max),
         (algo == "most_recent", block_l, _COLUMNS), 8 if block_l > 256 else 4,
     )  # fmt: skip
 
 
-def delayed_update_ref(history: Tensor, scale: Tensor, fp8_max: float, algo: str) -> None:
+def delayed_update_ref(history: Tensor, scale: Tensor, fp8_max: float, algo: str, out: Tensor | None = None) -> None:
     """Oracle of `delayed_update`."""
     current = torch.where(history[0].isfinite(), history[0], 0.0)
     rolls = current != 0
@@ -79,19 +81,21 @@ def delayed_update_ref(history: Tensor, scale: Tensor, fp8_max: float, algo: str
     # tensor / tensor: a Python number over a tensor is a reciprocal and a product in torch, off by an ulp.
     new_scale = torch.full_like(amax, fp8_max) / amax
     new_scale = new_scale.clamp(max=FP32_MAX)
-    scale.copy_(torch.where(rolls & amax.isfinite() & (amax > 0), new_scale, scale))
+    (scale if out is None else out).copy_(torch.where(rolls & amax.isfinite() & (amax > 0), new_scale, scale))
 
 
 _delayed_update_op = register(
-    "delayed_update(Tensor(a!) history, Tensor(b!) scale, float fp8_max, str algo) -> ()",
+    "delayed_update(Tensor(a!) history, Tensor(b!) scale, float fp8_max, str algo, Tensor(c!)? out=None) -> ()",
     cpu=delayed_update_ref,
     cuda=_delayed_update_cuda,
-    fake=lambda history, scale, fp8_max, algo: None,
+    fake=lambda history, scale, fp8_max, algo, out=None: None,
 )
 
 
-def delayed_update(history: Tensor, scale: Tensor, fp8_max: float, algo: str) -> None:
+def delayed_update(history: Tensor, scale: Tensor, fp8_max: float, algo: str, out: Tensor | None = None) -> None:
     """history fp32 [L, n] (may be strided), scale fp32 [n]: both updated in place, column by column.
+
+    With `out` [n] the new scales go there and `scale` stays as it is.
 
     current = history[0] if finite else 0               # the amax of the step that ends
     if current == 0: history[0] = 0 and nothing else changes
@@ -110,4 +114,4 @@ def delayed_update(history: Tensor, scale: Tensor, fp8_max: float, algo: str) ->
             f"L >= 1; pass the columns that belong to these scales"
         )
     if scale.shape[0]:
-        _delayed_update_op(history, scale, fp8_max, algo)
+        _delayed_update_op(history, scale, fp8_max, algo, out)

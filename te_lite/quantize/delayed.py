@@ -7,6 +7,7 @@ pool's scale tensor and never writes to the old one: a scale taken by a forward 
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ class ScaleState:
         self._offset = 0
         self._amax: list[Tensor] | None = None
         if like is not None:
-            self.load(like.history, like.scale)
+            self.load(like.history, like.scale, like.key.fp8_max)
         _pool_for(key).add(self)
 
     @property
@@ -69,8 +70,8 @@ class ScaleState:
             self._amax = [self._history[0, i : i + 1] for i in range(self.n)]
         return self._amax[slot]
 
-    def load(self, history: Tensor, scale: Tensor) -> None:
-        """Takes over a history of any length: row 0 and the newest rows that fit."""
+    def load(self, history: Tensor, scale: Tensor, fp8_max: float) -> None:
+        """Takes over a history of any length (row 0 and the newest rows that fit) and scales made for `fp8_max`."""
         if history.shape[1] != self.n or scale.numel() != self.n:
             raise ValueError(
                 f"scale state of {history.shape[1]} tensors does not fit a module with {self.n}; load a checkpoint of "
@@ -82,6 +83,8 @@ class ScaleState:
         if rows:
             self._history[-rows:].copy_(history[-rows:])
         self._scale = torch.empty_like(self._scale).copy_(scale)
+        if fp8_max != self.key.fp8_max:  # another format or margin; a scale that was never set stays 1
+            self._scale = torch.where(self._scale == 1, 1.0, self._scale * (self.key.fp8_max / fp8_max))
         self._leave_pool()
 
     def _leave_pool(self) -> None:
@@ -129,8 +132,9 @@ class Pool:
             return False
         if self.key.group is not None:
             dist.all_reduce(self._history[0], op=dist.ReduceOp.MAX, group=self.key.group)
-        self.scale = self.scale.clone()
-        delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm)
+        scale = torch.empty_like(self.scale)
+        delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
+        self.scale = scale
         return True
 
 
@@ -153,3 +157,6 @@ def update(direction: str) -> None:
 def reset() -> None:
     """Forgets all pools; states that still live keep their numbers and are not updated any more."""
     _pools.clear()
+
+
+atexit.register(reset)  # a pool's key holds a process group, which must not outlive torch.distributed

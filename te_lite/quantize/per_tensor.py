@@ -157,13 +157,14 @@ def _check_delayed(recipe: DelayedScaling, tp: TensorParallel, amax_group: dist.
 
 def delayed_operands(recipe: DelayedScaling, site: Site) -> GemmOperands:
     """Delayed scaling: x and w (and y) in the forward format, dy (and dx) in the backward format."""
+    if not site.calibrating:
+        _check_delayed(recipe, site.tp, site.amax_group)  # before any state is made or resized
     forward, backward = site.state("forward"), site.state("backward")
     first, first_grad = INPUTS_PER_GEMM * site.gemm, GRADS_PER_GEMM * site.gemm
     if site.calibrating:
         plain = Identity(target=site.dtype)
         x, w = (Calibrating(target=site.dtype, state=forward, slot=first + i) for i in range(2))
         return GemmOperands(GemmQuantizers(x, w), GemmQuantizers(plain, w), GemmQuantizers(plain, x))
-    _check_delayed(recipe, site.tp, site.amax_group)
     fwd, bwd = _FORMATS[recipe.fp8_format.forward_dtype], _FORMATS[recipe.fp8_format.backward_dtype]
     x, w, y = (Delayed(fwd, state=forward, slot=first + i) for i in range(INPUTS_PER_GEMM))
     dy, dx = (Delayed(bwd, state=backward, slot=first_grad + i) for i in range(GRADS_PER_GEMM))

@@ -101,7 +101,8 @@ def test_failed_call_names_call_error_and_text(fake_driver: Path) -> None:
 
 # One launch of a kernel with a pointer, a null pointer, an int32, an argument to pass over and a float.
 LAUNCH = (
-    "(lambda c: (lambda r: (_C.Kernel(c.addressof(r), 256, 4096, 'ppi-f').launch(7, 99, (2**40 + 8, None, -3, 'x', 1.5)),"
+    "(lambda c: (lambda r: ("
+    "_C.Kernel(c.addressof(r), 256, 4096, 'ppi-f').launch(7, 99, (2**40 + 8, None, -3, 'x', 1.5)),"
     " list(r)))((c.c_uint64 * 10)(*[5] * 10)))(__import__('ctypes'))"
 )
 

@@ -23,7 +23,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import te_lite as te  # noqa: E402
-from te_lite.testing.distributed import init_ranks  # noqa: E402
+from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from te_lite.testing.numerics import Closeness, measure  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.harness import RECIPES, Oracle, build, leaf, under  # noqa: E402
@@ -267,7 +267,7 @@ def main() -> int:
         os._exit(1)
     if rank == 0:
         print(f"{args.suite} on {world} {args.device} ranks: {'all within bounds' if good else 'FAILED'}", flush=True)
-    dist.destroy_process_group()
+    leave_ranks()
     return 0 if good else 1
 
 

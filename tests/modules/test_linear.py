@@ -95,14 +95,14 @@ def _transposed(t):
 
 
 def _every_second_column(t):
-    wide = torch.full((t.shape[0], 2 * t.shape[1]), float("nan"), dtype=t.dtype)
+    wide = torch.full((t.shape[0], 2 * t.shape[1]), float("nan"), dtype=t.dtype, device=t.device)
     wide[:, ::2] = t
     return wide[:, ::2]
 
 
 def _offset(t):
     """Storage that starts off any 16-byte boundary."""
-    flat = torch.zeros(t.numel() + 1, dtype=t.dtype)
+    flat = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
     flat[1:] = t.reshape(-1)
     return flat[1:].view(t.shape)
 
@@ -118,10 +118,10 @@ def test_strides_change_nothing(layout, recipe, device):
     results = []
     for change in (lambda t: t, layout):
         module = build(spec, 64, 80, device=device, parameters=p)
-        xs = change(x.clone()).to(device).detach().requires_grad_()
+        xs = change(x.to(device).clone()).detach().requires_grad_()
         with under(recipe):
             out = module(xs)
-        out.backward(change(dy).to(device))
+        out.backward(change(dy.to(device)))
         results.append({"out": out, "dx": xs.grad, "dw": module.weight.grad, "db": module.bias.grad})
     for name in results[0]:
         assert_bitwise_equal(f"{recipe} {name}", results[1][name], results[0][name])

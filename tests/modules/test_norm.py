@@ -118,3 +118,13 @@ def test_norm_meta_and_reset(kind):
 def test_norm_output_owns_its_storage(kind):
     module, x, _, _, _ = _case(kind, False, torch.bfloat16, "cpu", (3, 5, 64))
     assert module(x)._base is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_reset_keeps_the_parameters(kind):
+    """reset_parameters writes into the parameters that an optimizer already holds, as the linears' does."""
+    module, *_ = _case(kind, False, torch.bfloat16, "cpu")
+    held = dict(module.named_parameters())
+    module.reset_parameters()
+    assert all(p is held[name] for name, p in module.named_parameters())
+    assert bool((held["weight"] == 1).all())

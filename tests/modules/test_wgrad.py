@@ -231,3 +231,15 @@ def test_frozen_weight_leaves_nothing_to_do_later(kind):
     step(module, tokens(), tokens(3))
     with pytest.raises(RuntimeError):
         module.backward_dw()
+
+
+@pytest.mark.parametrize("frozen, left", [("fc1_weight", "fc2_weight"), ("fc2_weight", "fc1_weight")])
+def test_backward_dw_with_one_frozen_weight(frozen, left):
+    """The other weight's gradient still comes."""
+    want = step(make(LN_MLP), tokens(), tokens(3))[left]
+    module = make(LN_MLP, delay_wgrad_compute=True)
+    getattr(module, frozen).requires_grad_(False)
+    step(module, tokens(), tokens(3))
+    module.backward_dw()
+    assert_bitwise_equal(left, getattr(module, left).grad, want)
+    assert getattr(module, frozen).grad is None

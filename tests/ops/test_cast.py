@@ -282,8 +282,8 @@ def test_ops_pass_torch_s_own_checks():
     # torch's schema check compares by arithmetic, which fp8 does not have: without fp8 it checks all else.
     for check, out, s in (("test_schema", hp, None), ("test_faketensor", fp8, scale)):
         args = (*source[:-1], s, None, 0.0, False, *out, history[1, 1])
-        torch.library.opcheck(cast._transform_op, args, test_utils=check)
-        torch.library.opcheck(cast._amax_op, source[:-1], test_utils=check)
+        torch.library.opcheck(cast._transform_op.overload, args, test_utils=check)
+        torch.library.opcheck(cast._amax_op.overload, source[:-1], test_utils=check)
         torch.library.opcheck(torch.ops.te_lite.transpose.default, (x.byte(),), test_utils=check)
 
 

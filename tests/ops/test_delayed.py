@@ -163,7 +163,7 @@ def test_division_is_ieee(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_registration(device: str) -> None:
     _, history, scale = fresh(Case(4, 6, ""), device)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(delayed._delayed_update_op, (history, scale, 448.0, "max"), test_utils=checks)
+    torch.library.opcheck(delayed._delayed_update_op.overload, (history, scale, 448.0, "max"), test_utils=checks)
 
 
 def test_errors_name_value_rule_and_remedy() -> None:

@@ -270,9 +270,9 @@ def test_registration(device: str) -> None:
     case = Fp8Case(7, 48, 32, bias=BF16)
     checks = ("test_schema", "test_faketensor")
     # test_schema multiplies its inputs, which fp8 tensors cannot
-    torch.library.opcheck(gemm._gemm_fp8_op, fp8_data(case, device).args(case), test_utils=checks[1:])
+    torch.library.opcheck(gemm._gemm_fp8_op.overload, fp8_data(case, device).args(case), test_utils=checks[1:])
     out, dy, x = (torch.randn(size, device=device) for size in ((24, 40), (8, 24), (8, 40)))
-    torch.library.opcheck(gemm._gemm_accumulate_op, (out, dy, x), test_utils=checks)
+    torch.library.opcheck(gemm._gemm_accumulate_op.overload, (out, dy, x), test_utils=checks)
 
 
 def test_the_oracle_is_the_cpu_op() -> None:

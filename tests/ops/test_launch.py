@@ -6,8 +6,16 @@ import torch
 from te_lite.ops import launch as L
 
 
+class Compiled:
+    def __init__(self, launched):
+        self.launched = launched
+
+    def launch(self, programs, stream, arguments):
+        self.launched.append((programs, stream, arguments))
+
+
 class Kernel:
-    """kernel[grid](...) compiles; what it returns launches by compiled[grid](...)."""
+    """kernel[grid](...) compiles; what it returns launches by compiled.launch(programs, stream, arguments)."""
 
     def __init__(self):
         self.compiled, self.launched = [], []
@@ -15,7 +23,7 @@ class Kernel:
     def __getitem__(self, grid):
         def run(*args, num_warps):
             self.compiled.append((grid, args))
-            return {(g, 1, 1): lambda *a, g=g: self.launched.append((g, a)) for g in range(100)}
+            return Compiled(self.launched)
 
         return run
 
@@ -23,6 +31,8 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(L, "_COMPILED", {})
+    monkeypatch.setattr(L, "_ready", lambda compiled: compiled)
+    monkeypatch.setattr(L, "_current_stream", lambda device: 77)
     return Kernel()
 
 
@@ -37,7 +47,7 @@ def test_the_second_launch_passes_addresses_in_the_kernel_s_order(kernel):
     for programs in (3, 7):
         L.launch(kernel, programs, (loose,), (x, None, y), (5, 0.5), ("plain", True), 4)
     assert len(kernel.compiled) == 1 and kernel.compiled[0][0] == (3,)
-    assert kernel.launched == [(7, (loose.data_ptr(), x.data_ptr(), None, y.data_ptr(), 5, 0.5, "plain", True))]
+    assert kernel.launched == [(7, 77, (loose.data_ptr(), x.data_ptr(), None, y.data_ptr(), 5, 0.5, "plain", True))]
 
 
 CALLS = {

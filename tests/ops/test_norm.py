@@ -272,10 +272,12 @@ def test_registration(rms: bool, device: str) -> None:
     args = (data.x, data.gamma, data.beta, EPS, rms, False)
     _, mean, rstd = norm.norm_forward(*args)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(norm._forward_op, args, test_utils=checks)
-    torch.library.opcheck(norm._stats_op, (*args, True), test_utils=checks)
-    torch.library.opcheck(norm._stats_op, (*args, False), test_utils=checks)
-    torch.library.opcheck(norm._backward_op, (data.dy, data.x, mean, rstd, data.gamma, False), test_utils=checks)
+    torch.library.opcheck(norm._forward_op.overload, args, test_utils=checks)
+    torch.library.opcheck(norm._stats_op.overload, (*args, True), test_utils=checks)
+    torch.library.opcheck(norm._stats_op.overload, (*args, False), test_utils=checks)
+    torch.library.opcheck(
+        norm._backward_op.overload, (data.dy, data.x, mean, rstd, data.gamma, False), test_utils=checks
+    )
 
 
 def test_errors_name_value_rule_and_remedy() -> None:

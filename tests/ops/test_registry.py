@@ -24,7 +24,7 @@ def _never(*args):
 
 def test_cpu_tensors_take_the_oracle_and_the_overload_is_public():
     name, op = _register("(Tensor x, float y) -> Tensor", cpu=lambda x, y: x * y, cuda=_never, fake=_never)
-    assert op is getattr(torch.ops.te_lite, name).default
+    assert op.overload is getattr(torch.ops.te_lite, name).default
     assert torch.equal(op(torch.ones(3), 2.5), torch.full((3,), 2.5))
 
 
@@ -75,3 +75,26 @@ def test_the_namespace_stays_open_to_other_libraries():
         "other.define('foreign(Tensor x) -> Tensor')\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_watchers_see_the_overload_and_plain_calls_skip_it():
+    """Dispatch modes and the profiler are told of every call; without them the implementation is called directly."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    name, op = _register("(float y, Tensor x) -> Tensor", cpu=lambda y, x: x * y, cuda=_never, fake=_never)
+    with torch.no_grad():
+        with Watch():
+            op(2.0, torch.ones(3))
+        assert op.overload in seen
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            op(2.0, torch.ones(3))
+        assert f"te_lite::{name}" in {event.key for event in profile.key_averages()}
+        direct = type(op)(op.overload, lambda y, x: "direct", _never)
+        assert direct(2.0, torch.ones(3)) == "direct"
