@@ -15,6 +15,7 @@ from te_lite.autocast import State, current
 from te_lite.functional.linear import Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
 from te_lite.modules import scale_state
+from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.checks import (
     check_construction,
     check_input,
@@ -215,6 +216,8 @@ class TeLiteModule(nn.Module):
         grad = torch.is_grad_enabled()
         if grad and self.fuse_wgrad_accumulation:
             check_main_grad(self, weights)
+        if grad and inp.is_cuda:
+            backward_on_calling_thread()
         if replay.in_foreign_recomputation():
             check_recomputation(self, state, self._ran_fp8)
         key = (None if state is None else state.key, dtype, inp.device)

@@ -90,14 +90,18 @@ def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax,
         )
 
 
-def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad) -> Transformed:
+def _new_scalar(like: Tensor) -> Tensor:
+    return like.new_empty((1,), dtype=torch.float32)
+
+
+def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad, scalar=_new_scalar) -> Transformed:
     x, shape = source.x, (source.rows, source.cols)
     empty = x.new_empty
     return Transformed(
         None if hp_dtype is None else empty(shape, dtype=hp_dtype),
         empty(shape, dtype=fp8_dtype) if row else None,
         empty((shape[1], padded_rows(shape[0])), dtype=fp8_dtype) if col else None,
-        None if fp8_dtype is None else new_scalar(x),
+        None if fp8_dtype is None else scalar(x),
         empty(shape[1:], dtype=torch.float32) if bias_grad else None,
     )
 
@@ -131,7 +135,7 @@ def transform(
     Errors: ValueError, TypeError.
     """
     _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad)
-    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad)
+    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, new_scalar)
     _transform_op(*source[:-1], scale, amax, eps, pow2, *out, amax_out)
     return out
 

@@ -48,7 +48,7 @@ def launch(
     do_not_specialize_on_alignment. constants: its tl.constexpr parameters, all of them, hashable.
     """
     device = tensors[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if device.index is not None and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, programs, unaligned, tensors, numbers, constants, num_warps)
         return

@@ -19,13 +19,16 @@ NAMESPACE = "te_lite"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+_modes = torch._C._len_torch_dispatch_stack
+_profiling = torch._C._autograd._profiler_enabled
+
+
 def unwatched() -> bool:
     """True in plain eager execution: no compiler, dispatch mode or profiler looks at the ops that run."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._autograd._profiler_enabled()
-    )
+    return not (torch.compiler.is_compiling() or _modes() or _profiling())
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Op:
@@ -44,14 +47,13 @@ class Op:
         self.index = next(i for i, kind in enumerate(names) if isinstance(kind, torch.TensorType))
 
     def __call__(self, *args: Any) -> Any:
-        if not unwatched() or torch.is_grad_enabled():
-            return self.overload(*args)
         tensor = args[self.index]
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-            return self.overload(*args)
-        if tensor.is_cuda:
-            return self.cuda(*args)
-        return self.cpu(*args) if tensor.device.type == "cpu" else self.overload(*args)
+        if type(tensor) in _PLAIN and not (torch.compiler.is_compiling() or _modes() or _profiling()):
+            if tensor.is_cuda:
+                return self.cuda(*args)
+            if tensor.is_cpu and not torch.is_grad_enabled():  # an oracle is torch ops, which autograd would record
+                return self.cpu(*args)
+        return self.overload(*args)
 
 
 def register(

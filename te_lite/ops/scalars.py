@@ -17,9 +17,10 @@ def new_scalar(like: Tensor) -> Tensor:
     The block lives as long as any tensor cut from it. Blocks belong to a stream, as allocations do; a CUDA graph under
     capture and anything that watches ops get an allocation of their own.
     """
-    if not like.is_cuda or not unwatched() or torch.cuda.is_current_stream_capturing():
+    if not like.is_cuda or not unwatched() or torch._C._cuda_isCurrentStreamCapturing():
         return like.new_empty((1,), dtype=torch.float32)
-    key = (like.device, torch._C._cuda_getCurrentRawStream(like.device.index))
+    device = like.device
+    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
     block = _blocks.get(key)
     if not block:
         rows = like.new_empty((_PER_BLOCK, 4), dtype=torch.float32)[:, :1].unbind(0)

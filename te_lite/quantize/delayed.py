@@ -53,10 +53,8 @@ class ScaleState:
         return self._scale if self._pool is None else self._pool.scale[self._offset : self._offset + self.n]
 
     def scale_at(self, slot: int) -> Tensor:
-        """fp32 [1]: the scale of `slot`, never written to again."""
-        if self._pool is None:
-            return self._scale[slot : slot + 1]
-        return self._pool.scale[self._offset + slot : self._offset + slot + 1]
+        """fp32, one element: the scale of `slot`, never written to again."""
+        return self._scale[slot] if self._pool is None else self._pool.scales[self._offset + slot]
 
     def scale_for_forward(self, slot: int) -> Tensor:
         """scale_at(slot), or what the first run took when a checkpointed call is recomputed."""
@@ -103,6 +101,7 @@ class Pool:
     def __init__(self, key: PoolKey) -> None:
         self.key = key
         self.scale = torch.empty(0)
+        self.scales: tuple[Tensor, ...] = ()  # the elements of `scale`; one unbind is cheaper than a view a use
         self._history = torch.empty(0)
         self._members: list[weakref.ref[ScaleState]] = []
         self._merged: list[ScaleState | None] = []
@@ -123,8 +122,12 @@ class Pool:
         for state in states:
             state.move_into(self, history[:, offset : offset + state.n], offset)
             offset += state.n
-        self._history, self.scale = history, scale
+        self._history = history
+        self._set(scale)
         return states
+
+    def _set(self, scale: Tensor) -> None:
+        self.scale, self.scales = scale, scale.unbind(0)
 
     def update(self) -> bool:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
@@ -134,7 +137,7 @@ class Pool:
             dist.all_reduce(self._history[0], op=dist.ReduceOp.MAX, group=self.key.group)
         scale = torch.empty_like(self.scale)
         delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
-        self.scale = scale
+        self._set(scale)
         return True
 
 
