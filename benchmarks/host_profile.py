@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from benchmarks.modules import ModuleStep
 
 
-def _median_us(
-    call: Callable[[], object], before: Callable[[], None], sync: Callable[[], None], steps: int
-) -> float:
+def _median_us(call: Callable[[], object], before: Callable[[], None], sync: Callable[[], None], steps: int) -> float:
     times = []
     for _ in range(steps):
         before()

@@ -107,9 +107,7 @@ def norm_cases(t: Operands) -> list[Case]:
         Case(
             "rmsnorm to fp8 row+col, delayed",
             4 * size,
-            lambda: cast.transform(
-                fused, fp8_dtype=E4M3, scale=t.scale, amax_out=t.amax_out, row=True, col=True
-            ),
+            lambda: cast.transform(fused, fp8_dtype=E4M3, scale=t.scale, amax_out=t.amax_out, row=True, col=True),
         ),
         Case(
             "rmsnorm to fp8 row+col, current",
@@ -128,9 +126,7 @@ def activation_cases(t: Operands) -> list[Case]:
     size = t.size
 
     def quantize(what: object, fp8_dtype: torch.dtype) -> Callable[[], object]:
-        return lambda: cast.transform(
-            what, fp8_dtype=fp8_dtype, scale=t.scale, amax_out=t.amax_out, row=True, col=True
-        )
+        return lambda: cast.transform(what, fp8_dtype=fp8_dtype, scale=t.scale, amax_out=t.amax_out, row=True, col=True)
 
     return [
         Case("swiglu", 6 * size, lambda: cast.transform(act, hp_dtype=BF16)),
@@ -197,16 +193,12 @@ def summary(rows: list[dict]) -> str:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", nargs="+", help="as 8192x4096; all by default")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument(
-        "--tree-hash", help="git tree hash of te_lite/; computed from the files when not given"
-    )
+    parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for kernels.json")
     args = parser.parse_args(argv)
     known = SHAPES if torch.device(args.device).type == "cuda" else SMOKE_SHAPES
@@ -228,9 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         rows += measure(m, n, args.families, clock, args)
     tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     shapes = [f"{m}x{n}" for m, n in args.shapes]
-    results.write_results(
-        args.out / "kernels.json", "kernels", rows, tree=tree, device=args.device, shapes=shapes
-    )
+    results.write_results(args.out / "kernels.json", "kernels", rows, tree=tree, device=args.device, shapes=shapes)
     print(summary(rows))
     return 1 if any(row.get("error") for row in rows) else 0
 

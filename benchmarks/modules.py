@@ -186,9 +186,7 @@ def candidates(module: str, shape: Shape, recipes: list[str], device: str) -> It
             yield row, error
 
 
-def measure(
-    module: str, shape: Shape, recipes: list[str], clock: bench.Clock, args: argparse.Namespace
-) -> list[dict]:
+def measure(module: str, shape: Shape, recipes: list[str], clock: bench.Clock, args: argparse.Namespace) -> list[dict]:
     rows, steps, run = [], {}, []
     for row, built in candidates(module, shape, recipes, args.device):
         rows.append(row)
@@ -236,22 +234,16 @@ def summary(rows: list[dict]) -> str:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", nargs="+", help="names of shapes; all by default")
     parser.add_argument("--modules", nargs="+", default=list(MODULES), choices=MODULES)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--wall-rounds", type=int, default=5)
-    parser.add_argument(
-        "--tree-hash", help="git tree hash of te_lite/; computed from the files when not given"
-    )
+    parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for modules.json")
-    parser.add_argument(
-        "--profile", action="store_true", help="print host profiles at the first shape; time nothing"
-    )
+    parser.add_argument("--profile", action="store_true", help="print host profiles at the first shape; time nothing")
     args = parser.parse_args(argv)
     known = SHAPES if torch.device(args.device).type == "cuda" else SMOKE_SHAPES
     unknown = set(args.shapes or ()) - {shape.name for shape in known}
@@ -271,9 +263,7 @@ def main(argv: list[str] | None = None) -> int:
 
         for module in args.modules:
             for recipe in args.recipes:
-                host_profile.profile_step(
-                    module_step(module, args.shapes[0], recipe, args.device), module, recipe
-                )
+                host_profile.profile_step(module_step(module, args.shapes[0], recipe, args.device), module, recipe)
         return 0
     clock = bench.clock_for(args.device)
     rows = []
@@ -284,9 +274,7 @@ def main(argv: list[str] | None = None) -> int:
                 torch.cuda.empty_cache()
     tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     shapes = [asdict(shape) for shape in args.shapes]
-    results.write_results(
-        args.out / "modules.json", "modules", rows, tree=tree, device=args.device, shapes=shapes
-    )
+    results.write_results(args.out / "modules.json", "modules", rows, tree=tree, device=args.device, shapes=shapes)
     print(summary(rows))
     return 1 if any(row.get("error") for row in rows) else 0
 

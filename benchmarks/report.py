@@ -149,9 +149,7 @@ def render_summary(results: Path) -> str:
             gpu[-1].append(number(peer.get("gpu_us")))
         if shape == "small" and peer.get("wall_us"):
             eager = torch_rows.get((shape, module, "bf16"), {})
-            wall.append(
-                [shape, module, recipe, number(ours[key].get("wall_us")), number(eager.get("wall_us"))]
-            )
+            wall.append([shape, module, recipe, number(ours[key].get("wall_us")), number(eager.get("wall_us"))])
             wall[-1].append(number(peer["wall_us"]))
     names = ["shape", "module", "recipe"]
     published_name = f"{label} (published)"
@@ -188,9 +186,7 @@ def render_check(results: Path) -> str:
 
 
 def missing(name: str) -> str:
-    return (
-        f"Not measured yet: `python benchmarks/gpu_check.py` on a GPU writes benchmarks/results/{name}.json."
-    )
+    return f"Not measured yet: `python benchmarks/gpu_check.py` on a GPU writes benchmarks/results/{name}.json."
 
 
 RENDERERS: dict[str, Callable[[Path], str]] = {
@@ -214,13 +210,9 @@ def rendered(text: str, results: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; status 1 when a document is stale"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 when a document is stale")
     parser.add_argument("documents", nargs="*", type=Path, default=list(DOCUMENTS))
     args = parser.parse_args(argv)
     stale = 0

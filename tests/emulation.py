@@ -123,6 +123,10 @@ class Operands:
     w: Quantize = identity
     dy: Quantize = identity
 
+    @property
+    def quantized(self) -> bool:
+        return self.x is not identity
+
     def update(self) -> None:
         for quantize in (self.x, self.w, self.dy):
             if hasattr(quantize, "update"):

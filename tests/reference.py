@@ -79,6 +79,23 @@ def _add(parts: list[Tensor], arith: Arithmetic) -> Tensor:
     return total
 
 
+def _tensor_core_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b as fp8 tensor cores add: 32 products at a time, the running sum cut to 14 significant bits.
+
+    Only in low precision and where there is a GPU whose results are judged: the CPU's oracle adds in fp32.
+    """
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
+    for k in range(0, a.shape[1], 32):
+        mantissa, exponent = torch.frexp(total + a[:, k : k + 32] @ b[k : k + 32])
+        total = torch.ldexp(torch.trunc(mantissa * 2**14) * 2.0**-14, exponent)
+    return total
+
+
+def _matmul(a: Tensor, b: Tensor, q: Operands, arith: Arithmetic) -> Tensor:
+    cut = q.quantized and arith is not TRUTH and torch.cuda.is_available()
+    return _tensor_core_matmul(a, b) if cut else a @ b
+
+
 class _Linear(torch.autograd.Function):
     """y[M,N] = q(x)[M,K] q(w)[N,K]^T; dx = q(dy) q(w); dw = q(dy)^T q(x); sums split as ranks split them."""
 
@@ -88,7 +105,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(xq, wq)
         ctx.setup = (q, arith, mode, tp)
         pieces = tp if mode == "row" else 1
-        return _add([a @ b.t() for a, b in zip(xq.chunk(pieces, 1), wq.chunk(pieces, 1), strict=True)], arith)
+        pairs = zip(xq.chunk(pieces, 1), wq.chunk(pieces, 1), strict=True)
+        return _add([_matmul(a, b.t(), q, arith) for a, b in pairs], arith)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -96,8 +114,9 @@ class _Linear(torch.autograd.Function):
         q, arith, mode, tp = ctx.setup
         dyq = q.dy(dy)
         pieces = tp if mode == "column" else 1
-        dx = _add([a @ b for a, b in zip(dyq.chunk(pieces, 1), wq.chunk(pieces, 0), strict=True)], arith)
-        return dx, arith.round(dyq.t() @ xq), None, None, None, None
+        pairs = zip(dyq.chunk(pieces, 1), wq.chunk(pieces, 0), strict=True)
+        dx = _add([_matmul(a, b, q, arith) for a, b in pairs], arith)
+        return dx, arith.round(_matmul(dyq.t(), xq, q, arith)), None, None, None, None
 
 
 def _per_token_shard(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, p: Tensor, shards: int, arith) -> Tensor:

@@ -46,8 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--stop-at", type=int, help="end after this step as if interrupted; --steps keeps its schedule"
     )
     training.add_argument("--batch-size", type=int, default=16, help="sequences a step over all data parallel ranks")
-    training.add_argument("--lr", type=float, default=3e-3)
-    training.add_argument("--warmup", type=int, default=20)
+    training.add_argument("--lr", type=float, default=1.5e-3)
+    training.add_argument("--warmup", type=int, default=50)
     training.add_argument("--seed", type=int, default=1234)
     training.add_argument("--data", help="a text file; default: the sources of Python's standard library")
     training.add_argument(
@@ -79,7 +79,7 @@ def check_numbers(args: argparse.Namespace) -> None:
         for name in names.split():
             value = getattr(args, name)
             require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}. Raise it.")
-    require(0 < args.lr < float("inf"), f"--lr {args.lr}: must be positive. 3e-3 suits the default model.")
+    require(0 < args.lr < float("inf"), f"--lr {args.lr}: must be positive. 1.5e-3 suits the default model.")
     require(0 <= args.seed < 2**31, f"--seed {args.seed}: must be within [0, 2^31). Pass another seed.")
     require(
         args.stop_at is None or 1 <= args.stop_at <= args.steps,

@@ -38,6 +38,8 @@ Driver open_library() {
   resolve(library, "cuDeviceTotalMem_v2", table.cuDeviceTotalMem);
   resolve(library, "cuDeviceGetAttribute", table.cuDeviceGetAttribute);
   resolve(library, "cuDeviceCanAccessPeer", table.cuDeviceCanAccessPeer);
+  resolve(library, "cuCtxGetCurrent", table.cuCtxGetCurrent);
+  resolve(library, "cuCtxSetCurrent", table.cuCtxSetCurrent);
   resolve(library, "cuLaunchKernel", table.cuLaunchKernel);
   return table;
 }

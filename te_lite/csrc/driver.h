@@ -41,6 +41,8 @@ struct Driver {
   CUresult (*cuDeviceTotalMem)(size_t* bytes, CUdevice device);
   CUresult (*cuDeviceGetAttribute)(int* value, int attribute, CUdevice device);
   CUresult (*cuDeviceCanAccessPeer)(int* can_access, CUdevice device, CUdevice peer);
+  CUresult (*cuCtxGetCurrent)(void** context);
+  CUresult (*cuCtxSetCurrent)(void* context);
   CUresult (*cuLaunchKernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                              unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
                              void** parameters, void** extra);

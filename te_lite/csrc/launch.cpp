@@ -20,6 +20,8 @@ Kernel::Kernel(uint64_t function, int threads, int shared_bytes, std::string kin
   if (kinds_.find_first_not_of("pilf-") != std::string::npos) {
     throw std::invalid_argument("kinds '" + kinds_ + "': each must be one of p, i, l, f and -");
   }
+  const Driver& cuda = driver();
+  TE_LITE_CHECK(cuda, cuCtxGetCurrent, &context_);
 }
 
 void Kernel::launch(unsigned programs, uint64_t stream, Argument* arguments, int count) const {
@@ -28,6 +30,9 @@ void Kernel::launch(unsigned programs, uint64_t stream, Argument* arguments, int
   uint64_t null = 0;
   parameters[count] = parameters[count + 1] = &null;
   const Driver& cuda = driver();
+  void* current = nullptr;
+  TE_LITE_CHECK(cuda, cuCtxGetCurrent, &current);
+  if (current != context_) TE_LITE_CHECK(cuda, cuCtxSetCurrent, context_);
   TE_LITE_CHECK(cuda, cuLaunchKernel, function_, programs, 1, 1, threads_, 1, 1, shared_bytes_,
                 reinterpret_cast<void*>(stream), parameters, nullptr);
 }

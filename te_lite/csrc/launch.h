@@ -15,6 +15,8 @@ class Kernel {
  public:
   // function: CUfunction. kinds: one letter an argument of Python's call: p address (None: null), i int32, l int64,
   // f fp32, - not a parameter of the compiled kernel. Two null pointers (Triton's scratch memories) follow the rest.
+  // To be built on a thread where the kernel's context is current; a thread that launches gets it when it has none
+  // (torch's backward thread starts without) or another.
   Kernel(uint64_t function, int threads, int shared_bytes, std::string kinds);
 
   const std::string& kinds() const { return kinds_; }
@@ -24,6 +26,7 @@ class Kernel {
 
  private:
   void* function_;
+  void* context_ = nullptr;
   unsigned threads_;
   unsigned shared_bytes_;
   std::string kinds_;

@@ -51,6 +51,15 @@ int cuDeviceCanAccessPeer(int* can, int device, int peer) {
   *can = device == 100 && peer == 101;  // one way only, so that swapped arguments show
   return needs_init("cuDeviceCanAccessPeer");
 }
+void* current_context = reinterpret_cast<void*>(0x70);
+int cuCtxGetCurrent(void** context) {
+  *context = current_context;
+  return needs_init("cuCtxGetCurrent");
+}
+int cuCtxSetCurrent(void* context) {
+  current_context = context;
+  return needs_init("cuCtxSetCurrent");
+}
 // The function handle is the address of a record of 10 words: grid, block, shared memory, stream and six parameters.
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                    unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters, void**) {

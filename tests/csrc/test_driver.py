@@ -5,9 +5,11 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import te_lite._C as _C
 
@@ -121,14 +123,34 @@ def test_a_refused_launch_names_the_call(fake_driver: Path) -> None:
     assert out == "RuntimeError: cuLaunchKernel failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
 
 
-def test_launch_refuses_what_does_not_fit() -> None:
-    kernel = _C.Kernel(1, 32, 0, "pi")
-    with pytest.raises(ValueError, match="1 arguments: the kernel takes 2"):
-        kernel.launch(1, 0, (0,))
-    with pytest.raises(TypeError):
-        kernel.launch(1, 0, (0, "seven"))
-    with pytest.raises(ValueError, match="each must be one of"):
-        _C.Kernel(1, 32, 0, "pq")
+REFUSED = {
+    "count": "_C.Kernel(1, 32, 0, 'pi').launch(1, 0, (0,))",
+    "type": "_C.Kernel(1, 32, 0, 'pi').launch(1, 0, (0, 'seven'))",
+    "letter": "_C.Kernel(1, 32, 0, 'pq')",
+}
+
+
+def test_launch_refuses_what_does_not_fit(fake_driver: Path) -> None:
+    out = evaluate(fake_driver, REFUSED)
+    assert out["count"] == "ValueError: a launch with 1 arguments: the kernel takes 2"
+    assert out["type"].startswith("TypeError")
+    assert "each must be one of" in out["letter"]
+
+
+@pytest.mark.gpu
+def test_a_thread_without_a_context_can_launch() -> None:
+    """A kernel built on this thread is launched on a new one, as torch's backward thread does."""
+    from te_lite.ops.cast import amax
+    from te_lite.ops.source import plain
+
+    x = torch.randn(64, 64, device="cuda")
+    want = amax(plain(x)).max()
+    got = []
+    with torch.no_grad():
+        thread = threading.Thread(target=lambda: got.append(amax(plain(x))))
+        thread.start()
+        thread.join()
+    assert got and got[0].max() == want
 
 
 def test_failed_cuinit_is_a_reason_and_is_tried_again(fake_driver: Path) -> None:
@@ -165,8 +187,6 @@ def test_unreadable_library_is_a_reason(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_info_agrees_with_torch() -> None:
-    import torch
-
     info = _C.driver_info()
     assert info["available"] and info["reason"] == ""
     assert len(info["devices"]) == torch.cuda.device_count()
@@ -184,8 +204,6 @@ def test_info_agrees_with_torch() -> None:
 
 @pytest.mark.multigpu
 def test_peer_access_agrees_with_torch() -> None:
-    import torch
-
     for a in range(torch.cuda.device_count()):
         for b in range(torch.cuda.device_count()):
             if a != b:

@@ -219,6 +219,7 @@ def report(lines: list[Closeness]) -> bool:
     if dist.get_rank() == 0:
         for row in rows:
             print(row, flush=True)
+        FAILED.extend(row for row in rows if not row.ok)
     return all(row.ok for row in rows)
 
 
@@ -249,6 +250,7 @@ def suite_mesh(device) -> bool:
     return all(good)
 
 
+FAILED: list[Closeness] = []  # rank 0: what to show again, last
 SUITES: dict[str, Callable[[torch.device], bool]] = {"modules": suite_modules, "mesh": suite_mesh}
 
 
@@ -266,6 +268,8 @@ def main() -> int:
         sys.stderr.flush()
         os._exit(1)
     if rank == 0:
+        for line in FAILED:
+            print(line)
         print(f"{args.suite} on {world} {args.device} ranks: {'all within bounds' if good else 'FAILED'}", flush=True)
     leave_ranks()
     return 0 if good else 1

@@ -150,6 +150,11 @@ def test_forward_and_backward(case: Case, path: str, monkeypatch: pytest.MonkeyP
         got |= {"mean": mean, "dbeta": dbeta}
         assert_close_to_oracle("stats mean", stats[0], truth["mean"], low["mean"])
     assert_close_to_oracle("stats rstd", stats[1], truth["rstd"], low["rstd"])
+    if not bool(
+        truth["dx"].any()
+    ):  # one feature: dx is a difference of equal numbers, off by a fused product's rounding
+        terms = data.dy.double().abs().max() * data.gamma.double().abs().max() * rstd.double().max()
+        assert got.pop("dx").double().abs().max() <= 4 * torch.finfo(FP32).eps * terms
     for name, value in got.items():
         assert_close_to_oracle(name, value, truth[name], low[name])
     assert stats[2].dtype == FP32 and 1 <= stats[2].numel() <= norm.MAX_PARTIALS
