@@ -170,8 +170,20 @@ def test_misaligned_features_run_and_are_reported(recipe, k, n):
     want = step(build(spec, k, n, parameters=p), tokens(k=k), tokens(k=n, seed=3), "bf16")
     for name in want:
         assert_bitwise_equal(name, got[name], want[name])
-    (row,) = [row for row in te.overlap_report() if row["module"] == f"odd {k} {n} {recipe}"]
-    assert "16" in row["reason"] and row["recipe"] != recipe
+    rows = [row for row in te.overlap_report() if row["module"] == f"odd {k} {n} {recipe}"]
+    assert [row["gemm"] for row in rows] == ["fprop", "dgrad", "wgrad"]
+    for row in rows:
+        assert "16" in row["reason"] and row["recipe"] == "bf16" and row["operands"] == "bf16 x bf16"
+
+
+def test_the_report_names_formats():
+    """HYBRID: E4M3 forward, E5M2 gradients; one row a GEMM, two linears in an MLP."""
+    module = te.LayerNormMLP(64, 96, device="cpu", params_dtype=torch.bfloat16, name="formats")
+    step(module, tokens(k=64), tokens(k=64, seed=3), "delayed")
+    rows = {row["gemm"]: row for row in te.overlap_report() if row["module"] == "formats"}
+    assert list(rows) == [f"{fc}_{gemm}" for fc in ("fc1", "fc2") for gemm in ("fprop", "dgrad", "wgrad")]
+    for gemm, operands in (("fprop", "e4m3 x e4m3"), ("dgrad", "e5m2 x e4m3"), ("wgrad", "e5m2 x e4m3")):
+        assert rows[f"fc2_{gemm}"]["operands"] == operands and rows[f"fc2_{gemm}"]["recipe"] == "delayed"
 
 
 # Non-finite and extreme values

@@ -90,7 +90,8 @@ def test_wall_time_counts_a_block_of_steps():
     clock = FakeClock({"a": [4000.0]})
     timing = bench.time_interleaved([logged("a", log)], clock, rounds=1, warmup=0, wall_rounds=3)["a"]
     assert timing.wall_us > 0
-    assert len(log) == 2 + 1 + 3 * 5  # to find the hold, the round, and three blocks of 20 ms / 4 ms
+    # To find the hold, the round, and three blocks of 60 ms / 4 ms after the steps that warm the host up.
+    assert len(log) == 2 + 1 + 3 * (bench.WARM_STEPS + 15)
 
 
 def test_a_failing_candidate_costs_one_row():

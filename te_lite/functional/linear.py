@@ -178,7 +178,7 @@ def as_output(y: Tensor, shape: tuple[int, ...], quantizer: Quantizer | None) ->
     """y[M, N] in the caller's shape, not a view of anything; quantized when a quantizer is given."""
     if quantizer is not None:
         return QuantizedTensor(quantizer.quantize(plain(y))[0], shape)
-    return _unsafe_view(y, shape)
+    return y if y.shape == shape else _unsafe_view(y, shape)
 
 
 def close_pass(call: Call) -> None:

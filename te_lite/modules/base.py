@@ -34,16 +34,17 @@ from te_lite.quantize import replay
 from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.recipe import HighPrecision, Recipe
 
+SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP8_MULTIPLE = 16  # fp8 GEMMs want both feature sizes (of this rank) to be multiples of 16
 
 
 class TeLiteModule(nn.Module):
     """Base of the modules that hold linears.
 
-    Subclasses set `gemm_names` and `_linears()`: (weight parameters joined, in, out, TensorParallel mode) per linear.
+    Subclasses set `gemm_names`, one a linear, and define `_linear_shapes()` and `_weight_versions()`.
     """
 
-    gemm_names: tuple[str, ...] = ("linear",)
+    gemm_names: tuple[str, ...] = ("",)
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class TeLiteModule(nn.Module):
         self._plans: tuple[LinearPlan, ...] = ()
         self._plan_key: Any = None
         self._sinks = tuple(self._make_sink() for _ in self.gemm_names)
-        self._ran_fp8 = False
+        self._ran_fp8 = self._caching = False
         self._wgrad_hooks: list[Callable[[], None]] = []
 
     # parameters
@@ -183,20 +184,19 @@ class TeLiteModule(nn.Module):
             site = Site(index, dtype, tp, self._scales.getter(recipe, group, device), group, calibrating)
             schedule = Collective(tp) if tp.active else Local()
             bias_in_gemm = not (tp.active and mode == "row")
+            operands = operands_for(used, site)
             plans.append(
-                LinearPlan(
-                    operands_for(used, site),
-                    schedule,
-                    self._sinks[index],
-                    tp,
-                    dtype,
-                    bias_in_gemm,
-                    self._keep_original(),
-                )
+                LinearPlan(operands, schedule, self._sinks[index], tp, dtype, bias_in_gemm, self._keep_original())
             )
-            name = "bf16" if calibrating or not used.is_fp8 else used.name
-            name = str(dtype).removeprefix("torch.") if name == "bf16" else name
-            report.record(self, self.gemm_names[index], schedule=schedule.name, recipe=name, reason=why)
+            plain = SHORT_NAMES[dtype]
+            report.record(
+                self,
+                self.gemm_names[index],
+                schedule=schedule.name,
+                recipe=plain if calibrating or not used.is_fp8 else used.name,
+                formats=operands.labels(plain),
+                reason=why,
+            )
         self._plans = tuple(plans)
 
     def _begin(
@@ -226,12 +226,17 @@ class TeLiteModule(nn.Module):
             self._plan_key = key
             self.clear_caches()
         self._ran_fp8 = state is not None and state.enabled
-        cached = tuple(
-            cache.get(first_microbatch, weight, version, plan.operands.fprop.b)
-            for cache, weight, version, plan in zip(
-                self._caches, weights, self._weight_versions(), self._plans, strict=True
+        cached: tuple = (None,) * len(weights)
+        if first_microbatch is not None:
+            cached = tuple(
+                cache.get(first_microbatch, weight, version, plan.operands.fprop.b)
+                for cache, weight, version, plan in zip(
+                    self._caches, weights, self._weight_versions(), self._plans, strict=True
+                )
             )
-        )
+        elif self._caching:
+            self.clear_caches()
+        self._caching = first_microbatch is not None
         return Call(
             self._plans,
             cached,

@@ -66,8 +66,6 @@ def _split_sizes(split: Split, features: int) -> dict[str, int]:
 class _OneLinear(TeLiteModule):
     """What Linear and LayerNormLinear share: one weight, one bias, either of them possibly split by name."""
 
-    gemm_names = ("linear",)
-
     def _setup_linear(
         self,
         in_features: int,

@@ -118,11 +118,8 @@ class WeightCache:
         self._q: QTensor | None = None
         self._key: tuple | None = None
 
-    def get(self, first: bool | None, weight: Tensor, version: Any, quantizer: Quantizer) -> QTensor | None:
-        """The quantized weight to use, both layouts; None when the caller caches nothing (first is None)."""
-        if first is None:
-            self._q = None
-            return None
+    def get(self, first: bool, weight: Tensor, version: Any, quantizer: Quantizer) -> QTensor:
+        """The quantized weight to use, both layouts; quantized now when `first`, or when the kept one is stale."""
         key = (version, weight.data_ptr(), quantizer)
         if first or self._q is None or self._key != key:
             self._q, _ = quantizer.quantize(plain(weight.detach()), row=True, col=True)

@@ -23,6 +23,7 @@ from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
 from te_lite.ops.source import ACTIVATIONS, DTYPES, Source, produce_ref
+from te_lite.ops.sums import column_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.transpose import transpose as transpose  # part of this family, in its own file for length
 from te_lite.ops.transpose import transpose_ref as transpose_ref
@@ -223,7 +224,7 @@ def _transform_cuda(
         num_warps,
     )
     if partial is not None:
-        torch.sum(partial, 0, out=bias_grad)
+        column_sums(partial, bias_grad)
 
 
 # A Source, field by field, without its amax.

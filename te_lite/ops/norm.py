@@ -21,6 +21,7 @@ from te_lite.ops.norm_kernels import (
     stats_launch,
 )
 from te_lite.ops.registry import register
+from te_lite.ops.sums import column_sums
 
 MAX_FEATURES = 32768  # one row lives in one program's registers
 MAX_PARTIALS = 1024  # every consumer of partial maxima reads all of them
@@ -94,25 +95,24 @@ def _backward_cuda(dy, x, mean, rstd, gamma, zero_centered):
     rms = mean is None
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if not m:
-        zeros = torch.zeros((2, n), dtype=torch.float32, device=x.device)
-        return dx, zeros[0].clone(), zeros[1, : 0 if rms else n].clone()
+        return dx, torch.zeros_like(gamma), gamma.new_zeros(0 if rms else n)
     block_m, block_n, warps, per_sm = backward_launch(n)
     # At least four rows a program: a partial row costs as much traffic as two rows of bf16.
     programs = min(-(-m // (4 * block_m)), per_sm * sm_count(x.device))
     wide = block_n > HELD_FEATURES
     in_kernel = not (rms or wide)  # a wide row leaves no registers for a second accumulator
     dgamma = torch.empty((programs, n), dtype=torch.float32, device=x.device)
-    dbeta = torch.empty((programs, n) if in_kernel else 0, dtype=torch.float32, device=x.device)
+    dbeta = torch.empty((programs, n), dtype=torch.float32, device=x.device) if in_kernel else gamma.new_empty(0)
     launch(
         backward_kernel, programs, (),
         (dy, x, mean, rstd, gamma, dx, dgamma, dbeta), (m, n, dy.stride(0), x.stride(0)),
         (rms, zero_centered, in_kernel, wide, block_m, block_n, block_n == n), warps,
     )  # fmt: skip
     if in_kernel:
-        dbeta = dbeta.sum(0)
+        dbeta = column_sums(dbeta, torch.empty_like(gamma))
     elif not rms:
-        dbeta = dy.sum(0, dtype=torch.float32)
-    return dx, dgamma.sum(0), dbeta
+        dbeta = dy.sum(0, dtype=torch.float32).to(gamma.dtype)
+    return dx, column_sums(dgamma, torch.empty_like(gamma)), dbeta
 
 
 # ---------------------------------------------------------------------------------------------- oracles
@@ -164,7 +164,8 @@ def norm_backward_ref(
     if mean is not None:
         dx = dx - weighted.mean(1, keepdim=True)
     dx = dx * rstd[:, None]
-    return dx.to(x.dtype), (dy32 * x_hat).sum(0), None if mean is None else dy32.sum(0)
+    dgamma = (dy32 * x_hat).sum(0).to(gamma.dtype)
+    return dx.to(x.dtype), dgamma, None if mean is None else dy32.sum(0).to(gamma.dtype)
 
 
 # -------------------------------------------------------------------------------------------------- ops
@@ -192,7 +193,7 @@ def _forward_fake(x, gamma, beta, eps, rms, zero_centered):
 def _backward_fake(dy, x, mean, rstd, gamma, zero_centered):
     n = x.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return dx, *(x.new_empty(size, dtype=torch.float32) for size in (n, 0 if mean is None else n))
+    return dx, *(gamma.new_empty(size) for size in (n, 0 if mean is None else n))
 
 
 _forward_op = register(
@@ -254,8 +255,8 @@ def norm_backward(
     x_hat  = (x - mean) * rstd
     g      = dy * weight                                # weight = gamma, or 1 + gamma if zero_centered
     dx     = rstd * (g - g.mean(1) - x_hat * (g * x_hat).mean(1))     # rms: without g.mean(1)
-    dgamma = (dy * x_hat).sum(0)                        # fp32 [N], same bits on every run
-    dbeta  = dy.sum(0)
+    dgamma = (dy * x_hat).sum(0)                        # [N] in gamma.dtype, one rounding; same bits on every run
+    dbeta  = dy.sum(0)                                  # likewise
     """
     _check(x, gamma)
     dx, dgamma, dbeta = _backward_op(dy, x, mean, rstd, gamma, zero_centered)

@@ -35,10 +35,10 @@ class HighPrecisionFormat(TensorFormat):
         return QTensor(self, (rows, like.shape[1]), like.dtype, row=parts[0])
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-        return gemm(a.data, b.data, out_dtype, bias)
+        return gemm(a[0], b[0], out_dtype, bias)
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
-        gemm_accumulate_(out, a.data.t(), b.data.t())
+        gemm_accumulate_(out, a[0].t(), b[0].t())
 
 
 HIGH_PRECISION = HighPrecisionFormat()

@@ -35,6 +35,10 @@ class PerTensorFormat(TensorFormat):
     gemm: str = "fp8_per_tensor"
     dtype: torch.dtype = torch.float8_e4m3fn
 
+    @property
+    def label(self) -> str:
+        return "e4m3" if self.dtype == torch.float8_e4m3fn else "e5m2"
+
     def dequantize(self, q: QTensor) -> Tensor:
         if q.row is not None:
             return (q.row.float() * q.row_scale).to(q.dtype)
@@ -51,26 +55,18 @@ class PerTensorFormat(TensorFormat):
         return QTensor(self, (rows, like.shape[1]), like.dtype, row=data, row_scale=like.row_scale)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-        return gemm_fp8(a.data, b.data, a.scale, b.scale, out_dtype, bias, fast_accum)
+        return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
-        gemm_accumulate_fp8_(out, a.data, b.data, a.scale, b.scale)
+        gemm_accumulate_fp8_(out, a[0], b[0], a[1], b[1])
 
 
 _FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 
 
 def _qtensor(format: PerTensorFormat, source: Source, result, seed: Tensor) -> QTensor:
-    return QTensor(
-        format,
-        (source.rows, source.cols),
-        source.dtype,
-        row=result.row,
-        row_scale=result.scale_inv,
-        col=result.col,
-        col_scale=result.scale_inv,
-        seed=seed,
-    )
+    _, row, col, scale_inv, _ = result
+    return QTensor(format, (source.rows, source.cols), source.dtype, row, scale_inv, col, scale_inv, seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from te_lite.ops.gemm import gemm, gemm_accumulate_
 
 Layout = Literal["row", "col"]
+Operand = tuple[Tensor, Tensor | None]  # data with the inner dimension last, and its scale (None in high precision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class TensorFormat:
 
     gemm: str = ""
     col_from_row: bool = True
+
+    @property
+    def label(self) -> str:
+        """What overlap_report() calls it; empty for high precision."""
+        return ""
 
     def dequantize(self, q: QTensor) -> Tensor:
         """v[M, K] in q.dtype."""
@@ -50,20 +56,12 @@ class TensorFormat:
         raise NotImplementedError
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-        """a.data[m, k] @ b.data[n, k]^T (+ bias[n]) in out_dtype."""
+        """a[m, k] @ b[n, k]^T (+ bias[n]) in out_dtype."""
         raise NotImplementedError
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
-        """out[m, n] += a.data[m, k] @ b.data[n, k]^T."""
+        """out[m, n] += a[m, k] @ b[n, k]^T."""
         raise NotImplementedError
-
-
-@dataclass(slots=True)
-class Operand:
-    """One GEMM operand: data with the inner dimension last, and its scale (None in high precision)."""
-
-    data: Tensor
-    scale: Tensor | None
 
 
 @dataclass(slots=True)
@@ -92,10 +90,10 @@ class QTensor:
     def operand(self, layout: Layout) -> Operand:
         """The GEMM operand in `layout`; a missing col layout is made from the row layout where the format can."""
         if layout == "row":
-            return Operand(self.row, self.row_scale)
+            return self.row, self.row_scale
         if self.col is None:
             self.col, self.col_scale = self.format.make_col(self)
-        return Operand(self.col, self.col_scale)
+        return self.col, self.col_scale
 
     def only(self, layout: Layout) -> QTensor:
         """The smallest tensor from which operand(layout) can still be had."""

@@ -63,6 +63,11 @@ class GemmOperands:
     output: Quantizer | None = None
     grad_input: Quantizer | None = None
 
+    def labels(self, plain: str) -> tuple[str, str, str]:
+        """Number formats of the operands of fprop, dgrad and wgrad, in words; plain: name of the high precision."""
+        gemms = (self.fprop, self.dgrad, self.wgrad)
+        return tuple(f"{g.a.format.label or plain} x {g.b.format.label or plain}" for g in gemms)
+
 
 @dataclass(frozen=True, slots=True)
 class Site:

@@ -1,0 +1,30 @@
+"""Column sums of a tall matrix of partial sums: the second stage of every deterministic reduction over tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_lite.ops.launch import launch
+
+_ROWS, _COLUMNS = 64, 32  # 128 bytes of a row; small blocks, so that a few thousand columns occupy many programs
+
+
+@triton.jit
+def _column_sums_kernel(partial, out, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    n = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for first in range(0, rows, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        mask = (r < rows)[:, None] & (n < cols)[None, :]
+        total += tl.load(partial + r[:, None] * cols + n[None, :], mask=mask, other=0.0)
+    tl.store(out + n, tl.sum(total, 0).to(out.dtype.element_ty), mask=n < cols)
+
+
+def column_sums(partial: Tensor, out: Tensor) -> Tensor:
+    """out[N] = partial[P, N].sum(0): fp32 sums in an order that depends on the shape alone, rounded once. CUDA only."""
+    rows, cols = partial.shape
+    if cols:
+        launch(_column_sums_kernel, -(-cols // _COLUMNS), (), (partial, out), (rows, cols), (_ROWS, _COLUMNS), 4)
+    return out
