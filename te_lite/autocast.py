@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ContextDecorator
+import threading
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from typing import Any
 
 import torch
@@ -36,12 +37,20 @@ class State:
         self.key = (recipe, group, enabled)
 
 
-_stack: list[State | None] = []
+class _Open(threading.local):
+    """The autocasts that this thread is in, outermost first; None for one that neither enables nor calibrates."""
+
+    def __init__(self) -> None:
+        self.stack: list[State | None] = []
+
+
+_open = _Open()
 
 
 def current() -> State | None:
     """The innermost autocast's state, None where fp8 is neither enabled nor calibrated."""
-    return _stack[-1] if _stack else None
+    stack = _open.stack
+    return stack[-1] if stack else None
 
 
 class autocast(ContextDecorator):
@@ -67,6 +76,8 @@ class autocast(ContextDecorator):
             recipe = from_name(recipe)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"recipe={recipe!r}: must be a te_lite.recipe object or a name such as 'delayed'")
+        if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
+            raise TypeError(f"amax_reduction_group={amax_reduction_group!r}: must be a process group or None")
         self.recipe = recipe if recipe is not None else DelayedScaling()
         self.enabled = bool(enabled) and self.recipe.is_fp8
         self.calibrating = bool(calibrating) and not self.enabled
@@ -74,16 +85,16 @@ class autocast(ContextDecorator):
 
     def __enter__(self) -> autocast:
         if not (self.enabled or self.calibrating):
-            _stack.append(None)
+            _open.stack.append(None)
             return self
-        outer = next((state for state in reversed(_stack) if state is not None), None)
+        outer = next((state for state in reversed(_open.stack) if state is not None), None)
         one_pass = outer.one_pass if outer is not None else Pass()
-        _stack.append(State(self.enabled, self.calibrating, self.recipe, self.group, one_pass))
+        _open.stack.append(State(self.enabled, self.calibrating, self.recipe, self.group, one_pass))
         return self
 
     def __exit__(self, exc_type: Any, *_: Any) -> None:
-        state = _stack.pop()
-        if state is None or exc_type is not None or any(outer is not None for outer in _stack):
+        state = _open.stack.pop()
+        if state is None or exc_type is not None or any(outer is not None for outer in _open.stack):
             return
         # The first run of a reentrant checkpoint has gradients disabled although a backward will follow.
         if (torch.is_grad_enabled() or replay.is_open()) and not replay.replaying():
@@ -108,16 +119,16 @@ class restored:
         self._inside = stack
 
     def __enter__(self) -> None:
-        self._outside = _stack.copy()
-        _stack[:] = self._inside
+        self._outside = _open.stack
+        _open.stack = self._inside.copy()
 
     def __exit__(self, *_: Any) -> None:
-        _stack[:] = self._outside
+        _open.stack = self._outside
 
 
 def snapshot() -> list[State | None]:
     """The stack of open autocasts, for restored()."""
-    return _stack.copy()
+    return _open.stack.copy()
 
 
 class FP8GlobalStateManager:
@@ -146,18 +157,18 @@ class FP8GlobalStateManager:
     @classmethod
     def reset(cls) -> None:
         """Forgets open autocasts and the delayed-scaling pools; for tests and notebooks."""
-        _stack.clear()
+        _open.stack.clear()
         delayed.reset()
 
 
-def fp8_model_init(enabled: bool = True, **_: Any) -> autocast:
+def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
     """Quantized parameters are not there yet: enabled=True raises, enabled=False does nothing."""
     if enabled:
         raise NotImplementedError(
             "fp8_model_init(enabled=True): te_lite has no quantized parameters yet; keep parameters in bf16 or fp32 "
             "and pass is_first_microbatch to reuse quantized weights across micro-batches"
         )
-    return autocast(enabled=False)
+    return nullcontext()
 
 
 quantized_model_init = fp8_model_init

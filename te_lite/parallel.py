@@ -76,9 +76,9 @@ def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessG
     """All-reduces (sum) the gradients of parameters marked `.sequence_parallel` over the tensor-parallel group.
 
     Under sequence parallelism each rank sees only its own tokens in norm weights and row-parallel biases; their
-    gradients are partial sums. Call it after backward and before the optimizer. Takes `main_grad` where the weight
-    gradient was accumulated there, else `.grad`. `group` overrides the modules' own group. Gradients that share a
-    group, dtype and device travel as one flat buffer. Returns how many parameters were reduced.
+    gradients are partial sums. Call it after backward and before the optimizer. Takes `.grad`, or `main_grad`
+    where the gradient was put there. `group` overrides the modules' own group. Gradients that share a group, dtype and
+    device travel as one flat buffer. Returns how many parameters were reduced.
     """
     buckets: dict[tuple, list[torch.Tensor]] = {}
     groups: dict[int, dist.ProcessGroup] = {}
@@ -88,11 +88,11 @@ def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessG
         for param in child.parameters(recurse=False):
             if not getattr(param, "sequence_parallel", False) or id(param) in seen:
                 continue
-            seen.add(id(param))
-            added = getattr(param, "grad_added_to_main_grad", False)
-            grad = param.main_grad if added else param.grad
+            added = getattr(param, "grad_added_to_main_grad", False) or param.grad is None
+            grad = getattr(param, "main_grad", None) if added else param.grad
             if grad is None:
                 continue
+            seen.add(id(param))
             if tp_group is None:
                 raise RuntimeError(
                     f"a parameter of {type(child).__name__} is marked sequence_parallel but its module has no "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,15 @@ def step(
     return result
 
 
+# Tensor cores add fp8 products with 14 bits. That noise tips a few values over an fp8 rounding boundary, each by a
+# quarter of itself in E5M2, so one realisation says little of how far another may be off: the worst of several does.
+REALISATIONS = 6
+
+
+def _error(value: Tensor, truth: Tensor) -> float:
+    return float((value.double() - truth.double()).square().sum())
+
+
 @dataclass
 class Oracle:
     """Truth (fp64) and low-precision reference of one module over steps, each with its own quantizer
@@ -116,8 +126,10 @@ class Oracle:
     def step(self, x: Tensor, dy: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(truth, reference) of one forward and backward; delayed scales move on afterwards."""
         truth = self._run(x, dy, self.truth_state, reference.TRUTH)
-        low = self._run(x, dy, self.reference_state, stored_in(self.dtype))
-        return truth, low
+        tries = REALISATIONS if self.recipe != "bf16" and torch.cuda.is_available() else 1
+        states = [copy.deepcopy(self.reference_state) for _ in range(tries - 1)] + [self.reference_state]
+        lows = [self._run(x, dy, state, stored_in(self.dtype)) for state in states]
+        return truth, {name: max((low[name] for low in lows), key=lambda t: _error(t, truth[name])) for name in truth}
 
     def _run(self, x: Tensor, dy: Tensor | None, q: Quantization, arith: reference.Arithmetic):
         result = reference.run(self.spec, self.parameters, x, dy, q, arith)

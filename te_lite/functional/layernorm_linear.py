@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from te_lite.functional.linear import (
     Call,
@@ -27,10 +28,9 @@ from te_lite.ops.nvtx import nvtx_range
 from te_lite.overlap.collective import all_gather, reduce_scatter
 
 
-def norm_output(y: Tensor, x: Tensor, gather: dist.ProcessGroup | None) -> Tensor:
-    """The norm's output for the caller, in x's shape; gathered along tokens over `gather` when given."""
-    y = y if gather is None else all_gather(y, gather)
-    return as_output(y, (*leading_shape(x, y), y.shape[-1]), None)
+def norm_output(y: Tensor, gather: dist.ProcessGroup | None) -> Tensor:
+    """The norm's output for the caller, y in x's shape; gathered along its first dimension over `gather` when given."""
+    return y if gather is None else all_gather(y, gather)
 
 
 def norm_grad(
@@ -72,17 +72,18 @@ class LayerNormLinearFunction(torch.autograd.Function):
         flat = as_matrix(x, plan.dtype)
         below = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
         need_w, need_ln = call.grad and weight.requires_grad, call.grad and below
-        made, mean, rstd, ln = norm_source(spec, plan, flat, gamma, beta, return_norm)
+        made, mean, rstd, ln = norm_source(spec, plan, flat, gamma, beta, tuple(x.shape) if return_norm else None)
         y, kept = linear_forward(plan, made, weight, bias, keep_x=need_w, keep_w=need_ln, cached_weight=call.cached[0])
         if call.grad:
             norm_saved = (flat, mean, rstd, gamma, beta) if need_ln else (None,) * 5
             save(ctx, kept.x, kept.w, weight if need_ln or need_w else None, bias, *norm_saved)
             ctx.call, ctx.spec, ctx.gather, ctx.needs = call, spec, gather, (need_ln, need_w)
             ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        out = as_output(y, (*leading_shape(x, y), y.shape[-1]), call.output)
-        return out, norm_output(ln, x, gather) if return_norm else None
+        out = as_output(y, (*leading_shape(x, plan.tp), y.shape[-1]), call.output)
+        return out, norm_output(ln, gather) if return_norm else None
 
     @staticmethod
+    @once_differentiable
     @without_amp
     def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w) = ctx.call, ctx.needs
@@ -92,6 +93,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             plan,
             Kept(x, w),
             weight,
+            call.weights[0],
             as_operand(dy, plan, plan.operands.dgrad.a, plan.tp.gathers_grad),
             need_x=need_ln,
             need_w=need_w,

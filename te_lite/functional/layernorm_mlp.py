@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from te_lite.functional.layernorm_linear import norm_grad, norm_output
 from te_lite.functional.linear import (
@@ -17,7 +18,6 @@ from te_lite.functional.linear import (
     as_output,
     close_pass,
     in_dtype,
-    leading_shape,
     linear_backward,
     linear_forward,
 )
@@ -56,7 +56,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         need_ln = call.grad and any(t is not None and t.requires_grad for t in leaves)
         need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
-        made, mean, rstd, ln = norm_source(spec, plan1, flat, gamma, beta, return_norm)
+        made, mean, rstd, ln = norm_source(spec, plan1, flat, gamma, beta, tuple(x.shape) if return_norm else None)
         h, kept1 = linear_forward(plan1, made, w1, b1, keep_x=need_w1, keep_w=need_ln, cached_weight=call.cached[0])
         y, kept2 = linear_forward(
             plan2, act(h, activation), w2, b2, keep_x=need_w2, keep_w=need_h, cached_weight=call.cached[1]
@@ -67,10 +67,11 @@ class LayerNormMLPFunction(torch.autograd.Function):
             ctx.call, ctx.spec, ctx.gather, ctx.activation = call, spec, gather, activation
             ctx.needs = (need_ln, need_w1, need_h, need_w2)
             ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        out = as_output(y, (*leading_shape(x, y), y.shape[-1]), None)
-        return out, norm_output(ln, x, gather) if return_norm else None
+        out = as_output(y, tuple(x.shape), None)
+        return out, norm_output(ln, gather) if return_norm else None
 
     @staticmethod
+    @once_differentiable
     @without_amp
     def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w1, need_h, need_w2) = ctx.call, ctx.needs
@@ -81,6 +82,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             plan2,
             Kept(x2, q2),
             w2,
+            call.weights[1],
             as_operand(dy, plan2, plan2.operands.dgrad.a, plan2.tp.gathers_grad),
             need_x=need_h,
             need_w=need_w2,
@@ -92,6 +94,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 plan1,
                 Kept(x1, q1),
                 w1,
+                call.weights[0],
                 dact(da, h, ctx.activation),
                 need_x=need_ln,
                 need_w=need_w1,

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
+from te_lite.parallel import TensorParallel
 from te_lite.quantize import delayed
 from te_lite.quantize.qtensor import QTensor, matmul
 from te_lite.quantize.quantizer import Quantizer
@@ -111,13 +113,17 @@ def linear_backward(
     plan: LinearPlan,
     kept: Kept,
     weight: Tensor,
+    param: Tensor,
     dy: Source | QTensor,
     *,
     need_x: bool,
     need_w: bool,
     need_b: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32)."""
+    """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32).
+
+    weight: its values, as saved. param: the parameter itself, whose gradient dw is.
+    """
     with nvtx_range("te_lite.quantize"):
         dq, dq_wgrad, db = _quantize_grad(plan, dy, need_x, need_w, need_b)
         wq = _weight_for_dgrad(plan, kept.w, weight) if need_x else None
@@ -130,7 +136,7 @@ def linear_backward(
 
     def wgrad(dy_full: QTensor, x_full: QTensor) -> Tensor | None:
         with nvtx_range("te_lite.wgrad"):
-            return plan.sink(weight, dy_full, x_full, plan.operands.wgrad.fast_accum)
+            return plan.sink(param, dy_full, x_full, plan.operands.wgrad.fast_accum)
 
     dx, dw = plan.schedule.backward(dgrad if need_x else None, wgrad if need_w else None, dq, dq_wgrad, kept.x)
     return dx, dw, db
@@ -138,13 +144,14 @@ def linear_backward(
 
 @dataclass(slots=True)
 class Call:
-    """What a module decided for one call: one plan a linear, and quantized weights to reuse (or None).
+    """What a module decided for one call: one plan a linear, its weight parameter, a quantized weight to reuse or None.
 
     grad: a backward may follow. first: this is the pass's first fp8 module, whose backward closes the pass.
     output, grad_input: quantizers of y and dx when the caller takes them quantized.
     """
 
     plans: tuple[LinearPlan, ...]
+    weights: tuple[Tensor, ...]
     cached: tuple[QTensor | None, ...]
     grad: bool
     first: bool = False
@@ -208,9 +215,10 @@ class LinearFunction(torch.autograd.Function):
             original = x if need_w and plan.keep_original else None
             save(ctx, kept.x, kept.w, weight if need_x or need_w else None, bias, original)
             ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
-        return as_output(y, (*leading_shape(x, y), y.shape[-1]), call.output)
+        return as_output(y, (*leading_shape(x, plan.tp), y.shape[-1]), call.output)
 
     @staticmethod
+    @once_differentiable
     @without_amp
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, (need_x, need_w) = ctx.call, ctx.needs
@@ -223,6 +231,7 @@ class LinearFunction(torch.autograd.Function):
             plan,
             Kept(x, w),
             weight,
+            call.weights[0],
             as_operand(dy, plan, plan.operands.dgrad.a, plan.tp.gathers_grad),
             need_x=need_x,
             need_w=need_w,
@@ -234,11 +243,11 @@ class LinearFunction(torch.autograd.Function):
         return None, dx, dw, in_dtype(db, bias)
 
 
-def leading_shape(x: Tensor, y: Tensor) -> tuple[int, ...]:
-    """Leading dimensions of the output: x's, the first one grown or shrunk by gathers and scatters along tokens."""
-    if x.dim() <= 1:
-        return tuple(x.shape[:-1])
-    inner = 1
-    for size in x.shape[1:-1]:
-        inner *= size
-    return (y.shape[0] // inner if inner else x.shape[0], *x.shape[1:-1])
+def leading_shape(x: Tensor, tp: TensorParallel) -> tuple[int, ...]:
+    """Leading dimensions of a linear's output: x's, the first grown by a gather or shrunk by a scatter of tokens."""
+    leading = tuple(x.shape[:-1])
+    if tp.gathers_input:
+        return (leading[0] * tp.size, *leading[1:])
+    if tp.gathers_grad:
+        return (leading[0] // tp.size, *leading[1:])
+    return leading

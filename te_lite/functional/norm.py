@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from te_lite.functional.linear import as_matrix, as_output, in_dtype
 from te_lite.functional.plan import LinearPlan
@@ -27,17 +28,24 @@ class NormSpec:
 
 
 def norm_source(
-    spec: NormSpec, plan: LinearPlan, x: Tensor, gamma: Tensor, beta: Tensor | None, want_output: bool
+    spec: NormSpec,
+    plan: LinearPlan,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    output_shape: tuple[int, ...] | None,
 ) -> tuple[Source, Tensor | None, Tensor, Tensor | None]:
-    """(what the linear reads, mean[M], rstd[M], y[M, K] if it was made).
+    """(what the linear reads, mean[M], rstd[M], y in output_shape when that is given).
 
-    A fused quantizer normalises as it reads, so y is made only when somebody wants it.
+    A fused quantizer normalises as it reads, so y is made only when somebody wants it. The linear reads a view of the
+    y that is returned: autograd then notices when the caller writes to it before backward.
     """
     quantizer = plan.operands.fprop.a
     with nvtx_range("te_lite.norm"):
-        if want_output or not (quantizer.fused and plan.operands.wgrad.b.fused):
+        if output_shape is not None or not (quantizer.fused and plan.operands.wgrad.b.fused):
             y, mean, rstd = norm_forward(x, gamma, beta, spec.eps, spec.rms, spec.zero_centered)
-            return source.plain(y), mean, rstd, y
+            y = as_output(y, output_shape or tuple(y.shape), None)
+            return source.plain(y.view(x.shape)), mean, rstd, y
         mean, rstd, amax = norm_stats(x, gamma, beta, spec.eps, spec.rms, spec.zero_centered, quantizer.needs_amax)
     made = source.norm(x, mean, rstd, gamma, beta, spec.zero_centered)
     return made._replace(amax=amax), mean, rstd, None
@@ -58,6 +66,7 @@ class NormFunction(torch.autograd.Function):
         return as_output(y, tuple(x.shape), None)
 
     @staticmethod
+    @once_differentiable
     @without_amp
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, gamma, beta = ctx.saved_tensors

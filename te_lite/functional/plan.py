@@ -22,7 +22,10 @@ class WgradSink:
     """What becomes of a weight gradient: returned to autograd, in the weight's dtype."""
 
     def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
-        """dw[N, K] = dy.col[N, M] @ x.col[K, M]^T, put where it belongs; returns what autograd gets for the weight."""
+        """dw[N, K] = dy.col[N, M] @ x.col[K, M]^T, put where it belongs; returns what autograd gets for the weight.
+
+        weight: the parameter itself, not what autograd saved of it: under saved-tensor hooks that is another tensor.
+        """
         return matmul(dy, "col", x, "col", weight.dtype, fast_accum=fast_accum)
 
 
@@ -32,7 +35,7 @@ class MainGrad(WgradSink):
     def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
         if getattr(weight, "overwrite_main_grad", False):
             weight.main_grad.zero_()
-        matmul_accumulate_(weight.main_grad, dy, x)
+        matmul_accumulate_(weight.main_grad, dy, x, fast_accum)
         return self.answer(weight)
 
     @staticmethod
@@ -57,7 +60,10 @@ class DelayedWgrads(WgradSink):
             dw = self.sink(weight, dy, x, fast_accum)
             if isinstance(self.sink, MainGrad):
                 return
-            weight.grad = dw if weight.grad is None else weight.grad + dw
+            if weight.grad is None:
+                weight.grad = dw
+            else:
+                weight.grad.add_(dw)
 
         self.queue.append(run)
         return None if not isinstance(self.sink, MainGrad) else MainGrad.answer(weight)

@@ -96,9 +96,10 @@ class TeLiteModule(nn.Module):
             self._specs[name] = spec
             self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
 
-    def _no_bias(self) -> Tensor:
-        """What stands for an absent bias: a zero-length tensor that is no parameter."""
-        return torch.empty(0, dtype=self.params_dtype, device=self._device)
+    def _add_no_bias(self, name: str) -> None:
+        """What stands for an absent bias: a zero-length tensor that is no parameter and in no checkpoint."""
+        empty = torch.empty(0, dtype=self.params_dtype, device=self._device)
+        self.register_buffer(name, empty, persistent=False)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws all parameters anew; those on the meta device come to life on the module's device."""
@@ -107,14 +108,16 @@ class TeLiteModule(nn.Module):
         device = default_device(None) if str(self._device) == "meta" else self._device
         for name, spec in self._specs.items():
             old = getattr(self, name)
-            made = spec.make(old.dtype, device if old.device.type == "meta" else old.device, self._fork)
             if old.device.type == "meta":
+                made = spec.make(old.dtype, device, self._fork)
                 made.requires_grad_(old.requires_grad)
                 self.register_parameter(name, made)
             else:
-                with torch.no_grad():
-                    old.copy_(made)
+                spec.fill(old, self._fork)
                 spec.mark(old)  # to_empty() makes new parameters without the attributes
+        for name, buffer in self.named_buffers(recurse=False):
+            if buffer.device.type == "meta":
+                setattr(self, name, torch.empty_like(buffer, device=device))
         self.clear_caches()
 
     def clear_caches(self) -> None:
@@ -225,25 +228,29 @@ class TeLiteModule(nn.Module):
             self._build_plans(state, dtype, inp.device)
             self._plan_key = key
             self.clear_caches()
-        self._ran_fp8 = state is not None and state.enabled
+        self._ran_fp8 |= state is not None and state.enabled
         cached: tuple = (None,) * len(weights)
         if first_microbatch is not None:
-            cached = tuple(
-                cache.get(first_microbatch, weight, version, plan.operands.fprop.b)
-                for cache, weight, version, plan in zip(
-                    self._caches, weights, self._weight_versions(), self._plans, strict=True
-                )
-            )
+            # A recomputed call takes what its first run took, whatever has become of the caches since.
+            cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first_microbatch, weights))
         elif self._caching:
             self.clear_caches()
         self._caching = first_microbatch is not None
         return Call(
             self._plans,
+            weights,
             cached,
             grad,
             state is not None and self._claims_first(state, inp),
             self._plans[-1].operands.output if fp8_output else None,
             self._plans[0].operands.grad_input if fp8_grad else None,
+        )
+
+    def _cached_weights(self, first_microbatch: bool, weights: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        together = zip(self._caches, weights, self._weight_versions(), self._plans, strict=True)
+        return tuple(
+            cache.get(first_microbatch, weight, version, plan.operands.fprop.b)
+            for cache, weight, version, plan in together
         )
 
     def _claims_first(self, state: State, inp: Tensor) -> bool:
@@ -258,7 +265,7 @@ class TeLiteModule(nn.Module):
             wanted = inp.requires_grad or any(param.requires_grad for param in self.parameters(recurse=False))
             return wanted and state.one_pass.claim()
 
-        return replay.recall(claim)
+        return replay.recall((id(self), "first"), claim)
 
     # state
 
@@ -280,6 +287,7 @@ class TeLiteModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.update(_plans=(), _plan_key=None, _scales=self._scales.detached_copy(), _wgrad_hooks=[])
+        state.update(tp_group=None, _rng_tracker=None)  # of this process; set_tensor_parallel_group() after loading
         state["_caches"] = tuple(WeightCache() for _ in self.gemm_names)
         state["_sinks"] = ()
         return state
@@ -289,8 +297,10 @@ class TeLiteModule(nn.Module):
         self._sinks = tuple(self._make_sink() for _ in self.gemm_names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TeLiteModule:
-        memo[id(self.tp_group)] = self.tp_group  # a process group is shared, not copied
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.tp_group, made._rng_tracker = self.tp_group, self._rng_tracker  # shared, not copied
+        for name, spec in made._specs.items():
+            spec.mark(getattr(made, name))  # a copied Parameter has lost its attributes
         return made

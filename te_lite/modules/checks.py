@@ -21,7 +21,7 @@ def refuse_missing(owner: str, flags: dict[str, Any]) -> None:
     if asked:
         raise NotImplementedError(
             f"{owner}({', '.join(f'{name}={flags[name]!r}' for name in asked)}): userbuffers and their overlap are not "
-            "in this version of te_lite; leave these arguments at their defaults (communication then is not hidden)"
+            "in this version of te_lite (nor another all-reduce than torch's); leave these arguments at their defaults"
         )
 
 
@@ -80,6 +80,10 @@ def check_input(module: nn.Module, inp: Tensor, features: int, weight: Tensor) -
         dtype = inp.dtype
     if dtype not in DTYPES:
         raise TypeError(f"{owner} got an input of {dtype}: must be bfloat16, float16 or float32; cast it first")
+    if inp.dim() == 1 and module.sequence_parallel:
+        raise ValueError(
+            f"{owner} with sequence parallelism got one token {tuple(inp.shape)}: needs [tokens, features]"
+        )
     if module.tp_size > 1 and module.tp_group is None and any(module._modes):
         raise RuntimeError(
             f"{owner} was built with tp_size={module.tp_size} and no tp_group; call "
@@ -100,10 +104,14 @@ def check_scatter(module: nn.Module, inp: Tensor) -> None:
 def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
     """fuse_wgrad_accumulation has somewhere to accumulate."""
     for weight in weights:
-        if weight.requires_grad and getattr(weight, "main_grad", None) is None:
+        grad = getattr(weight, "main_grad", None)
+        if not weight.requires_grad:
+            continue
+        if grad is None or grad.shape != weight.shape or not grad.is_floating_point():
+            what = "no main_grad" if grad is None else f"a main_grad of {tuple(grad.shape)} {grad.dtype}"
             raise RuntimeError(
                 f"{type(module).__name__} has fuse_wgrad_accumulation=True but a weight of shape {tuple(weight.shape)} "
-                "has no main_grad; set weight.main_grad (fp32, the weight's shape) before the forward"
+                f"has {what}; set weight.main_grad (fp32, the weight's shape) before the forward"
             )
 
 

@@ -97,8 +97,10 @@ class LayerNormMLP(TeLiteModule):
         common = (self.tp_size, self.sequence_parallel)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:
             raise ValueError(f"ffn_hidden_size={ffn_hidden_size} is not divisible by tp_size={self.tp_size}; pad it")
-        w1, b1 = linear_specs(fc1, self._modes[0], *common, init_method or default_init)
-        w2, b2 = linear_specs(fc2, self._modes[1], *common, output_layer_init_method or init_method or default_init)
+        w1, b1 = linear_specs(fc1, self._modes[0], *common, init_method or default_init, delay_wgrad_compute)
+        w2, b2 = linear_specs(
+            fc2, self._modes[1], *common, output_layer_init_method or init_method or default_init, delay_wgrad_compute
+        )
         norm = norm_params(self._norm, hidden_size, self.sequence_parallel)
         self._add_params({f"layer_norm_{key}": spec for key, spec in norm.items()})
         if self._norm.rms:
@@ -106,9 +108,8 @@ class LayerNormMLP(TeLiteModule):
         self._add_params({"fc1_weight": w1, **({"fc1_bias": b1} if bias else {})})
         self._add_params({"fc2_weight": w2, **({"fc2_bias": b2} if bias else {})})
         if not bias:
-            self.fc1_bias, self.fc2_bias = self._no_bias(), self._no_bias()
-        if delay_wgrad_compute:
-            self.fc1_weight.skip_backward_post_hook = self.fc2_weight.skip_backward_post_hook = True
+            self._add_no_bias("fc1_bias")
+            self._add_no_bias("fc2_bias")
 
     def _linear_shapes(self) -> tuple[tuple[int, int], ...]:
         return tuple((weight.shape[1], weight.shape[0]) for weight in (self.fc1_weight, self.fc2_weight))

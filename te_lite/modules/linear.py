@@ -18,7 +18,7 @@ Split = tuple[str, ...] | dict[str, int] | None
 
 
 def linear_specs(
-    shape: tuple[int, int], mode: str | None, tp_size: int, sequence_parallel: bool, init: Init
+    shape: tuple[int, int], mode: str | None, tp_size: int, sequence_parallel: bool, init: Init, late_grad: bool
 ) -> tuple[ParamSpec, ParamSpec]:
     """(weight, bias) of one linear of global `shape` (in, out), as this rank holds them."""
     features_in, features_out = shape
@@ -34,7 +34,7 @@ def linear_specs(
                 f"in_features={features_in} is not divisible by tp_size={tp_size}; choose a multiple of it"
             )
         features_in //= tp_size
-    weight = ParamSpec((features_out, features_in), init, {"column": 0, "row": 1}.get(mode), random=True)
+    weight = ParamSpec((features_out, features_in), init, {"column": 0, "row": 1}.get(mode), True, late_grad=late_grad)
     bias_spec = ParamSpec(
         (features_out,),
         nn.init.zeros_,
@@ -85,12 +85,15 @@ class _OneLinear(TeLiteModule):
                 "parameters_split with delay_wgrad_compute=True: the joined weight is no parameter; use one"
             )
         self.parallel_mode = self._modes[0]
+        if isinstance(parameters_split, dict) and any(type(n) is not int or n < 1 for n in parameters_split.values()):
+            raise ValueError(f"parameters_split={parameters_split}: every part needs a positive number of rows")
         weight, bias_spec = linear_specs(
             (in_features, out_features),
             self.parallel_mode,
             self.tp_size,
             self.sequence_parallel,
             init_method or default_init,
+            self.delay_wgrad_compute,
         )
         self.out_features, self.in_features = weight.shape
         self.use_bias, self.return_bias = bias, return_bias
@@ -108,12 +111,10 @@ class _OneLinear(TeLiteModule):
             self._add_split(bias_spec, self.bias_names, list(splits.values()))
         else:
             for name in self.bias_names:
-                setattr(self, name, self._no_bias())
-        if self.delay_wgrad_compute:
-            self.weight.skip_backward_post_hook = True
+                self._add_no_bias(name)
 
     def _add_split(self, spec: ParamSpec, names: list[str], sizes: list[int]) -> None:
-        fields = ("init", "partition_dim", "random", "sequence_parallel")
+        fields = ("init", "partition_dim", "random", "sequence_parallel", "late_grad")
         common = {field: getattr(spec, field) for field in fields}
         specs = {name: ParamSpec((size, *spec.shape[1:]), **common) for name, size in zip(names, sizes, strict=True)}
         self._specs.update(specs)

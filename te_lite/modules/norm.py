@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.functional.norm import NormFunction, NormSpec
-from te_lite.modules.checks import check_dtype
+from te_lite.modules.checks import DTYPES, check_dtype
 from te_lite.modules.weights import ParamSpec, default_device
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -90,6 +90,10 @@ class _Norm(nn.Module):
         last = tuple(inp.shape[-len(self.normalized_shape) :])
         if last != self.normalized_shape:
             raise ValueError(f"{type(self).__name__} got {tuple(inp.shape)}: must end in {self.normalized_shape}")
+        if inp.dtype not in DTYPES:
+            raise TypeError(
+                f"{type(self).__name__} got {inp.dtype}: must be bfloat16, float16 or float32; cast it first"
+            )
         kind = inp.device.type
         x = inp.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else inp
         x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)

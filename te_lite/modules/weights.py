@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import plain
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
@@ -33,6 +34,7 @@ class ParamSpec:
     """How one parameter is made. partition_dim: the dimension split over ranks, None if every rank holds it whole.
 
     random: drawn, so an RNG tracker's state applies. sequence_parallel: its gradient is a partial sum per rank.
+    late_grad: its gradient comes with backward_dw(), so Megatron's post-backward hook must wait.
     """
 
     shape: tuple[int, ...]
@@ -40,17 +42,22 @@ class ParamSpec:
     partition_dim: int | None = None
     random: bool = False
     sequence_parallel: bool = False
+    late_grad: bool = False
+
+    def fill(self, param: Tensor, fork: Callable[[], Any]) -> None:
+        """Initialises `param` in place. fork: context in which random ones are drawn."""
+        with torch.no_grad():
+            if self.random:
+                with fork():
+                    self.init(param)
+            else:
+                self.init(param)
 
     def make(self, dtype: torch.dtype, device: torch.device | str, fork: Callable[[], Any]) -> nn.Parameter:
         """A new parameter, initialised unless `device` is meta. fork: context in which random ones are drawn."""
         param = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=device))
         if param.device.type != "meta":
-            with torch.no_grad():
-                if self.random:
-                    with fork():
-                        self.init(param)
-                else:
-                    self.init(param)
+            self.fill(param, fork)
         self.mark(param)
         return param
 
@@ -61,6 +68,8 @@ class ParamSpec:
         param.partition_stride = 1
         if self.sequence_parallel:
             param.sequence_parallel = True
+        if self.late_grad:
+            param.skip_backward_post_hook = True
 
 
 class _Join(torch.autograd.Function):
@@ -69,10 +78,11 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.sizes = [part.shape[0] for part in parts]
+        ctx.parts, ctx.versions = parts, [part._version for part in parts]
         first = parts[0]
-        end = first.data_ptr()
-        for part in parts:
-            if part.data_ptr() != end or not part.is_contiguous():
+        end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+        for part in parts:  # neighbours in memory may still be allocations of their own
+            if part.data_ptr() != end or not part.is_contiguous() or part.untyped_storage().data_ptr() != storage:
                 return torch.cat(parts)
             end += part.numel() * part.element_size()
         shape = (sum(ctx.sizes), *first.shape[1:])
@@ -82,6 +92,11 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        if [part._version for part in ctx.parts] != ctx.versions:
+            raise RuntimeError(
+                "a split weight was written to between forward and backward, which still needed it; run backward "
+                "before the optimizer's step"
+            )
         return grad.split(ctx.sizes)
 
 
@@ -120,8 +135,9 @@ class WeightCache:
 
     def get(self, first: bool, weight: Tensor, version: Any, quantizer: Quantizer) -> QTensor:
         """The quantized weight to use, both layouts; quantized now when `first`, or when the kept one is stale."""
-        key = (version, weight.data_ptr(), quantizer)
+        key = (version, weight.data_ptr(), quantizer, torch.is_inference_mode_enabled())
         if first or self._q is None or self._key != key:
-            self._q, _ = quantizer.quantize(plain(weight.detach()), row=True, col=True)
+            with nvtx_range("te_lite.quantize"):
+                self._q, _ = quantizer.quantize(plain(weight.detach()), row=True, col=True)
             self._key = key
         return self._q

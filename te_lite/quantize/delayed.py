@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.delayed import delayed_update
+from te_lite.ops.nvtx import nvtx_range
 from te_lite.quantize import replay
 
 
@@ -35,14 +36,16 @@ class ScaleState:
 
     def __init__(self, key: PoolKey, n: int, like: ScaleState | None = None) -> None:
         self.key, self.n = key, n
-        self._history = torch.zeros(key.length, n, dtype=torch.float32, device=key.device)
-        self._scale = torch.ones(n, dtype=torch.float32, device=key.device)
+        with torch.inference_mode(False):  # training may follow an evaluation that made the state
+            self._history = torch.zeros(key.length, n, dtype=torch.float32, device=key.device)
+            self._scale = torch.ones(n, dtype=torch.float32, device=key.device)
         self._pool: Pool | None = None
         self._offset = 0
         self._amax: list[Tensor] | None = None
         if like is not None:
             self.load(like.history, like.scale, like.key.fp8_max)
-        _pool_for(key).add(self)
+        self._home = _pool_for(key)
+        self._home.add(self)
 
     @property
     def history(self) -> Tensor:
@@ -58,12 +61,13 @@ class ScaleState:
 
     def scale_for_forward(self, slot: int) -> Tensor:
         """scale_at(slot), or what the first run took when a checkpointed call is recomputed."""
-        return replay.recall(lambda: self.scale_at(slot))
+        return replay.recall(("scale", slot), lambda: self.scale_at(slot))
 
     def amax_at(self, slot: int) -> Tensor | None:
         """fp32 [1] to take the maximum into; None while a checkpointed call is recomputed (it was recorded already)."""
         if replay.replaying():
             return None
+        self._home.touched = True
         if self._amax is None:
             self._amax = [self._history[0, i : i + 1] for i in range(self.n)]
         return self._amax[slot]
@@ -103,8 +107,8 @@ class Pool:
         self.scale = torch.empty(0)
         self.scales: tuple[Tensor, ...] = ()  # the elements of `scale`; one unbind is cheaper than a view a use
         self._history = torch.empty(0)
+        self.touched = False  # a member was used since the last update
         self._members: list[weakref.ref[ScaleState]] = []
-        self._merged: list[ScaleState | None] = []
 
     def add(self, state: ScaleState) -> None:
         self._members.append(weakref.ref(state))
@@ -133,8 +137,10 @@ class Pool:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
         if not self._merge():
             return False
+        self.touched = False
         if self.key.group is not None:
-            dist.all_reduce(self._history[0], op=dist.ReduceOp.MAX, group=self.key.group)
+            with nvtx_range("te_lite.amax_all_reduce"):
+                dist.all_reduce(self._history[0], op=dist.ReduceOp.MAX, group=self.key.group)
         scale = torch.empty_like(self.scale)
         delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
         self._set(scale)
@@ -151,8 +157,11 @@ def _pool_for(key: PoolKey) -> Pool:
 
 
 def update(direction: str) -> None:
-    """Updates all states of `direction`. The order of pools is that of first use, the same on all ranks."""
-    for key in [key for key in _pools if key.direction == direction]:
+    """Updates the pools of `direction` that were used since their last update, in the order of their first use.
+
+    A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
+    """
+    for key in [key for key, pool in _pools.items() if key.direction == direction and pool.touched]:
         if not _pools[key].update():
             del _pools[key]
 

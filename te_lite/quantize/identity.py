@@ -37,7 +37,7 @@ class HighPrecisionFormat(TensorFormat):
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
         return gemm(a[0], b[0], out_dtype, bias)
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
         gemm_accumulate_(out, a[0].t(), b[0].t())
 
 
@@ -88,5 +88,6 @@ class Calibrating(Identity):
 
 def operands(recipe: Recipe, site: Site) -> GemmOperands:
     """All operands in high precision."""
-    plain = GemmQuantizers(Identity(target=site.dtype), Identity(target=site.dtype))
+    one = Identity(target=site.dtype)  # one object: a tensor that two GEMMs read is made once
+    plain = GemmQuantizers(one, one)
     return GemmOperands(plain, plain, plain)

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from te_lite.ops.cast import amax, transform, transpose
 from te_lite.ops.gemm import gemm_accumulate_fp8_, gemm_fp8
+from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.identity import Calibrating, Identity
+from te_lite.quantize.identity import operands as plain_operands
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
@@ -57,8 +59,8 @@ class PerTensorFormat(TensorFormat):
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
         return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
-        gemm_accumulate_fp8_(out, a[0], b[0], a[1], b[1])
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+        gemm_accumulate_fp8_(out, a[0], b[0], a[1], b[1], fast_accum)
 
 
 _FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
@@ -97,7 +99,8 @@ class Current(Quantizer):
         seed = source.amax if source.amax is not None else amax(source)
         if self.amax_group is not None:
             seed = seed.amax().view(1)
-            dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.amax_group)
+            with nvtx_range("te_lite.amax_all_reduce"):
+                dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.amax_group)
         result = self._cast(source, seed, row, col, bias_grad)
         return _qtensor(self.format, source, result, seed), result.bias_grad
 
@@ -176,8 +179,7 @@ def delayed_operands(recipe: DelayedScaling, site: Site) -> GemmOperands:
 def current_operands(recipe: Float8CurrentScaling, site: Site) -> GemmOperands:
     """Current scaling: as delayed_operands, each tensor scaled by itself."""
     if site.calibrating:
-        plain = GemmQuantizers(Identity(target=site.dtype), Identity(target=site.dtype))
-        return GemmOperands(plain, plain, plain)
+        return plain_operands(recipe, site)
     fwd, bwd = _FORMATS[recipe.fp8_format.forward_dtype], _FORMATS[recipe.fp8_format.backward_dtype]
 
     def current(format: PerTensorFormat, params: QParams, gathered: bool = False) -> Current:

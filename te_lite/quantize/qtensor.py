@@ -59,7 +59,7 @@ class TensorFormat:
         """a[m, k] @ b[n, k]^T (+ bias[n]) in out_dtype."""
         raise NotImplementedError
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand) -> None:
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
         """out[m, n] += a[m, k] @ b[n, k]^T."""
         raise NotImplementedError
 
@@ -140,10 +140,10 @@ def matmul(
     return gemm(_plain(a, a_layout), _plain(b, b_layout), out_dtype, bias)
 
 
-def matmul_accumulate_(out: Tensor, a: QTensor, b: QTensor) -> None:
+def matmul_accumulate_(out: Tensor, a: QTensor, b: QTensor, fast_accum: bool = False) -> None:
     """out[n, k] += a.col[n, m] @ b.col[k, m]^T: a weight gradient added where it is kept."""
     if _compatible(a, b):
-        a.format.accumulate_(out, a.operand("col"), b.operand("col"))
+        a.format.accumulate_(out, a.operand("col"), b.operand("col"), fast_accum)
     else:
         gemm_accumulate_(out, a.dequantize(), b.dequantize())
 

@@ -6,67 +6,90 @@ pass. These belong to the call, not to the modules, so any number of calls may b
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-_open: list[Frame] = []
+
+class _Open(threading.local):
+    """The checkpointed calls that this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_open = _Open()
 
 
 class Frame:
     """One checkpointed call: values noted in its first run, handed out again in order in every later one."""
 
     def __init__(self) -> None:
-        self._values: list[Any] = []
+        self._values: list[tuple[Any, Any]] = []
         self._cursor = 0
+        self._making = False
         self.replaying = False
 
     @contextmanager
     def run(self) -> Iterator[None]:
         """Around each run of the call's function; the first records, later ones replay."""
         self._cursor = 0
-        _open.append(self)
+        _open.frames.append(self)
         try:
             yield
         finally:
-            _open.remove(self)
+            _open.frames.remove(self)
             self.replaying = True
 
-    def recall(self, make: Callable[[], Any], depth: int) -> Any:
+    def recall(self, key: Any, make: Callable[[], Any], depth: int) -> Any:
+        if self._making:  # part of a value that is being noted as a whole
+            return make()
         if self.replaying:
-            if self._cursor == len(self._values):
-                raise RuntimeError(
-                    f"recomputation asks for value {self._cursor + 1} of a checkpointed call that noted "
-                    f"{self._cursor}: the function took another path the second time; make it deterministic"
-                )
-            self._cursor += 1
-            return self._values[self._cursor - 1]
-        value = _recall(make, depth - 1)
-        self._values.append(value)
+            return self._next(key)
+        self._making = True
+        try:
+            value = _recall(key, make, depth - 1)
+        finally:
+            self._making = False
+        self._values.append((key, value))
+        return value
+
+    def _next(self, key: Any) -> Any:
+        noted, value = self._values[self._cursor] if self._cursor < len(self._values) else (None, None)
+        if noted != key:
+            raise RuntimeError(
+                f"recomputation of a checkpointed call asks for {key} where its first run noted {noted}: the "
+                "function took another path the second time; make it deterministic"
+            )
+        self._cursor += 1
         return value
 
 
-def _recall(make: Callable[[], Any], depth: int) -> Any:
-    return make() if depth < 0 else _open[depth].recall(make, depth)
+def _recall(key: Any, make: Callable[[], Any], depth: int) -> Any:
+    return make() if depth < 0 else _open.frames[depth].recall(key, make, depth)
 
 
-def recall(make: Callable[[], Any]) -> Any:
-    """make() in the first run of a checkpointed call, or outside of any; the same value again when it is recomputed."""
-    return make() if not _open else _recall(make, len(_open) - 1)
+def recall(key: Any, make: Callable[[], Any]) -> Any:
+    """make() in the first run of a checkpointed call, or outside of any; the same value again when it is recomputed.
+
+    key: what the value is, to notice a recomputation that takes another path.
+    """
+    return make() if not _open.frames else _recall(key, make, len(_open.frames) - 1)
 
 
 def is_open() -> bool:
     """True inside a checkpointed call."""
-    return bool(_open)
+    return bool(_open.frames)
 
 
 def replaying() -> bool:
     """True while a checkpointed call is computed again."""
-    return any(frame.replaying for frame in _open)
+    return any(frame.replaying for frame in _open.frames)
 
 
 def in_foreign_recomputation() -> bool:
     """True when a forward runs inside a backward pass and no Frame of ours is open: another library recomputes it."""
-    return not _open and torch._C._current_graph_task_id() != -1
+    return not _open.frames and torch._C._current_graph_task_id() != -1

@@ -46,6 +46,11 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         self = args[0] if args else None
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                f"{func} would write to a QuantizedTensor: its numbers are fixed; work on x.dequantize(), and ask for "
+                "fp8_output or fp8_grad only where the neighbour is a te_lite module"
+            )
         if isinstance(self, cls):
             plain_copy = func is not aten._to_copy.default or kwargs.get("dtype", self.dtype) == self.dtype
             if func in _SAME_NUMBERS and plain_copy and "device" not in kwargs:
