@@ -23,6 +23,7 @@ class Arithmetic:
 
     compute: torch.dtype
     store: torch.dtype | None
+    tensor_cores: bool = False
 
     def round(self, t: Tensor) -> Tensor:
         return t if self.store is None else t.to(self.store).to(self.compute)
@@ -31,8 +32,8 @@ class Arithmetic:
 TRUTH = Arithmetic(torch.float64, None)
 
 
-def stored_in(dtype: torch.dtype) -> Arithmetic:
-    return Arithmetic(torch.float32, dtype)
+def stored_in(dtype: torch.dtype, tensor_cores: bool = False) -> Arithmetic:
+    return Arithmetic(torch.float32, dtype, tensor_cores)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _add(parts: list[Tensor], arith: Arithmetic) -> Tensor:
 def _tensor_core_matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b as fp8 tensor cores add: 32 products at a time, the running sum cut to 14 significant bits.
 
-    Only in low precision and where there is a GPU whose results are judged: the CPU's oracle adds in fp32.
+    For low-precision references where a GPU's results are judged; the CPU adds in fp32.
     """
     total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
     for k in range(0, a.shape[1], 32):
@@ -93,7 +94,7 @@ def _tensor_core_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _matmul(a: Tensor, b: Tensor, q: Operands, arith: Arithmetic) -> Tensor:
-    cut = q.quantized and arith is not TRUTH and torch.cuda.is_available()
+    cut = q.quantized and arith.tensor_cores
     return _tensor_core_matmul(a, b) if cut else a @ b
 
 
