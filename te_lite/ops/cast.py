@@ -17,6 +17,7 @@ from te_lite.ops.cast_kernels import (
     FEW,
     MOST_PARTIALS,
     amax_kernel,
+    one_row_kernel,
     transform_kernel,
 )
 from te_lite.ops.launch import launch, sm_count
@@ -91,18 +92,14 @@ def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax,
         )
 
 
-def _new_scalar(like: Tensor) -> Tensor:
-    return like.new_empty((1,), dtype=torch.float32)
-
-
-def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad, scalar=_new_scalar) -> Transformed:
+def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad) -> Transformed:
     x, shape = source.x, (source.rows, source.cols)
     empty = x.new_empty
     return Transformed(
         None if hp_dtype is None else empty(shape, dtype=hp_dtype),
         empty(shape, dtype=fp8_dtype) if row else None,
         empty((shape[1], padded_rows(shape[0])), dtype=fp8_dtype) if col else None,
-        None if fp8_dtype is None else scalar(x),
+        None if fp8_dtype is None else new_scalar(x),
         empty(shape[1:], dtype=torch.float32) if bias_grad else None,
     )
 
@@ -136,7 +133,7 @@ def transform(
     Errors: ValueError, TypeError.
     """
     _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad)
-    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, new_scalar)
+    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad)
     _transform_op(*source[:-1], scale, amax, eps, pow2, *out, amax_out)
     return out
 
@@ -215,7 +212,7 @@ def _transform_cuda(
     q = col if row is None else row
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
     launch(
-        transform_kernel,
+        one_row_kernel if rows == 1 else transform_kernel,
         tiles_n * splits or 1,  # M = 0 needs one: scale_inv is written too
         (amax_out, scale),
         (x, dy, mean, rstd, gamma, beta, amax, hp, row, col, scale_inv, partial),

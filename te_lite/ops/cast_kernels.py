@@ -121,8 +121,7 @@ def _emit(
             tl.store(col.to(tl.pointer_type(tl.uint8)) + first_t + inside_t, tl.trans(q8), mask=mask_t)
 
 
-# rows is never a constant: with rows = 1 the pad would be, and ptxas 12.8 folds its conversion to garbage.
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["amax_out", "scale"])
+@triton.jit(do_not_specialize_on_alignment=["amax_out", "scale"])
 def transform_kernel(
     amax_out, scale, x, dy, mean, rstd, gamma, beta, amax, hp, row, col, scale_inv, partial,
     eps, rows, cols, padded, count,
@@ -187,6 +186,13 @@ def transform_kernel(
         # larger value. A stale read is a smaller one and costs an atomic, never a lost maximum.
         if most > tl.load(word, cache_modifier=".cg"):
             tl.atomic_max(word, most, sem="relaxed")
+
+
+# Triton makes an integer that is 1 a constant. With rows = 1 the pad is then a constant too, and ptxas 12.8 folds its
+# conversion to garbage. Only there: not knowing that rows is a multiple of 16 costs 10 to 48 registers a thread.
+one_row_kernel = triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["amax_out", "scale"])(
+    transform_kernel.fn
+)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from te_lite.quantize.qtensor import QTensor
 
@@ -43,10 +43,17 @@ class QuantizedTensor(torch.Tensor):
         return f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, format={self.q.format})"
 
     @classmethod
+    def _written(cls, func: Any, args: tuple, kwargs: dict) -> bool:
+        """True when `func` writes to a QuantizedTensor; reading one into a plain tensor is fine."""
+        values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        return any(isinstance(leaf, cls) for name in written for leaf in tree_leaves(values.get(name)))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         self = args[0] if args else None
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and cls._written(func, args, kwargs):
             raise RuntimeError(
                 f"{func} would write to a QuantizedTensor: its numbers are fixed; work on x.dequantize(), and ask for "
                 "fp8_output or fp8_grad only where the neighbour is a te_lite module"

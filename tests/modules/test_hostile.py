@@ -79,6 +79,15 @@ def test_writing_to_a_quantized_tensor_is_refused():
         y.add_(1)
 
 
+def test_reading_a_quantized_tensor_into_a_plain_one_works():
+    with under("current"), torch.no_grad():
+        y = layer()(tokens().detach(), fp8_output=True)
+    plain = y.dequantize()
+    assert_bitwise_equal("copied", torch.empty_like(plain).copy_(y), plain)
+    assert_bitwise_equal("added", torch.ones_like(plain).add_(y), plain + 1)
+    assert_bitwise_equal("out=", torch.add(y, y, out=torch.empty_like(plain)), plain + plain)
+
+
 def test_writing_to_the_returned_norm_is_noticed():
     """The linear keeps the norm's output that the caller holds; changing it is an error, not a wrong gradient."""
     module = layer("LayerNormLinear", return_layernorm_output=True)

@@ -111,3 +111,14 @@ def test_a_tensor_on_another_device():
     assert torch.cuda.current_device() == 0
     _check(_quantize(x), x)
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(not launch.triton.__version__.startswith("3.6."), reason="the convention was read in Triton 3.6")
+def test_kernels_are_launched_by_the_extension():
+    """Every kernel of a cast is ready in te_lite._C, none goes through Triton's launcher."""
+    launch._COMPILED.clear()
+    source = S.plain(torch.randn(64, 96, device="cuda"))
+    with torch.no_grad():
+        cast.transform(source, fp8_dtype=E4M3, row=True, col=True, amax=cast.amax(source), bias_grad=True)
+    assert len(launch._COMPILED) == 3  # amax, cast, column sums
+    assert all(isinstance(ready, launch._C.Kernel) for ready in launch._COMPILED.values())
