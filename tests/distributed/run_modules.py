@@ -168,7 +168,7 @@ def run_case(case: Case, group, device, replica: int = 0) -> list[Closeness]:
     rank = dist.get_rank(group)
     p = reference.make_parameters(case.spec, K, N, FFN, seed=3, dtype=torch.bfloat16)
     module = make_module(case, p, group, device)
-    oracle = Oracle(case.spec, p, case.recipe)
+    oracle = Oracle(case.spec, p, case.recipe, device=device)
     measured = []
     for i in range(2 if case.recipe == "delayed" else 1):
         seeds = [100 * replica + 10 * i + 2 * j for j in range(case.microbatches)]

@@ -217,9 +217,8 @@ def test_torch_autocast_decides_the_type(kind, recipe, device):
     want = step(low, tokens(), tokens(seed=3), recipe)
     if kind == LINEAR:
         assert_bitwise_equal("out", out.detach(), want["out"])
-    truth, reference_low = Oracle(Spec(kind), {n: p.detach().cpu() for n, p in low.named_parameters()}, recipe).step(
-        tokens(), tokens(seed=3)
-    )
+    parameters = {n: p.detach().cpu() for n, p in low.named_parameters()}
+    truth, reference_low = Oracle(Spec(kind), parameters, recipe, device=device).step(tokens(), tokens(seed=3))
     got = {"out": out.detach(), "dx": x.grad, **{n: p.grad for n, p in module.named_parameters()}}
     for name in got:
         assert_close_to_oracle(f"{kind} {name}", got[name], truth[name], reference_low[name])

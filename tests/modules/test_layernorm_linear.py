@@ -74,7 +74,7 @@ def test_return_layernorm_output(return_bias, recipe, device):
     assert ln_out.shape == x.shape and ln_out.dtype == x.dtype
     torch.autograd.backward([out, ln_out], [dy.to(device), dln.to(device)])
 
-    truth, low = Oracle(spec, p, recipe).step(x, dy)
+    truth, low = Oracle(spec, p, recipe, device=device).step(x, dy)
     extra = {}
     for arith in (reference.TRUTH, reference.stored_in(torch.bfloat16)):
         norm = Spec("LayerNorm")

@@ -86,7 +86,7 @@ def test_any_leading_shape(shape, recipe, device):
     assert got["out"].shape == (*shape[:-1], 80)
     assert got["dx"].shape == shape
     assert got["out"].dtype == got["dx"].dtype == torch.bfloat16
-    truth, low = Oracle(spec, p, recipe).step(x, dy)
+    truth, low = Oracle(spec, p, recipe, device=device).step(x, dy)
     compare(f"{recipe} {shape}", got, truth, low)
 
 
@@ -180,7 +180,7 @@ def test_e4m3_format_and_powers_of_two(device):
     x, dy = _tokens(48, 64), _tokens(48, 80, seed=3)
     recipe = te.recipe.Float8CurrentScaling(fp8_format=te.recipe.Format.E4M3, use_power_2_scales=True)
     got = step(build(spec, 64, 80, device=device, parameters=p), x, dy, recipe)
-    oracle = Oracle(spec, p, "current")
+    oracle = Oracle(spec, p, "current", device=device)
     for state in (oracle.truth_state, oracle.reference_state):
         gemm = state.gemms[0]
         gemm.x = gemm.w = gemm.dy = Current(E4M3, pow2=True)

@@ -44,7 +44,7 @@ def test_main_grad_accumulates(kind, recipe, device):
     module = fused(kind, device, fill=3.0)
     plain = step(make(kind, device), tokens(), tokens(3), recipe)
     got = step(module, tokens(), tokens(3), recipe)
-    truth, low = Oracle(Spec(kind), parameters(kind), recipe).step(tokens(), tokens(3))
+    truth, low = Oracle(Spec(kind), parameters(kind), recipe, device=device).step(tokens(), tokens(3))
     for name in WEIGHTS[kind]:
         weight = getattr(module, name)
         assert weight.grad is None and name not in got
