@@ -7,18 +7,22 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from te_lite import _requirements
 
 MAX_IMPORT_SECONDS = 3.0
 
+MAX_OWN_SECONDS = 1.0  # beyond torch's; 0.2 s measured
+
 MEASURE = """
 import json, time
-wall, cpu = time.perf_counter(), time.process_time()
-import te_lite
-wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+start = time.process_time()
 import torch
-print(json.dumps({"wall": wall, "cpu": cpu, "cuda": torch.cuda.is_initialized()}))
+after_torch = time.process_time()
+import te_lite
+end = time.process_time()
+print(json.dumps({"all": end - start, "own": end - after_torch, "cuda": torch.cuda.is_initialized()}))
 """
 
 WITHOUT_TRITON = """
@@ -48,7 +52,9 @@ def imported() -> list[dict]:
 def test_import_is_fast(imported: list[dict]) -> None:
     # Processor time, not wall time: an import runs on one thread, and wall time here would measure the tests
     # that run beside this one. The two agree on a quiet machine.
-    assert statistics.median(result["cpu"] for result in imported) < MAX_IMPORT_SECONDS, imported
+    assert statistics.median(result["own"] for result in imported) < MAX_OWN_SECONDS, imported
+    if not torch.backends.cuda.is_built():  # torch's CUDA build alone takes about 3 s of processor time
+        assert statistics.median(result["all"] for result in imported) < MAX_IMPORT_SECONDS, imported
 
 
 @pytest.mark.gpu
