@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
@@ -138,6 +139,48 @@ def activation_cases(t: Operands) -> list[Case]:
     ]
 
 
+def scaled_cases(t: Operands) -> list[Case]:
+    """Quantization with a scale a block, a row, a column; bytes include the scales."""
+    from te_lite.ops import block_cast, cast, row_cast, source
+
+    plain, m, n = source.plain(t.x), t.x.shape[0], t.x.shape[1]
+    size, cases = t.size, []
+    kinds = {"mx": (32, False, 1 / 32), "1x128": (128, False, 4 / 128), "128x128": (128, True, 4 / 128**2)}
+    for name, (block, square, scales) in kinds.items():
+        for layout, row, col in (("row", True, False), ("col", False, True), ("row+col", True, True)):
+            call = partial(block_cast.block_cast, plain, block=block, square=square, row=row, col=col, flat=block == 32)
+            cases.append(Case(f"{name} {layout}", (2 + (1 + scales) * (row + col)) * size, call))
+    scale = torch.ones(m + n, device=t.x.device)
+    vectors = {"row_scale": scale[:m], "col_scale": scale[m:]}
+    mx = block_cast.block_cast(plain, block=32, row=True, col=True, flat=True)
+    return [
+        *cases,
+        Case("rowwise row", 3 * size, lambda: row_cast.row_cast(plain)),
+        Case("rowwise amaxes", 2 * size, lambda: row_cast.vector_amax(plain, True, True)),
+        Case("rowwise amax of columns", 2 * size, lambda: row_cast.vector_amax(plain, False, True)),
+        Case(
+            "rowwise col, scales known",
+            3 * size,
+            lambda: cast.transform(plain, fp8_dtype=E4M3, col=True, col_scale=scale[m:]),
+        ),
+        Case(
+            "rowwise row+col, scales known",
+            4 * size,
+            lambda: cast.transform(plain, fp8_dtype=E4M3, row=True, col=True, **vectors),
+        ),
+        Case(
+            "mx to bf16, row",
+            (3 + 1 / 32) * size,
+            lambda: block_cast.dequantize_blocks(mx.row, mx.row_scale, 1, 32, BF16),
+        ),
+        Case(
+            "mx to bf16, col",
+            (3 + 1 / 32) * size,
+            lambda: block_cast.dequantize_blocks(mx.col, mx.col_scale, 32, 1, BF16),
+        ),
+    ]
+
+
 def delayed_cases(t: Operands) -> list[Case]:
     from te_lite.ops import delayed
 
@@ -150,6 +193,7 @@ def delayed_cases(t: Operands) -> list[Case]:
 
 FAMILIES = {
     "cast": cast_cases,
+    "scaled": scaled_cases,
     "norm": norm_cases,
     "activation": activation_cases,
     "delayed": delayed_cases,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, ContextDecorator, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from te_lite.quantize import delayed, replay
+from te_lite.quantize.params import weight_quantizer
+from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import DelayedScaling, Recipe, from_name
 
 
@@ -37,20 +40,39 @@ class State:
         self.key = (recipe, group, enabled)
 
 
+class ModelInit(NamedTuple):
+    """How modules make their weights just now. multiple: features must be multiples of it, or stay as they are."""
+
+    quantizer: Quantizer
+    multiple: int
+    preserve: bool
+
+
 class _Open(threading.local):
-    """The autocasts that this thread is in, outermost first; None for one that neither enables nor calibrates."""
+    """The autocasts that this thread is in, outermost first; None for one that neither enables nor calibrates.
+
+    inits: the same for quantized_model_init.
+    """
 
     def __init__(self) -> None:
         self.stack: list[State | None] = []
+        self.inits: list[ModelInit | None] = []
 
 
 _open = _Open()
 
 
-def current() -> State | None:
-    """The innermost autocast's state, None where fp8 is neither enabled nor calibrated."""
+def current(default: State | None = None) -> State | None:
+    """The innermost autocast's state, None where it neither enables nor calibrates fp8; default: where none is open."""
     stack = _open.stack
-    return stack[-1] if stack else None
+    return stack[-1] if stack else default
+
+
+def _as_recipe(recipe: Recipe | str | None) -> Recipe:
+    recipe = from_name(recipe) if isinstance(recipe, str) else recipe
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r}: must be a te_lite.recipe object or a name such as 'delayed'")
+    return recipe if recipe is not None else DelayedScaling()
 
 
 class autocast(ContextDecorator):
@@ -72,13 +94,9 @@ class autocast(ContextDecorator):
         recipe: Recipe | str | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if isinstance(recipe, str):
-            recipe = from_name(recipe)
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe={recipe!r}: must be a te_lite.recipe object or a name such as 'delayed'")
+        self.recipe = _as_recipe(recipe)
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
             raise TypeError(f"amax_reduction_group={amax_reduction_group!r}: must be a process group or None")
-        self.recipe = recipe if recipe is not None else DelayedScaling()
         self.enabled = bool(enabled) and self.recipe.is_fp8
         self.calibrating = bool(calibrating) and not self.enabled
         self.group = amax_reduction_group
@@ -158,17 +176,36 @@ class FP8GlobalStateManager:
     def reset(cls) -> None:
         """Forgets open autocasts and the delayed-scaling pools; for tests and notebooks."""
         _open.stack.clear()
+        _open.inits.clear()
         delayed.reset()
 
 
-def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
-    """Quantized parameters are not there yet: enabled=True raises, enabled=False does nothing."""
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | str | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """te_lite modules built inside hold the weights of their linears quantized, and nowhere in high precision.
+
+    recipe: gives the weights' format (default DelayedScaling()); use the modules under an autocast with a recipe of
+    that format. preserve_high_precision_init_val: param.get_high_precision_init_val() is the initial value on the CPU,
+    for master weights, until param.clear_high_precision_init_val(). See docs/quantized-tensors.md.
+
+    Raises ValueError for recipes whose GEMMs do not read a weight through one quantizer.
+    """
+    made = None
     if enabled:
-        raise NotImplementedError(
-            "fp8_model_init(enabled=True): te_lite has no quantized parameters yet; keep parameters in bf16 or fp32 "
-            "and pass is_first_microbatch to reuse quantized weights across micro-batches"
-        )
-    return nullcontext()
+        recipe = _as_recipe(recipe)
+        made = ModelInit(weight_quantizer(recipe), recipe.feature_multiple, bool(preserve_high_precision_init_val))
+    _open.inits.append(made)
+    try:
+        yield
+    finally:
+        _open.inits.pop()
 
 
-quantized_model_init = fp8_model_init
+fp8_model_init = quantized_model_init  # the older name
+
+
+def model_init() -> ModelInit | None:
+    """What the innermost quantized_model_init says; None outside of any and where it is not enabled."""
+    return _open.inits[-1] if _open.inits else None

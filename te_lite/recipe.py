@@ -1,120 +1,21 @@
 """Recipes: frozen values that say how the operands of a linear's three GEMMs are quantized.
 
-A recipe holds configuration only. `factory` names the function in quantize/ that turns it into quantizers
-("module:function", resolved when a plan is built), so that this file imports nothing of te_lite and any stratum may
-import it. Field names, order and defaults are Transformer Engine's.
+A recipe holds configuration only. `factory` names the function that turns it into quantizers ("module:function",
+resolved when a plan is built), so that this file imports nothing of quantize/ and any stratum may import it.
+Field names, order and defaults are Transformer Engine's; what it has no field for is keyword-only.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields
-from enum import Enum
-from typing import ClassVar, NamedTuple
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
-
-class FormatRange(NamedTuple):
-    """Largest finite magnitude of the forward and of the backward type."""
-
-    max_fwd: float
-    max_bwd: float
-
-
-class Format(Enum):
-    """fp8 formats: E4M3 and E5M2 everywhere, or HYBRID: E4M3 forward, E5M2 for gradients."""
-
-    E4M3 = FormatRange(448.0, 448.0)
-    E5M2 = FormatRange(57344.0, 57344.0)
-    HYBRID = FormatRange(448.0, 57344.0)
-
-    @property
-    def forward_dtype(self) -> torch.dtype:
-        return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
-
-    @property
-    def backward_dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
-
-
-@dataclass(frozen=True)
-class QParams:
-    """How one operand is scaled: powers of two only, and the smallest amax that is believed."""
-
-    power_2_scale: bool = False
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.amax_epsilon < float("inf"):
-            raise ValueError(f"amax_epsilon={self.amax_epsilon!r}: must be finite and >= 0; pass 0.0 for none")
-
-
-@dataclass(frozen=True)
-class MMParams:
-    """How one GEMM accumulates: split (promoted to fp32 as it goes) or fast."""
-
-    use_split_accumulator: bool = True
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Base of all recipes."""
-
-    name: ClassVar[str]
-    factory: ClassVar[str]
-    summary: ClassVar[str]
-
-    def delayed(self) -> bool:
-        return self.name == "delayed"
-
-    def float8_current_scaling(self) -> bool:
-        return self.name == "current"
-
-    def float8_per_tensor_scaling(self) -> bool:
-        return self.name in ("delayed", "current")
-
-    def mxfp8(self) -> bool:
-        return self.name == "mxfp8"
-
-    def float8_block_scaling(self) -> bool:
-        return self.name == "blockwise"
-
-    def custom(self) -> bool:
-        return self.name == "custom"
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.name != "bf16"
-
-
-def _refuse_types(recipe: Recipe) -> None:
-    """Fields whose default is a bool, an int or a string hold nothing else (True is no length, "no" is no bool)."""
-    for item in fields(recipe):
-        value = getattr(recipe, item.name)
-        if isinstance(item.default, (bool, int, str)) and type(value) is not type(item.default):
-            raise TypeError(
-                f"{type(recipe).__name__}({item.name}={value!r}): must be {type(item.default).__name__}; the default "
-                f"is {item.default!r}"
-            )
-
-
-def _refuse_attention(recipe: Recipe) -> None:
-    for flag in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, flag):
-            raise ValueError(
-                f"{type(recipe).__name__}({flag}=True): te_lite has no fp8 attention; leave {flag}=False and run "
-                "attention in bf16 between the modules"
-            )
-
-
-def _refuse_format(recipe: Recipe, allowed: tuple[Format, ...]) -> None:
-    if recipe.fp8_format not in allowed:
-        names = ", ".join(f"Format.{f.name}" for f in allowed)
-        raise ValueError(
-            f"{type(recipe).__name__}(fp8_format={recipe.fp8_format!r}): must be one of {names}: E5M2 has too few "
-            "mantissa bits for activations and weights"
-        )
+from te_lite.recipe_base import Format, MMParams, QParams, Recipe
 
 
 @dataclass(frozen=True)
@@ -123,7 +24,10 @@ class HighPrecision(Recipe):
 
     name: ClassVar[str] = "bf16"
     factory: ClassVar[str] = "te_lite.quantize.identity:operands"
-    summary: ClassVar[str] = "no quantization; any device; the baseline"
+    summary: ClassVar[str] = "no quantization, the baseline"
+    memory: ClassVar[str] = "x 2 (4 in fp32), w 0"
+    token_multiple: ClassVar[int] = 1
+    feature_multiple: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -144,12 +48,10 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     name: ClassVar[str] = "delayed"
     factory: ClassVar[str] = "te_lite.quantize.per_tensor:delayed_operands"
-    summary: ClassVar[str] = "per-tensor scales from past steps; no extra pass over the data; keeps a history"
+    summary: ClassVar[str] = "one scale a tensor from past steps: no extra pass over the data, keeps a history"
 
     def __post_init__(self) -> None:
-        _refuse_types(self)
-        _refuse_format(self, (Format.E4M3, Format.HYBRID))
-        _refuse_attention(self)
+        super().__post_init__()
         if not -64 <= self.margin <= 64:
             raise ValueError(
                 f"margin={self.margin!r}: must be an integer within [-64, 64] (a power of two); 0 is usual"
@@ -168,62 +70,214 @@ class DelayedScaling(Recipe):
             )
 
 
+def _fill_in_qparams(recipe: Float8CurrentScaling | Float8BlockScaling, powers_of_2: bool) -> None:
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        if getattr(recipe, name) is None:
+            object.__setattr__(recipe, name, QParams(power_2_scale=powers_of_2))
+        elif not isinstance(getattr(recipe, name), QParams):
+            raise TypeError(f"{name}={getattr(recipe, name)!r}: must be te.recipe.QParams(...) or None")
+
+
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """Per-tensor scales from the tensor itself: scale = fp8_max / amax(tensor); stateless."""
+    """Per-tensor scales from the tensor itself: scale = fp8_max / amax(tensor).
+
+    use_power_2_scales: for the QParams that are not given. per_shard_scales: under sequence parallelism each rank
+    scales its shard by itself and the scale travels with it, so that no amax reduction stands before a gather.
+    """
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
-    fp8_quant_fwd_inp: QParams | None = None
-    fp8_quant_fwd_weight: QParams | None = None
-    fp8_quant_bwd_grad: QParams | None = None
-    fp8_gemm_fprop: MMParams = field(default=MMParams(use_split_accumulator=False))
-    fp8_gemm_dgrad: MMParams = field(default=MMParams(use_split_accumulator=True))
-    fp8_gemm_wgrad: MMParams = field(default=MMParams(use_split_accumulator=True))
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    fp8_quant_fwd_inp: QParams | None = field(default=None, kw_only=True)
+    fp8_quant_fwd_weight: QParams | None = field(default=None, kw_only=True)
+    fp8_quant_bwd_grad: QParams | None = field(default=None, kw_only=True)
+    per_shard_scales: bool = field(default=False, kw_only=True)
     name: ClassVar[str] = "current"
     factory: ClassVar[str] = "te_lite.quantize.per_tensor:current_operands"
-    summary: ClassVar[str] = "per-tensor scales from the tensor itself; one more read of the data; stateless"
+    summary: ClassVar[str] = "one scale a tensor from the tensor itself: one more read of the data, stateless"
 
     def __post_init__(self) -> None:
-        _refuse_types(self)
-        _refuse_format(self, (Format.E4M3, Format.HYBRID))
-        _refuse_attention(self)
-        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, QParams(power_2_scale=self.use_power_2_scales))
-            elif not isinstance(getattr(self, name), QParams):
-                raise TypeError(f"{name}={getattr(self, name)!r}: must be te.recipe.QParams(...) or None")
+        super().__post_init__()
+        _fill_in_qparams(self, self.use_power_2_scales)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """E4M3 in blocks of 1x32 along each GEMM's inner dimension, E8M0 scales (OCP Microscaling Formats v1.0)."""
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    name: ClassVar[str] = "mxfp8"
+    factory: ClassVar[str] = "te_lite.quantize.mxfp8:operands"
+    summary: ClassVar[str] = "a power of two for every 32 values, multiplied in bf16: finest scales, stateless"
+    memory: ClassVar[str] = "x 1.03, w 0 (cached 2.06)"
+    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
+    token_multiple: ClassVar[int] = 32
+    capability: ClassVar[tuple[int, int]] = (8, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.margin != 0:
+            raise ValueError(
+                f"margin={self.margin}: must be 0, the MX specification fixes the scale by a block's amax; leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """E4M3 with a scale for 1x128 values of x and dy along each GEMM's inner dimension, and for 128x128 of w.
+
+    use_f32_scales: fp32 scales instead of powers of two, for the QParams that are not given.
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    fp8_quant_fwd_inp: QParams | None = field(default=None, kw_only=True)
+    fp8_quant_fwd_weight: QParams | None = field(default=None, kw_only=True)
+    fp8_quant_bwd_grad: QParams | None = field(default=None, kw_only=True)
+    name: ClassVar[str] = "blockwise"
+    factory: ClassVar[str] = "te_lite.quantize.blockwise:operands"
+    summary: ClassVar[str] = "a scale for 1x128 of x and dy and for 128x128 of w: keeps outliers apart, stateless"
+    memory: ClassVar[str] = "x 1.03, w 0 (cached 2)"
+    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
+    token_multiple: ClassVar[int] = 128
+    capability: ClassVar[tuple[int, int]] = (9, 0)
+    cuda: ClassVar[tuple[int, int]] = (12, 9)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _fill_in_qparams(self, not self.use_f32_scales)
+        for name, only in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
+            if getattr(self, name) != only:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be {only}; blocks are 1x128 for x and dy and 128x128 for w"
+                )
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            if not isinstance(getattr(self, name), MMParams):
-                raise TypeError(f"{name}={getattr(self, name)!r}: must be te.recipe.MMParams(...)")
+            if not getattr(self, name).use_split_accumulator:
+                raise ValueError(
+                    f"{name}=MMParams(use_split_accumulator=False): must be True, each block's sum is scaled in fp32; "
+                    "leave it out"
+                )
 
 
-_BY_NAME: dict[str, type[Recipe]] = {
-    "bf16": HighPrecision,
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-    "tensorwise": Float8CurrentScaling,
+@dataclass(frozen=True)
+class RowwiseScaling(Recipe):
+    """E4M3 with a scale for each row of x and each row of w; every GEMM has scales along its own inner dimension.
+
+    use_power_2_scales: powers of two only. high_precision_wgrad: dgrad takes w with one scale a tensor, and wgrad
+    runs in the activations' dtype (torchao's "rowwise_with_gw_hp").
+    """
+
+    use_power_2_scales: bool = True
+    high_precision_wgrad: bool = False
+    name: ClassVar[str] = "rowwise"
+    factory: ClassVar[str] = "te_lite.quantize.rowwise:operands"
+    summary: ClassVar[str] = "a scale a row: keeps tokens with outliers apart, stateless"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high_precision_wgrad:  # an instance's own values hide the class's
+            object.__setattr__(self, "name", "rowwise_with_gw_hp")
+            object.__setattr__(self, "summary", "as rowwise, with weight gradients in high precision")
+            object.__setattr__(self, "memory", "x 2 (4 in fp32), w 0 (cached 2)")
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """Quantizers of your own (docs/custom-quantizers.md).
+
+    qfactory(role) -> Quantizer, or None for high precision; asked once for each operand of each GEMM when a module
+    builds its plan. role: te_lite.quantize.custom.Role. Recipes are equal when their qfactory is: define it once, not
+    as a new lambda at each step, or plans are built at each step.
+    """
+
+    qfactory: Callable[[Any], Any]
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    name: ClassVar[str] = "custom"
+    factory: ClassVar[str] = "te_lite.quantize.custom:operands"
+    summary: ClassVar[str] = "quantizers from a factory of your own"
+    memory: ClassVar[str] = "what the quantizers keep"
+    capability: ClassVar[tuple[int, int]] = (8, 0)  # of the kernels; a format's own GEMM may need more
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.qfactory):
+            raise TypeError(
+                f"CustomRecipe(qfactory={self.qfactory!r}): must be a function qfactory(role) -> Quantizer or None; "
+                "pass the function itself"
+            )
+
+
+# A recipe, or "module:class" of one that stands elsewhere (docs/custom-quantizers.md), imported when it is asked for.
+_BY_NAME: dict[str, Recipe | str] = {
+    "bf16": HighPrecision(),
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "tensorwise": Float8CurrentScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "blockwise": Float8BlockScaling(),
+    "rowwise": RowwiseScaling(),
+    "rowwise_with_gw_hp": RowwiseScaling(high_precision_wgrad=True),
 }
 
 
 def from_name(name: str) -> Recipe:
     """The recipe of that name with its defaults, e.g. from_name("delayed")."""
     if name not in _BY_NAME:
-        near = difflib.get_close_matches(str(name), _BY_NAME, n=2) or sorted(_BY_NAME)
+        near = difflib.get_close_matches(str(name).lower(), _BY_NAME, n=2) or sorted(_BY_NAME)
         raise ValueError(f"recipe {name!r} is not known; nearest: {', '.join(near)}; recipe.available() lists all")
-    return _BY_NAME[name]()
+    recipe = _BY_NAME[name]
+    if isinstance(recipe, str):
+        module, _, cls = recipe.partition(":")
+        recipe = getattr(importlib.import_module(module), cls)()
+    return recipe
 
 
-def available() -> dict[str, str]:
-    """Name -> one line on what the recipe is for."""
-    return {name: cls.summary for name, cls in _BY_NAME.items()}
+@dataclass(frozen=True)
+class RecipeInfo:
+    """What a recipe is for and runs on, and the bytes it keeps for backward per element; str() is one line."""
+
+    name: str
+    summary: str
+    hardware: str
+    memory: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.summary}; runs on {self.hardware}; bytes kept an element: {self.memory}"
+
+
+def available() -> dict[str, RecipeInfo]:
+    """Name -> what the recipe is for; print the values, one line each."""
+    recipes = ((name, from_name(name)) for name in _BY_NAME)
+    return {
+        name: RecipeInfo(name, r.summary, f"the CPU, or {r.needs}" if r.is_fp8 else "any device", r.memory)
+        for name, r in recipes
+    }
+
+
+def _as_recipe(recipe: Recipe | str) -> Recipe:
+    return from_name(recipe) if isinstance(recipe, str) else recipe
 
 
 def check_recipe_support(recipe: Recipe | str, device: torch.device | str | None = None) -> tuple[bool, str]:
     """(True, "") when `recipe` runs on `device` (default: the current GPU, else the CPU), else (False, reason)."""
-    recipe = from_name(recipe) if isinstance(recipe, str) else recipe
+    recipe = _as_recipe(recipe)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -231,10 +285,26 @@ def check_recipe_support(recipe: Recipe | str, device: torch.device | str | None
         return True, ""
     if device.type != "cuda":
         return False, f"recipe {recipe.name!r} needs a CUDA device or the CPU, not {device.type!r}"
+    needs = f"recipe {recipe.name!r} needs {recipe.needs}"
     if not torch.cuda.is_available():
-        return False, f"recipe {recipe.name!r} on {device}: torch sees no CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        have = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
-        return False, f"recipe {recipe.name!r} needs fp8 tensor cores (compute capability 8.9 or more); {have}"
+        return False, f"{needs}; torch sees no CUDA device for {device}"
+    have = torch.cuda.get_device_capability(device)
+    if have < recipe.capability:
+        return False, f"{needs}; {torch.cuda.get_device_name(device)} has {have[0]}.{have[1]}"
+    built = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+    if built < recipe.cuda:
+        return False, f"{needs}; this torch was built for CUDA {torch.version.cuda}"
     return True, ""
+
+
+def required_multiple(recipe: Recipe | str, tp_size: int = 1) -> int:
+    """The number of tokens of which a multiple needs no padding, over all `tp_size` ranks of sequence parallelism.
+
+    A multiple on each rank: 16 where scales are per tensor or row (and for custom recipes), 32 for mxfp8, 128 for
+    blockwise, 1 for bf16. Other numbers of tokens give the same results: they are padded inside. Features are never
+    padded: a linear whose features on a rank are not multiples of recipe.feature_multiple runs in high precision, and
+    overlap_report() says so.
+    """
+    if type(tp_size) is not int or tp_size < 1:
+        raise ValueError(f"tp_size={tp_size!r}: must be an integer, at least 1; pass the tensor-parallel group's size")
+    return _as_recipe(recipe).token_multiple * tp_size

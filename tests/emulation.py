@@ -1,4 +1,4 @@
-"""Per-tensor fp8 quantization in plain torch, from design.md's formulas alone; te_lite is not imported.
+"""Quantized GEMM operands in plain torch, from the formats' formulas alone; te_lite is not imported.
 
 An operand's quantizer here is a function Tensor -> Tensor that quantizes and dequantizes. Stateful ones
 (delayed scaling) record what they saw; `update()` is the step that the library does at the end of a pass.
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from tests.quantize.formats import MX_COL, MX_ROW, Format, blockwise, columnwise, rowwise
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -111,21 +113,45 @@ class Delayed:
             self.scale = divide(FP8_MAX[self.fp8_dtype] * 2.0**-self.margin, amax)
 
 
+@dataclass
+class Blocks:
+    """A block-scaled format; each of pieces[0] x pieces[1] equal parts of the tensor starts blocks of its own."""
+
+    format: Format
+    pieces: tuple[int, int] = (1, 1)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        rows = [
+            torch.cat([self.format.round_trip(part) for part in row.chunk(self.pieces[1], 1)], 1)
+            for row in v.detach().chunk(self.pieces[0])
+        ]
+        return torch.cat(rows)
+
+
 Quantize = Callable[[Tensor], Tensor]
 
 
 @dataclass
 class Operands:
-    """How one linear's GEMM operands are quantized. Per-tensor scales: x serves fprop and wgrad, w fprop and
-    dgrad, dy dgrad and wgrad."""
+    """How each operand of one linear's GEMMs is quantized: x and w in fprop, dy and w in dgrad, dy and x in wgrad.
+
+    None: the same numbers as in the other GEMM (always so with one scale a tensor).
+    """
 
     x: Quantize = identity
     w: Quantize = identity
     dy: Quantize = identity
+    w_dgrad: Quantize | None = None
+    dy_wgrad: Quantize | None = None
+    x_wgrad: Quantize | None = None
 
     @property
     def quantized(self) -> bool:
         return self.x is not identity
+
+    @property
+    def wgrad_quantized(self) -> bool:
+        return self.quantized and self.x_wgrad is not identity
 
     def update(self) -> None:
         for quantize in (self.x, self.w, self.dy):
@@ -133,8 +159,10 @@ class Operands:
                 quantize.update()
 
 
-def operands(recipe: str, mode: str | None = None, tp: int = 1, grad: torch.dtype = E5M2, **options) -> Operands:
-    """The operands of a linear under a te_lite recipe name ("bf16", "delayed", "current"), HYBRID by default.
+def operands(
+    recipe: str, mode: str | None = None, tp: int = 1, token_shards: int = 1, grad: torch.dtype = E5M2, **options
+) -> Operands:
+    """The operands of a linear under a te_lite recipe name with the recipe's defaults, or a name of harness.OPTIONS.
 
     Where each rank scales its own shard, so does the unsharded oracle: a weight always does (current
     scaling); dy of a column- and x of a row-parallel linear are sharded along features. x of a column- and dy
@@ -145,8 +173,48 @@ def operands(recipe: str, mode: str | None = None, tp: int = 1, grad: torch.dtyp
         return Operands()
     if recipe == "delayed":
         return Operands(Delayed(E4M3, **options), Delayed(E4M3, **options), Delayed(grad, **options))
+    if recipe == "current_per_shard":
+        x, w, dy = _pieces(mode, tp, token_shards)
+        return Operands(Blocks(Format(), x), Blocks(Format(), w), Blocks(Format(fp8=grad), dy))
+    if recipe != "current":
+        return _block_operands(recipe, mode, tp, token_shards)
     if mode == "column":
         return Operands(Current(E4M3), Current(E4M3, 0, tp), Current(grad, 1, tp))
     if mode == "row":
         return Operands(Current(E4M3, 1, tp), Current(E4M3, 1, tp), Current(grad))
     return Operands(Current(E4M3), Current(E4M3), Current(grad))
+
+
+def _pieces(mode: str | None, tp: int, token_shards: int) -> tuple[tuple[int, int], ...]:
+    """Into how many parts (along rows, along columns) ranks divide x [M, K], w [N, K] and dy [M, N].
+
+    Along features always; along tokens only a tensor that is gathered, the others are whole on each rank.
+    """
+    if mode == "column":
+        return (token_shards, 1), (tp, 1), (1, tp)
+    return ((1, tp), (1, tp), (token_shards, 1)) if mode == "row" else ((1, 1),) * 3
+
+
+def _block_operands(recipe: str, mode: str | None, tp: int, token_shards: int) -> Operands:
+    """Blocks lie along each GEMM's inner dimension, so the two views of a tensor differ, and end with a rank's part.
+
+    Rowwise, one scale for all tokens is agreed on by all ranks.
+    """
+    pow2, recipe = not recipe.endswith("_fp32"), recipe.removesuffix("_fp32")
+    x, w, dy = _pieces(mode, tp, 1 if recipe.startswith("rowwise") else token_shards)
+    if recipe == "rowwise_with_gw_hp":
+        row = rowwise(pow2)
+        return Operands(
+            Blocks(row, x), Blocks(row, w), Blocks(row, dy), Blocks(Format(pow2=pow2), w), identity, identity
+        )
+    row, w_row, w_col, col = {
+        "mxfp8": (MX_ROW, MX_ROW, MX_COL, MX_COL),
+        "blockwise": (
+            *(blockwise(1, 128, pow2), blockwise(128, 128, pow2)),
+            *(blockwise(128, 128, pow2), blockwise(128, 1, pow2)),
+        ),
+        "rowwise": (rowwise(pow2), rowwise(pow2), columnwise(pow2), columnwise(pow2)),
+    }[recipe]
+    return Operands(
+        Blocks(row, x), Blocks(w_row, w), Blocks(row, dy), Blocks(w_col, w), Blocks(col, dy), Blocks(col, x)
+    )

@@ -15,15 +15,25 @@ from te_lite.testing.numerics import Closeness, assert_close_to_oracle
 from tests import reference
 from tests.reference import LINEAR, LN_MLP, Quantization, Spec, quantization, stored_in
 
-RECIPES = ("bf16", "delayed", "current")
+# Recipes that are not the defaults of a name; the oracle knows them by these.
+OPTIONS = {
+    "current_per_shard": te.recipe.Float8CurrentScaling(per_shard_scales=True),
+    "blockwise_fp32": te.recipe.Float8BlockScaling(use_f32_scales=True),
+    "rowwise_fp32": te.recipe.RowwiseScaling(use_power_2_scales=False),
+}
+# More than one scale a tensor.
+BLOCKED = ("mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp", *OPTIONS)
+RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
 FP8 = ("delayed", "current")
 
 
 def under(recipe: str | te.recipe.Recipe | None, **kwargs: Any):
-    """The autocast of a recipe, by name or as a value; "bf16" (or None): no autocast at all."""
+    """The autocast of a recipe, by name (also of OPTIONS) or as a value; "bf16" (or None): no autocast at all."""
     if recipe is None or recipe == "bf16":
         return contextlib.nullcontext()
-    value = te.recipe.from_name(recipe) if isinstance(recipe, str) else recipe
+    value = recipe
+    if isinstance(recipe, str):
+        value = OPTIONS[recipe] if recipe in OPTIONS else te.recipe.from_name(recipe)
     return te.autocast(enabled=True, recipe=value, **kwargs)
 
 
@@ -157,21 +167,31 @@ def check(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
-    m: int = 48,
-    k: int = 64,
-    n: int = 80,
-    ffn: int = 96,
+    m: int | None = None,
+    k: int | None = None,
+    n: int | None = None,
+    ffn: int | None = None,
     steps: int | None = None,
     **extra: Any,
 ) -> None:
-    """Steps of module and oracle compared; delayed scaling two, the second with scales from the first."""
+    """Steps of module and oracle compared; delayed scaling two, the second with scales from the first.
+
+    Sizes default to several blocks and a ragged one where a recipe has blocks, and magnitudes are then spread.
+    """
+    blocked = recipe in BLOCKED
+    given, default = (m, k, n, ffn), (144, 176, 272, 160) if blocked else (48, 64, 80, 96)
+    m, k, n, ffn = (size if size is not None else usual for size, usual in zip(given, default, strict=True))
     p = reference.make_parameters(spec, k, n, ffn, dtype=dtype)
+    spread = blocked and dtype != torch.float16  # which has not the range
+    p = reference.spread_parameters(spec, p) if spread else p
     module = build(spec, k, n, ffn, dtype=dtype, device=device, parameters=p, **extra)
     oracle = Oracle(spec, p, recipe, dtype, device)
     width = k if spec.kind == LN_MLP else n
     for i in range(steps or (2 if recipe == "delayed" else 1)):
         x = reference.make_tokens(m, k, seed=10 + i, dtype=dtype)
         dy = reference.make_tokens(m, width, seed=20 + i, dtype=dtype, scale=0.1)
+        if spread:
+            x, dy = reference.spread_tokens(spec, x, dy)
         got = step(module, x, dy, recipe)
         truth, low = oracle.step(x, dy)
         compare(f"{spec} {recipe} step {i}", got, truth, low)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.emulation import Operands, identity, operands
+from tests.emulation import Operands, Quantize, identity, operands
 
 LINEAR, LN_LINEAR, LN_MLP = "Linear", "LayerNormLinear", "LayerNormMLP"
 
@@ -81,44 +81,58 @@ def _add(parts: list[Tensor], arith: Arithmetic) -> Tensor:
 
 
 def _tensor_core_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as fp8 tensor cores add: 32 products at a time, the running sum cut to 14 significant bits.
+    """a @ b as fp8 tensor cores add: 32 products at a time, they and the running sum cut to 14 bits of the largest.
 
     For low-precision references where a GPU's results are judged; the CPU adds in fp32.
     """
-    total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)  # scaled by powers of two beyond fp32's
     for k in range(0, a.shape[1], 32):
-        mantissa, exponent = torch.frexp(total + a[:, k : k + 32] @ b[k : k + 32])
-        total = torch.ldexp(torch.trunc(mantissa * 2**14) * 2.0**-14, exponent)
+        products = a[:, k : k + 32, None].double() * b[None, k : k + 32]
+        _, exponent = torch.frexp(torch.maximum(products.abs().amax(1), total.abs()))
+        products = torch.trunc(torch.ldexp(products, 14 - exponent[:, None])).sum(1)
+        total = torch.ldexp(products + torch.trunc(torch.ldexp(total, 14 - exponent)), exponent - 14)
+    total = total.to(a.dtype)
     # One realisation of a noise of that size: which values it tips over an fp8 rounding boundary is chance.
     return total * (1 + 2.0**-14 * (2 * torch.rand(total.shape, dtype=total.dtype) - 1))
 
 
-def _matmul(a: Tensor, b: Tensor, q: Operands, arith: Arithmetic) -> Tensor:
-    cut = q.quantized and arith.tensor_cores
-    return _tensor_core_matmul(a, b) if cut else a @ b
+def _matmul(a: Tensor, b: Tensor, quantized: bool, arith: Arithmetic) -> Tensor:
+    return _tensor_core_matmul(a, b) if quantized and arith.tensor_cores else a @ b
+
+
+def _other_view(v: Tensor, quantize: Quantize | None, same: Tensor, arith: Arithmetic) -> Tensor:
+    """The operand of the second GEMM that reads v; `same` is that of the first. Unquantized, it is stored."""
+    if quantize is None:
+        return same
+    return arith.round(v) if quantize is identity else quantize(v)
 
 
 class _Linear(torch.autograd.Function):
-    """y[M,N] = q(x)[M,K] q(w)[N,K]^T; dx = q(dy) q(w); dw = q(dy)^T q(x); sums split as ranks split them."""
+    """y[M,N] = q(x)[M,K] q(w)[N,K]^T; dx = q(dy) q'(w); dw = q'(dy)^T q'(x); sums split as ranks split them.
+
+    q: the operand quantized for one GEMM; q': for the other GEMM that reads it.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, q: Operands, arith: Arithmetic, mode: str | None, tp: int) -> Tensor:
         xq, wq = q.x(x), q.w(w)
-        ctx.save_for_backward(xq, wq)
+        ctx.save_for_backward(_other_view(x, q.x_wgrad, xq, arith), _other_view(w, q.w_dgrad, wq, arith))
         ctx.setup = (q, arith, mode, tp)
         pieces = tp if mode == "row" else 1
         pairs = zip(xq.chunk(pieces, 1), wq.chunk(pieces, 1), strict=True)
-        return _add([_matmul(a, b.t(), q, arith) for a, b in pairs], arith)
+        return _add([_matmul(a, b.t(), q.quantized, arith) for a, b in pairs], arith)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        xq, wq = ctx.saved_tensors
+        x_wgrad, w_dgrad = ctx.saved_tensors
         q, arith, mode, tp = ctx.setup
         dyq = q.dy(dy)
         pieces = tp if mode == "column" else 1
-        pairs = zip(dyq.chunk(pieces, 1), wq.chunk(pieces, 0), strict=True)
-        dx = _add([_matmul(a, b, q, arith) for a, b in pairs], arith)
-        return dx, arith.round(_matmul(dyq.t(), xq, q, arith)), None, None, None, None
+        pairs = zip(dyq.chunk(pieces, 1), w_dgrad.chunk(pieces, 0), strict=True)
+        dx = _add([_matmul(a, b, q.quantized, arith) for a, b in pairs], arith)
+        dy_wgrad = _other_view(dy, q.dy_wgrad, dyq, arith)
+        dw = arith.round(_matmul(dy_wgrad.t(), x_wgrad, q.wgrad_quantized, arith))
+        return dx, dw, None, None, None, None
 
 
 def _per_token_shard(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, p: Tensor, shards: int, arith) -> Tensor:
@@ -191,15 +205,20 @@ class Quantization:
             gemm.update()
 
     def fuses(self, gemm: int) -> bool:
-        """The operand is quantized as it is computed: a norm's or an activation's output is not written first."""
-        return self.gemms[gemm].x is not identity
+        """The operand is quantized as it is computed: an activation's output is not written first."""
+        return self.gemms[gemm].quantized
+
+    @property
+    def fuses_norm(self) -> bool:
+        """Nor is a norm's, unless the weight gradient reads it unquantized."""
+        return self.gemms[0].wgrad_quantized
 
 
 def quantization(recipe: str, spec: Spec, **options) -> Quantization:
+    modes = [spec.mode]
     if spec.kind == LN_MLP:
-        modes = ("column", "row") if spec.tp > 1 else (None, None)
-        return Quantization([operands(recipe, mode, spec.tp, **options) for mode in modes])
-    return Quantization([operands(recipe, spec.mode, spec.tp, **options)])
+        modes = ["column", "row"] if spec.tp > 1 else [None, None]
+    return Quantization([operands(recipe, mode, spec.tp, spec.token_shards, **options) for mode in modes])
 
 
 def forward(spec: Spec, p: dict[str, Tensor], x: Tensor, q: Quantization, arith: Arithmetic) -> tuple[Tensor, Tensor]:
@@ -211,7 +230,7 @@ def forward(spec: Spec, p: dict[str, Tensor], x: Tensor, q: Quantization, arith:
     hidden = store(x)  # x is exact already: this stores its gradient
     if spec.kind != LINEAR:
         hidden = norm(hidden, p["layer_norm_weight"], p.get("layer_norm_bias"), spec, arith)
-        hidden = store(hidden, value=spec.returns_norm or not q.fuses(0))
+        hidden = store(hidden, value=spec.returns_norm or not q.fuses_norm)
     if spec.kind in ("LayerNorm", "RMSNorm"):
         return hidden, hidden
     if spec.kind != LN_MLP:
@@ -280,3 +299,43 @@ def make_tokens(m: int, k: int, seed: int = 1, dtype: torch.dtype = torch.float3
     gen = torch.Generator().manual_seed(seed)
     rows = torch.exp(0.5 * torch.randn(m, 1, generator=gen))
     return (torch.randn(m, k, generator=gen) * rows * scale).to(dtype)
+
+
+FAR = 2.0**-18  # beside a value of 1 in the same block, E4M3 rounds this to 0
+
+
+def levels(count: int, seed: int) -> Tensor:
+    """fp32 [count]: runs of 1 and runs of FAR in turn, 4 to 48 long, so that some blocks hold both and some one."""
+    gen = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 49, (count // 4 + 1,), generator=gen)
+    return torch.where(torch.arange(len(lengths)) % 2 == 0, 1.0, FAR).repeat_interleave(lengths)[:count]
+
+
+def spread_parameters(spec: Spec, p: dict[str, Tensor]) -> dict[str, Tensor]:
+    """p with powers of two along the features; with spread_tokens they cancel inside of every GEMM's sums.
+
+    Scales that are powers of two leave most values alone whichever block they are taken from. So that a wrong block
+    shows, magnitudes must differ by more than fp8's range, and all must count in the result.
+    """
+    first, last = ("fc1_weight", "fc2_weight") if spec.kind == LN_MLP else ("weight", "weight")
+    along_in, along_out = levels(p[first].shape[1], 1), levels(p[last].shape[0], 2)
+    if spec.zero_centered:
+        along_in = torch.ones_like(along_in)  # a gain of 1 + weight near FAR is not to be had
+    factors = {
+        "layer_norm_weight": along_in,
+        "layer_norm_bias": along_in,
+        last.replace("weight", "bias"): 1 / along_out,
+    }
+    q = {name: v * factors.get(name, 1) for name, v in p.items()}
+    q[first] = q[first] / along_in
+    q[last] = q[last] / along_out[:, None]
+    return {name: v.to(p[name].dtype) for name, v in q.items()}
+
+
+def spread_tokens(spec: Spec, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K] and dy [M, N] to go with spread_parameters. A norm would undo what is done to its input."""
+    wide = dy * levels(dy.shape[1], 2)
+    if spec.kind != LINEAR:
+        return x, wide.to(dy.dtype)
+    tokens = levels(len(x), 3)[:, None]
+    return (x * tokens * levels(x.shape[1], 1)).to(x.dtype), (wide / tokens).to(dy.dtype)

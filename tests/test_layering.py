@@ -118,8 +118,8 @@ def test_length_check_can_fail() -> None:
 
 def test_core_count_leaves_out_what_is_not_core() -> None:
     sources = {
-        "ops/cast.py": "a\nb\n",
-        "csrc/driver.h": "a\n",
+        "ops/cast.py": '"""Not code."""\n\na\nb  # code\n# not code\n',
+        "csrc/driver.h": "// not code\n\na\n",
         "compat/te.py": "a\n",
         "ops/attention.py": "a",
     }

@@ -101,12 +101,12 @@ def _quantize_grad(
 
 
 def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTensor:
+    quantizer = plan.operands.dgrad.b
+    if quantizer is not plan.operands.fprop.b:
+        return quantizer.quantize(plain(weight), row=False, col=True)[0]
     if kept.row is not None or kept.col is not None:
         return kept
-    quantizer = plan.operands.dgrad.b
-    if quantizer is plan.operands.fprop.b:
-        return quantizer.again(plain(weight), kept)
-    return quantizer.quantize(plain(weight), row=False, col=True)[0]
+    return quantizer.again(plain(weight), kept)
 
 
 def linear_backward(
@@ -226,7 +226,8 @@ class LinearFunction(torch.autograd.Function):
         x, w, weight, bias, original = load(ctx)
         if original is not None:
             quantizer = plan.operands.wgrad.b
-            x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=True)
+            by_row = quantizer.format.col_from_row
+            x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
         dx, dw, db = linear_backward(
             plan,
             Kept(x, w),

@@ -25,17 +25,29 @@ from te_lite.modules.checks import (
     check_scatter,
 )
 from te_lite.modules.scale_state import ScaleStates
-from te_lite.modules.weights import ParamSpec, WeightCache, default_device
+from te_lite.modules.weights import ParamSpec, WeightCache, check_still_quantized, default_device
 from te_lite.overlap import report
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.schedule import Local
 from te_lite.parallel import TensorParallel, group_size
-from te_lite.quantize import replay
+from te_lite.quantize import replay, statistics
+from te_lite.quantize.params import as_operand
 from te_lite.quantize.quantizer import Site, operands_for
+from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import HighPrecision, Recipe
 
 SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FP8_MULTIPLE = 16  # fp8 GEMMs want both feature sizes (of this rank) to be multiples of 16
+
+
+def free_caches(module: nn.Module) -> None:
+    """In `module` and its children: forgets the quantized weights that is_first_microbatch keeps, and the columnwise
+    data of quantized parameters where the rowwise data can give it again."""
+    for child in module.modules():
+        if isinstance(child, TeLiteModule):
+            child.clear_caches()
+    for param in module.parameters():
+        if isinstance(param, QuantizedTensor):
+            param.free_caches()
 
 
 class TeLiteModule(nn.Module):
@@ -80,7 +92,7 @@ class TeLiteModule(nn.Module):
         self._plans: tuple[LinearPlan, ...] = ()
         self._plan_key: Any = None
         self._sinks = tuple(self._make_sink() for _ in self.gemm_names)
-        self._ran_fp8 = self._caching = False
+        self._ran_fp8 = self._caching = self._quantized = False
         self._wgrad_hooks: list[Callable[[], None]] = []
 
     # parameters
@@ -108,7 +120,7 @@ class TeLiteModule(nn.Module):
         device = default_device(None) if str(self._device) == "meta" else self._device
         for name, spec in self._specs.items():
             old = getattr(self, name)
-            if old.device.type == "meta":
+            if old.device.type == "meta" or (spec.quantizer is not None and not isinstance(old, QuantizedTensor)):
                 made = spec.make(old.dtype, device, self._fork)
                 made.requires_grad_(old.requires_grad)
                 self.register_parameter(name, made)
@@ -173,21 +185,31 @@ class TeLiteModule(nn.Module):
     def _keep_original(self) -> bool:
         return False
 
+    def _state(self) -> State | None:
+        """What the next call follows; ConvertedLinear has a recipe of its own where no autocast is open."""
+        return current()
+
     def _build_plans(self, state: State | None, dtype: torch.dtype, device: torch.device) -> None:
         recipe = HighPrecision() if state is None else state.recipe
         check_recipe(recipe, device, self._keep_original())
+        for name, spec in self._specs.items():
+            check_still_quantized(type(self).__name__, spec, name, getattr(self, name))
+        self._quantized = any(isinstance(param, QuantizedTensor) for param in self.parameters(recurse=False))
         calibrating = state is not None and not state.enabled
         plans = []
         for index, (mode, shape) in enumerate(zip(self._modes, self._linear_shapes(), strict=True)):
             tp = TensorParallel(mode, self.tp_size, self.tp_group, self.sequence_parallel)
-            fits = all(size % FP8_MULTIPLE == 0 for size in shape)
+            multiple = recipe.feature_multiple
+            fits = all(size % multiple == 0 for size in shape)
             used: Recipe = recipe if fits or not recipe.is_fp8 else HighPrecision()
-            why = "" if fits or not recipe.is_fp8 else f"features {shape} are not multiples of {FP8_MULTIPLE}"
+            why = "" if fits or not recipe.is_fp8 else f"features {shape} are not multiples of {multiple}"
             group = self.tp_group if state is None or state.group is None else state.group
             site = Site(index, dtype, tp, self._scales.getter(recipe, group, device), group, calibrating)
             schedule = Collective(tp) if tp.active else Local()
             bias_in_gemm = not (tp.active and mode == "row")
             operands = operands_for(used, site)
+            if (stats := statistics.collecting()) is not None:
+                operands = stats.watch(operands, self, self.gemm_names[index])
             plans.append(
                 LinearPlan(operands, schedule, self._sinks[index], tp, dtype, bias_in_gemm, self._keep_original())
             )
@@ -212,7 +234,7 @@ class TeLiteModule(nn.Module):
         fp8_grad: bool = False,
     ) -> Call:
         """Checks the input, brings the plans up to date and says what this call does."""
-        state = current()
+        state = self._state()
         dtype = check_input(self, inp, features, weights[0])
         if self._modes == ("row",) and self.sequence_parallel:
             check_scatter(self, inp)
@@ -223,14 +245,17 @@ class TeLiteModule(nn.Module):
             backward_on_calling_thread()
         if replay.in_foreign_recomputation():
             check_recomputation(self, state, self._ran_fp8)
-        key = (None if state is None else state.key, dtype, inp.device)
+        key = (None if state is None else state.key, dtype, inp.device, statistics.collecting())
         if self._plan_key != key:
             self._build_plans(state, dtype, inp.device)
             self._plan_key = key
             self.clear_caches()
         self._ran_fp8 |= state is not None and state.enabled
         cached: tuple = (None,) * len(weights)
-        if first_microbatch is not None:
+        if self._quantized:
+            together = zip(weights, self._plans, strict=True)
+            cached = tuple(as_operand(weight, plan.operands, grad) for weight, plan in together)
+        elif first_microbatch is not None:
             # A recomputed call takes what its first run took, whatever has become of the caches since.
             cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first_microbatch, weights))
         elif self._caching:
@@ -266,6 +291,15 @@ class TeLiteModule(nn.Module):
             return wanted and state.one_pass.claim()
 
         return replay.recall((id(self), "first"), claim)
+
+    def _run(self, function: Any, call: Call, *args: Any) -> Any:
+        """function(call, *args), noted by autograd where a backward may follow."""
+        if not call.grad:
+            return function.forward(None, call, *args)
+        if self._quantized and torch.compiler.is_compiling():
+            # Dynamo would go on without the weight's gradient; an error makes it leave this call to Python.
+            raise RuntimeError("torch.compile traces no quantized parameters; leave out fullgraph=True")
+        return function.apply(call, *args)
 
     # state
 

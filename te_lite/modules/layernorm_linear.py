@@ -95,7 +95,8 @@ class LayerNormLinear(_OneLinear):
         weight, bias = self._weight(), self._bias()
         call = self._begin(inp, self.in_features, (weight,), is_first_microbatch, fp8_output, fp8_grad)
         gather = self.tp_group if self.return_layernorm_output_gathered else None
-        args = (
+        out, ln_out = self._run(
+            LayerNormLinearFunction,
             call,
             self._norm,
             self.return_layernorm_output,
@@ -106,7 +107,5 @@ class LayerNormLinear(_OneLinear):
             weight,
             bias if self.apply_bias else None,
         )
-        function = LayerNormLinearFunction
-        out, ln_out = function.apply(*args) if call.grad else function.forward(None, *args)
         outputs = (out, *((bias,) if self.return_bias else ()), *((ln_out,) if self.return_layernorm_output else ()))
         return outputs if len(outputs) > 1 else out

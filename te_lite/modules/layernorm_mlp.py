@@ -131,7 +131,8 @@ class LayerNormMLP(TeLiteModule):
     def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
         call = self._begin(inp, self.hidden_size, (self.fc1_weight, self.fc2_weight), is_first_microbatch)
         gather = self.tp_group if self.return_layernorm_output_gathered else None
-        args = (
+        return self._run(
+            LayerNormMLPFunction,
             call,
             self._norm,
             self.activation,
@@ -145,8 +146,6 @@ class LayerNormMLP(TeLiteModule):
             self.fc2_weight,
             self.fc2_bias if self.use_bias and not self.return_bias else None,
         )
-        function = LayerNormMLPFunction
-        return function.apply(*args) if call.grad else function.forward(None, *args)
 
     def extra_repr(self) -> str:
         return f"hidden={self.hidden_size}, fc1={tuple(self.fc1_weight.shape)}, activation={self.activation}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_lite.autocast import model_init
 from te_lite.functional.linear import LinearFunction
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.checks import UB_FLAGS, refuse_missing
@@ -35,6 +37,9 @@ def linear_specs(
             )
         features_in //= tp_size
     weight = ParamSpec((features_out, features_in), init, {"column": 0, "row": 1}.get(mode), True, late_grad=late_grad)
+    making = model_init()
+    if making is not None and not (features_out % making.multiple or features_in % making.multiple):
+        weight = replace(weight, quantizer=making.quantizer, preserve=making.preserve)
     bias_spec = ParamSpec(
         (features_out,),
         nn.init.zeros_,
@@ -104,6 +109,11 @@ class _OneLinear(TeLiteModule):
                 if size % self.tp_size:
                     raise ValueError(f"parameters_split {name!r} has {size} rows: must be divisible by {self.tp_size}")
             splits = {name: size // self.tp_size for name, size in splits.items()}
+        if weight.quantizer is not None and len(splits) > 1:
+            raise ValueError(
+                f"parameters_split={parameters_split} under quantized_model_init: parts with scales of their own are "
+                "not one operand of a GEMM; use one of them"
+            )
         self.weight_names = [f"{name}weight" for name in splits]
         self.bias_names = [f"{name}bias" for name in splits]
         self._add_split(weight, self.weight_names, list(splits.values()))
@@ -114,9 +124,7 @@ class _OneLinear(TeLiteModule):
                 self._add_no_bias(name)
 
     def _add_split(self, spec: ParamSpec, names: list[str], sizes: list[int]) -> None:
-        fields = ("init", "partition_dim", "random", "sequence_parallel", "late_grad")
-        common = {field: getattr(spec, field) for field in fields}
-        specs = {name: ParamSpec((size, *spec.shape[1:]), **common) for name, size in zip(names, sizes, strict=True)}
+        specs = {name: replace(spec, shape=(size, *spec.shape[1:])) for name, size in zip(names, sizes, strict=True)}
         self._specs.update(specs)
         for name, param in adjacent(specs, self.params_dtype, self._device, self._fork).items():
             self.register_parameter(name, param)
@@ -216,8 +224,7 @@ class Linear(_OneLinear):
         """
         weight, bias = self._weight(), self._bias()
         call = self._begin(inp, self.in_features, (weight,), is_first_microbatch, fp8_output, fp8_grad)
-        args = (call, inp, weight, bias if self.apply_bias else None)
-        out = LinearFunction.apply(*args) if call.grad else LinearFunction.forward(None, *args)
+        out = self._run(LinearFunction, call, inp, weight, bias if self.apply_bias else None)
         return (out, bias) if self.return_bias else out
 
     def extra_repr(self) -> str:

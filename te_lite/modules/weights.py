@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import plain
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
+from te_lite.quantize.tensor import QuantizedTensor, quantized
 
 Init = Callable[[Tensor], Any]
 
@@ -35,6 +37,7 @@ class ParamSpec:
 
     random: drawn, so an RNG tracker's state applies. sequence_parallel: its gradient is a partial sum per rank.
     late_grad: its gradient comes with backward_dw(), so Megatron's post-backward hook must wait.
+    quantizer: it is held quantized, and its first value kept on the CPU where `preserve`.
     """
 
     shape: tuple[int, ...]
@@ -43,21 +46,30 @@ class ParamSpec:
     random: bool = False
     sequence_parallel: bool = False
     late_grad: bool = False
+    quantizer: Quantizer | None = None
+    preserve: bool = False
 
     def fill(self, param: Tensor, fork: Callable[[], Any]) -> None:
         """Initialises `param` in place. fork: context in which random ones are drawn."""
-        with torch.no_grad():
-            if self.random:
-                with fork():
-                    self.init(param)
-            else:
-                self.init(param)
+        value = torch.empty_like(param) if isinstance(param, QuantizedTensor) else param
+        with torch.no_grad(), fork() if self.random else nullcontext():
+            self.init(value)
+        if value is not param:
+            param.quantize_(value)
+            self._keep_init(param, value)
+
+    def _keep_init(self, param: Tensor, value: Tensor) -> None:
+        if self.preserve:
+            param._high_precision_init_val = value.detach().cpu()
 
     def make(self, dtype: torch.dtype, device: torch.device | str, fork: Callable[[], Any]) -> nn.Parameter:
         """A new parameter, initialised unless `device` is meta. fork: context in which random ones are drawn."""
         param = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=device))
         if param.device.type != "meta":
             self.fill(param, fork)
+            if self.quantizer is not None:
+                value, param = param, nn.Parameter(quantized(param, self.quantizer))
+                self._keep_init(param, value)
         self.mark(param)
         return param
 
@@ -70,6 +82,16 @@ class ParamSpec:
             param.sequence_parallel = True
         if self.late_grad:
             param.skip_backward_post_hook = True
+
+
+def check_still_quantized(owner: str, spec: ParamSpec, name: str, param: Tensor) -> None:
+    """What was made quantized has not become an ordinary tensor behind the module's back."""
+    if spec.quantizer is not None and not isinstance(param, QuantizedTensor):
+        raise RuntimeError(
+            f"{owner}.{name} was made under quantized_model_init and is now a {type(param).__name__} that holds no "
+            "quantized data (FSDP, to_empty() and load_state_dict(assign=True) replace parameters): build the module "
+            "without quantized_model_init, or copy values into the parameter"
+        )
 
 
 class _Join(torch.autograd.Function):

@@ -16,6 +16,7 @@ from te_lite.ops.cast_kernels import (
     CONFIGS,
     FEW,
     MOST_PARTIALS,
+    MOST_SPLITS,
     amax_kernel,
     one_row_kernel,
     transform_kernel,
@@ -23,7 +24,7 @@ from te_lite.ops.cast_kernels import (
 from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
-from te_lite.ops.source import ACTIVATIONS, DTYPES, Source, produce_ref
+from te_lite.ops.source import ACTIVATIONS, DTYPES, FLAT, Source, produce_ref
 from te_lite.ops.sums import column_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.transpose import transpose as transpose  # part of this family, in its own file for length
@@ -44,19 +45,22 @@ class Transformed(NamedTuple):
     bias_grad: Tensor | None  # fp32 [N]
 
 
-def scale_from_amax_ref(amax: Tensor, fp8_max: float, eps: float = 0.0, pow2: bool = False) -> Tensor:
+def scale_from_amax_ref(
+    amax: Tensor, fp8_max: float, eps: float = 0.0, pow2: bool = False, largest: float = _FLOAT_MAX
+) -> Tensor:
     """Scale of current scaling, elementwise, fp32 (the rule is Transformer Engine's, bit for bit).
 
-    a = eps where amax < eps; s = 1 where a is 0, inf or nan, else fp8_max / a by IEEE division, and fp32's
-    largest value where that overflows; with pow2 the mantissa bits of s are cleared.
+    a = eps where amax < eps; s = 1 where a is 0, inf or nan, else fp8_max / a by IEEE division, and `largest`
+    where that overflows; with pow2 the mantissa bits of s are cleared.
     """
     a = torch.where(amax < eps, eps, amax)
-    s = (torch.full_like(a, fp8_max) / a).clamp(max=_FLOAT_MAX)
+    s = torch.full_like(a, fp8_max) / a
+    s = torch.where(s == _INF, largest, s)
     s = torch.where((a > 0) & (a < _INF), s, 1.0)
     return (s.view(torch.int32) & 0x7F800000).view(torch.float32) if pow2 else s
 
 
-def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad) -> None:
+def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors) -> None:
     if hp_dtype is not None and hp_dtype not in DTYPES:
         raise TypeError(f"hp_dtype {hp_dtype}: must be bfloat16, float16 or float32; choose one of them")
     if amax_out is not None and (amax_out.dtype != torch.float32 or amax_out.numel() != 1):
@@ -65,7 +69,7 @@ def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax,
             f"such as history[0, i]"
         )
     if fp8_dtype is None:
-        if row or col or scale is not None or amax is not None:
+        if row or col or scale is not None or amax is not None or vectors:
             raise ValueError(
                 f"row={row}, col={col}, a scale or an amax without fp8_dtype: those belong to fp8 outputs; "
                 "pass torch.float8_e4m3fn or torch.float8_e5m2"
@@ -79,10 +83,12 @@ def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax,
         raise TypeError(f"fp8_dtype {fp8_dtype}: must be torch.float8_e4m3fn or torch.float8_e5m2; pass one")
     if not (row or col):
         raise ValueError(f"fp8_dtype {fp8_dtype} with row=False, col=False: ask for at least one layout")
-    if (scale is None) == (amax is None):
+    if vectors and scale is None and amax is None:
+        return
+    if (scale is None) == (amax is None) or vectors:
         raise ValueError(
-            f"{'neither' if scale is None else 'both'} of scale and amax given: fp8 takes exactly one; "
-            f"pass scale for delayed scaling or amax for current scaling"
+            f"{'neither' if scale is None else 'both'} of scale and amax given, {vectors} vectors of scales: fp8 takes "
+            "exactly one; pass scale for delayed scaling, amax for current scaling, vectors for rowwise scaling"
         )
     name, given, most = ("scale", scale, 1) if amax is None else ("amax", amax, MOST_PARTIALS)
     if given.dtype != torch.float32 or not 1 <= given.numel() <= most or not given.is_contiguous():
@@ -92,14 +98,14 @@ def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax,
         )
 
 
-def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad) -> Transformed:
+def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors=0) -> Transformed:
     x, shape = source.x, (source.rows, source.cols)
     empty = x.new_empty
     return Transformed(
         None if hp_dtype is None else empty(shape, dtype=hp_dtype),
         empty(shape, dtype=fp8_dtype) if row else None,
         empty((shape[1], padded_rows(shape[0])), dtype=fp8_dtype) if col else None,
-        None if fp8_dtype is None else new_scalar(x),
+        None if fp8_dtype is None or vectors else new_scalar(x),
         empty(shape[1:], dtype=torch.float32) if bias_grad else None,
     )
 
@@ -117,6 +123,8 @@ def transform(
     pow2: bool = False,
     eps: float = 0.0,
     bias_grad: bool = False,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
 ) -> Transformed:
     """Unfused, with v = produce_ref(source), fp32 [M, N]:
 
@@ -129,12 +137,15 @@ def transform(
         bias_grad = v.sum(0)                                         # fp32 [N], the same bits on every run
         amax_out  = max(amax_out, |v|.max()), nan counting as inf    # in place; one element of any tensor
 
+    row_scale, col_scale: fp32 [M], [N]: scales of row and col in place of s, and no scale_inv; row without a row_scale
+    and without col takes col_scale.
     scale: fp32 [1]. amax: fp32 [P], P <= 1024. One read of the source, one launch (two with bias_grad).
     Errors: ValueError, TypeError.
     """
-    _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad)
-    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad)
-    _transform_op(*source[:-1], scale, amax, eps, pow2, *out, amax_out)
+    vectors = (row_scale is not None) + (col_scale is not None)
+    _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors)
+    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors)
+    _transform_op(*source[:-1], scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out)
     return out
 
 
@@ -151,15 +162,18 @@ def transform_ref(
     pow2: bool = False,
     eps: float = 0.0,
     bias_grad: bool = False,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
 ) -> Transformed:
     """The oracle of `transform`: plain torch on any device."""
-    _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad)
-    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad)
-    _write_ref(source, scale, amax, eps, pow2, out, amax_out)
+    vectors = (row_scale is not None) + (col_scale is not None)
+    _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors)
+    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors)
+    _write_ref(source, scale, amax, row_scale, col_scale, eps, pow2, out, amax_out)
     return out
 
 
-def _write_ref(source: Source, scale, amax, eps, pow2, out: Transformed, amax_out) -> None:
+def _write_ref(source: Source, scale, amax, row_scale, col_scale, eps, pow2, out: Transformed, amax_out) -> None:
     v = produce_ref(source)
     hp, row, col, scale_inv, bias_grad = out
     if hp is not None:
@@ -168,18 +182,25 @@ def _write_ref(source: Source, scale, amax, eps, pow2, out: Transformed, amax_ou
         torch.sum(v, 0, out=bias_grad)
     if amax_out is not None:
         amax_out.copy_(torch.maximum(amax_out, _amax_of(v).view(amax_out.shape)))
+    if row is not None and scale_inv is None:
+        row.copy_(saturate_(v * (col_scale if row_scale is None else row_scale[:, None]), FP8_MAX[row.dtype]))
+    if col is not None and scale_inv is None:
+        transpose_into_ref(saturate_(v * col_scale, FP8_MAX[col.dtype]).to(col.dtype), col)
     if scale_inv is None:
         return
     q8 = row if row is not None else col.new_empty(v.shape)
     largest = FP8_MAX[q8.dtype]
     s = scale_from_amax_ref(amax.abs().max(), largest, eps, pow2) if scale is None else scale.view(())
     scale_inv.copy_(1.0 / s)
-    # The explicit clamp comes first: whether torch's own cast saturates differs by version and type. The nan
-    # written is the positive one, as the hardware's conversion does.
-    q = torch.nan_to_num(v * s, nan=float("nan"), posinf=largest, neginf=-largest)
-    q8.copy_(q.clamp_(-largest, largest))
+    q8.copy_(saturate_(v * s, largest))
     if col is not None:
         transpose_into_ref(q8, col)
+
+
+def saturate_(q: Tensor, largest: float) -> Tensor:
+    """q within [-largest, largest] in place, ready for a cast to fp8: whether torch's own cast saturates differs by
+    version and type. The nan written is the positive one, as the hardware's conversion does."""
+    return torch.nan_to_num(q, nan=float("nan"), posinf=largest, neginf=-largest).clamp_(-largest, largest)
 
 
 def _amax_of(v: Tensor) -> Tensor:
@@ -189,25 +210,27 @@ def _amax_of(v: Tensor) -> Tensor:
 
 
 def _transform_cpu(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, eps, pow2,
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, row_scale, col_scale, eps, pow2,
     hp, row, col, scale_inv, bias_grad, amax_out,
 ):  # fmt: skip
     source = Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation)
-    _write_ref(source, scale, amax, eps, pow2, Transformed(hp, row, col, scale_inv, bias_grad), amax_out)
+    out = Transformed(hp, row, col, scale_inv, bias_grad)
+    _write_ref(source, scale, amax, row_scale, col_scale, eps, pow2, out, amax_out)
 
 
 def _transform_cuda(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, eps, pow2,
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, row_scale, col_scale, eps, pow2,
     hp, row, col, scale_inv, bias_grad, amax_out,
 ):  # fmt: skip
     rows, width = x.shape
     base, glu = ACTIVATIONS[activation]
     cols = width // 2 if glu else width  # of the tiles: a gated activation's halves are read side by side
-    block_m, block_n, num_warps, per_sm = CONFIGS[col is not None, kind != "plain", rows * cols <= FEW]
-    tiles_n = (cols + block_n - 1) // block_n
-    splits = max(1, min((rows + block_m - 1) // block_m, per_sm * sm_count(x.device) // (tiles_n or 1)))
-    partial = None
+    config = CONFIGS[col is not None, kind != "plain", rows * cols <= FEW]
+    block_m, block_n, num_warps, registers, _ = config
+    tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
+    splits, partial = max(1, tiles_m), None
     if bias_grad is not None:
+        splits = min(splits, MOST_SPLITS)
         partial = x.new_empty((splits, bias_grad.shape[0]), dtype=torch.float32)
     q = col if row is None else row
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
@@ -215,25 +238,21 @@ def _transform_cuda(
         one_row_kernel if rows == 1 else transform_kernel,
         tiles_n * splits or 1,  # M = 0 needs one: scale_inv is written too
         (amax_out, scale),
-        (x, dy, mean, rstd, gamma, beta, amax, hp, row, col, scale_inv, partial),
+        (x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial),
         (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel()),
-        (kind, base, glu, zero_centered, fp8_max, fp8_max == 57344.0, pow2, block_m, block_n),
+        (kind, base, glu, zero_centered, fp8_max, fp8_max == 57344.0, pow2, block_m, block_n, tiles_m > splits),
         num_warps,
+        registers,
     )
     if partial is not None:
         column_sums(partial, bias_grad)
 
 
-# A Source, field by field, without its amax.
-_FLAT = (
-    "str kind, Tensor x, Tensor? dy, Tensor? mean, Tensor? rstd, Tensor? gamma, Tensor? beta, "
-    "bool zero_centered, str activation"
-)
-
 # Outputs are arguments: an absent one costs nothing, where returning an empty tensor in its place takes 3 us.
 _transform_op = register(
-    f"transform({_FLAT}, Tensor? scale, Tensor? amax, float eps, bool pow2, Tensor(a!)? hp, Tensor(b!)? row, "
-    "Tensor(c!)? col, Tensor(d!)? scale_inv, Tensor(e!)? bias_grad, Tensor(f!)? amax_out) -> ()",
+    f"transform({FLAT}, Tensor? scale, Tensor? amax, Tensor? row_scale, Tensor? col_scale, "
+    "float eps, bool pow2, Tensor(a!)? hp, Tensor(b!)? row, Tensor(c!)? col, Tensor(d!)? scale_inv, "
+    "Tensor(e!)? bias_grad, Tensor(f!)? amax_out) -> ()",
     cpu=_transform_cpu,
     cuda=_transform_cuda,
     fake=lambda *args: None,
@@ -269,7 +288,7 @@ def _amax_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation) 
     base, glu = ACTIVATIONS[activation]
     programs = _amax_programs(x.device)
     partials = x.new_empty((programs,), dtype=torch.float32)
-    block_m, block_n, num_warps, _ = AMAX_CONFIG
+    block_m, block_n, num_warps, *_ = AMAX_CONFIG
     launch(
         amax_kernel,
         programs,
@@ -286,4 +305,4 @@ def _amax_fake(kind, x, *rest) -> Tensor:
     return x.new_empty((_amax_programs(x.device) if x.device.type == "cuda" else 1,), dtype=torch.float32)
 
 
-_amax_op = register(f"amax({_FLAT}) -> Tensor", cpu=_amax_cpu, cuda=_amax_cuda, fake=_amax_fake)
+_amax_op = register(f"amax({FLAT}) -> Tensor", cpu=_amax_cpu, cuda=_amax_cuda, fake=_amax_fake)

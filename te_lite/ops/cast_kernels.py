@@ -1,4 +1,8 @@
-"""The Triton kernels of `cast.py`, and the tiles they run with."""
+"""The Triton kernels of `cast.py`, and the tiles they run with.
+
+A tile is read as four interleaved quarters, rows m0 + 4i + r for r = 0..3: four bytes of one column are then one 32-bit
+word of the transposed copy, and it crosses shared memory in words, not in bytes.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +30,32 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 class Config(NamedTuple):
-    """A tile and how many programs share the tiles: at most programs_per_sm * multiprocessors."""
+    """A tile; registers a thread, at most; programs a multiprocessor of a kernel whose programs share all tiles."""
 
     block_m: int
     block_n: int
     num_warps: int
-    programs_per_sm: int
+    registers: int | None = None
+    programs_per_sm: int = 0
+
+
+MOST_SPLITS = 512  # rows of column sums; a program of a matrix that is higher does several tiles
 
 
 # Problem: (writes a transposed copy, computes more than a cast, has few elements) -> Config.
-# A transposed copy wants 128 rows, since a full 128-byte line of it is 128 fp8 values of one column; but
-# where there is math, 128 x 64 needs 112 to 193 registers a thread on sm_90 (norm spills), 64 x 64 64 to 127.
 FEW = 1 << 22  # elements; below this, tiles of the larger kind do not fill 132 multiprocessors
 CONFIGS: dict[tuple[bool, bool, bool], Config] = {
-    (False, False, False): Config(32, 256, 8, 16),
-    (False, False, True): Config(16, 256, 4, 16),
-    (False, True, False): Config(32, 128, 8, 16),
-    (False, True, True): Config(16, 128, 4, 16),
-    (True, False, False): Config(128, 64, 8, 16),
-    (True, False, True): Config(64, 64, 4, 16),
-    (True, True, False): Config(64, 64, 8, 16),
-    (True, True, True): Config(64, 64, 8, 16),
+    (False, False, False): Config(32, 256, 4),
+    (False, False, True): Config(16, 256, 4),
+    (False, True, False): Config(32, 128, 4),
+    (False, True, True): Config(16, 128, 4),
+    (True, False, False): Config(128, 64, 4, registers=104),
+    (True, False, True): Config(64, 64, 4),
+    (True, True, False): Config(64, 64, 4),
+    (True, True, True): Config(64, 64, 4),
 }
 # Reads only: exactly the programs that fit at once, each leaving one partial maximum.
-AMAX_CONFIG = Config(32, 256, 8, 4)
-TRANSPOSE_CONFIG = Config(128, 128, 8, 0)
+AMAX_CONFIG = Config(16, 256, 4, programs_per_sm=8)
 
 
 @triton.jit
@@ -60,13 +65,11 @@ def magnitude_bits(v):
 
 
 @triton.jit
-def scale_from_amax(amax, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
-    """scale_from_amax_ref of the largest of `count` partial maxima. IEEE division, no flush to zero."""
-    i = tl.arange(0, _PARTIALS)
-    partial = tl.load(amax + i, mask=i < count, other=0.0)
-    a = tl.max(magnitude_bits(partial)).to(tl.float32, bitcast=True)
+def scale_of(a, eps, LARGEST: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr):
+    """scale_from_amax_ref, elementwise. IEEE division, no flush to zero."""
     a = tl.where(a < eps, eps, a)
-    s = tl.minimum(tl.div_rn(FP8_MAX, a), _FLOAT_MAX)
+    s = tl.div_rn(LARGEST, a)
+    s = tl.where(s == float("inf"), CAP, s)
     s = tl.where((a > 0.0) & (a < float("inf")), s, 1.0)  # false for nan too
     if POW2:
         s = (s.to(tl.int32, bitcast=True) & _INF_BITS).to(tl.float32, bitcast=True)
@@ -74,65 +77,204 @@ def scale_from_amax(amax, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr)
 
 
 @triton.jit
+def scale_from_amax(amax, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+    """scale_of the largest of `count` partial maxima."""
+    i = tl.arange(0, _PARTIALS)
+    partial = tl.load(amax + i, mask=i < count, other=0.0)
+    a = tl.max(magnitude_bits(partial)).to(tl.float32, bitcast=True)
+    return scale_of(a, eps, FP8_MAX, _FLOAT_MAX, POW2)
+
+
+@triton.jit
+def _byte(q, E5M2: tl.constexpr):
+    """The interpreter's fp8 byte: numpy's rounding, not the hardware's."""
+    largest = 57344.0 if E5M2 else 448.0
+    q = tl.clamp(q, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+    b = q.to(tl.float8e5) if E5M2 else q.to(tl.float8e4nv)
+    return b.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
 def to_fp8_bytes(q, E5M2: tl.constexpr):
-    """fp32 in range -> the bytes of its fp8 value, nearest even.
+    """fp32 -> the bytes of its fp8 value, nearest even; nan stays, what is too large saturates, inf too.
 
     In assembler because ptxas 12.8 (Triton 3.6's) miscompiles what Triton makes of `.to(fp8)` once single bytes of the
-    result are used, as a transposition does: it moves the shift that takes the second byte of a pair before the
-    conversion. Four values in one 32-bit register leave no such shift.
+    result are used: it moves the shift that takes the second byte of a pair before the conversion. Four values in one
+    32-bit register leave no such shift. Not pure: Triton would compute the value twice rather than move its layout.
     """
     if _INTERPRETED:
-        if E5M2:
-            q8 = q.to(tl.float8e5).to(tl.uint8, bitcast=True)
-        else:
-            q8 = q.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        q8 = _byte(q, E5M2)
     elif E5M2:
-        q8 = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q], tl.uint8, True, 4)
+        q8 = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q], tl.uint8, False, 4)
     else:
-        q8 = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q], tl.uint8, True, 4)
+        q8 = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q], tl.uint8, False, 4)
     return q8
 
 
 @triton.jit
-def _emit(
-    v, s, hp, row, col, m0, n0, n_out, rows, cols, width, padded,
-    FP8_MAX: tl.constexpr, E5M2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def to_fp8_words(q0, q1, q2, q3, E5M2: tl.constexpr):
+    """Four fp32 tiles -> one tile of words whose bytes, lowest first, are the fp8 values of q0 to q3."""
+    if _INTERPRETED:
+        w = _byte(q0, E5M2).to(tl.int32) | (_byte(q1, E5M2).to(tl.int32) << 8)
+        w = w | (_byte(q2, E5M2).to(tl.int32) << 16) | (_byte(q3, E5M2).to(tl.int32) << 24)
+    elif E5M2:
+        w = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q0, q1, q2, q3], tl.int32, False, 1)
+    else:
+        w = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q0, q1, q2, q3], tl.int32, False, 1)
+    return w
+
+
+@triton.jit
+def quarters(
+    x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the fp32 tile v, columns n_out.. of outputs `width` wide, in every form that is wanted."""
-    m = tl.arange(0, BLOCK_M)
+    """The four interleaved quarters of produce()'s tile of BLOCK_M rows, then those of its second tile."""
+    Q: tl.constexpr = BLOCK_M // 4
+    a0, b0 = produce(x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
+    a1, b1 = produce(
+        x, dy, mean, rstd, gamma, beta, m0 + 1, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
+    )
+    a2, b2 = produce(
+        x, dy, mean, rstd, gamma, beta, m0 + 2, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
+    )
+    a3, b3 = produce(
+        x, dy, mean, rstd, gamma, beta, m0 + 3, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
+    )
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
+@triton.jit
+def store_quarter(out, v, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One quarter, whose first row is m0, into columns n_out.. of `out`, a matrix `width` wide."""
+    m = tl.arange(0, BLOCK_M // 4) * 4
     n = tl.arange(0, BLOCK_N)
-    in_n = n0 + n < cols
-    mask = (m0 + m < rows)[:, None] & in_n[None, :]
-    first = m0.to(tl.int64) * width + n_out
-    inside = m[:, None] * width + n[None, :]
+    mask = (m0 + m < rows)[:, None] & (n0 + n < cols)[None, :]
+    tl.store(out + m0.to(tl.int64) * width + n_out + (m[:, None] * width + n[None, :]), v, mask=mask)
+
+
+@triton.jit
+def store_quarters(out, v0, v1, v2, v3, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The four quarters of a tile."""
+    store_quarter(out, v0, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+    store_quarter(out, v1, m0 + 1, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+    store_quarter(out, v2, m0 + 2, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+    store_quarter(out, v3, m0 + 3, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of words, four rows each, into the transposed copy [width, padded] of bytes; zeros from `rows` on.
+
+    Transposed in registers first, so that neighbouring threads store neighbouring rows m.
+    """
+    i = tl.arange(0, BLOCK_M // 4)
+    n = tl.arange(0, BLOCK_N)
+    left = tl.minimum(tl.maximum(rows - m0 - 4 * i, 0), 4)
+    # Masked whatever the scale is: with one of inf or nan, 0 * scale is not 0.
+    w = w & tl.where(left == 4, -1, (1 << (8 * left)) - 1)[:, None]
+    out = col.to(tl.pointer_type(tl.int32)) + (n_out.to(tl.int64) * padded + m0) // 4
+    mask = (n0 + n < cols)[:, None] & (m0 + 4 * i < padded)[None, :]
+    tl.store(out + (n[:, None] * (padded // 4) + i[None, :]), tl.trans(w), mask=mask)
+
+
+@triton.jit
+def _emit(
+    v0, v1, v2, v3, s, row_scale, col_scale, hp, row, col, m0, n0, n_out, rows, cols, width, padded,
+    E5M2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write the fp32 tile, columns n_out.. of outputs `width` wide, in every form that is wanted."""
     if hp is not None:
-        tl.store(hp + first + inside, v.to(hp.dtype.element_ty), mask=mask)
-    if row is not None or col is not None:
-        # Zero in the pad whatever s is: with a scale of inf or nan 0 * s is not.
-        q = tl.clamp(tl.where(mask, v * s, 0.0), -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        q8 = to_fp8_bytes(q, E5M2)
-        if row is not None:
-            tl.store(row.to(tl.pointer_type(tl.uint8)) + first + inside, q8, mask=mask)
-        if col is not None:
-            # Transposed in registers first, so that neighbouring threads store neighbouring rows m.
-            first_t = n_out.to(tl.int64) * padded + m0
-            inside_t = n[:, None] * padded + m[None, :]
-            mask_t = in_n[:, None] & (m0 + m < padded)[None, :]
-            tl.store(col.to(tl.pointer_type(tl.uint8)) + first_t + inside_t, tl.trans(q8), mask=mask_t)
+        kind = hp.dtype.element_ty
+        store_quarters(
+            hp, v0.to(kind), v1.to(kind), v2.to(kind), v3.to(kind), m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N
+        )
+    if row is not None:
+        m = m0 + tl.arange(0, BLOCK_M // 4) * 4
+        s0, s1, s2, s3 = s, s, s, s
+        if row_scale is None and col is None and col_scale is not None:  # columns' scales, and no transposition
+            n = n0 + tl.arange(0, BLOCK_N)
+            s0 = tl.load(col_scale + (n_out - n0) + n, mask=n < cols, other=1.0)[None, :]
+            s1, s2, s3 = s0, s0, s0
+        if row_scale is not None:
+            s0 = tl.load(row_scale + m, mask=m < rows, other=1.0)[:, None]
+            s1 = tl.load(row_scale + m + 1, mask=m + 1 < rows, other=1.0)[:, None]
+            s2 = tl.load(row_scale + m + 2, mask=m + 2 < rows, other=1.0)[:, None]
+            s3 = tl.load(row_scale + m + 3, mask=m + 3 < rows, other=1.0)[:, None]
+        q0, q1 = to_fp8_bytes(v0 * s0, E5M2), to_fp8_bytes(v1 * s1, E5M2)
+        q2, q3 = to_fp8_bytes(v2 * s2, E5M2), to_fp8_bytes(v3 * s3, E5M2)
+        store_quarters(
+            row.to(tl.pointer_type(tl.uint8)), q0, q1, q2, q3, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N
+        )
+    if col is not None:
+        c = s
+        if col_scale is not None:
+            n = n0 + tl.arange(0, BLOCK_N)
+            c = tl.load(col_scale + (n_out - n0) + n, mask=n < cols, other=1.0)[None, :]
+        w = to_fp8_words(v0 * c, v1 * c, v2 * c, v3 * c, E5M2)
+        store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def largest_of(v0, v1, v2, v3):
+    """Elementwise largest magnitude of four tiles, as bits."""
+    a = tl.maximum(magnitude_bits(v0), magnitude_bits(v1))
+    return tl.maximum(a, tl.maximum(magnitude_bits(v2), magnitude_bits(v3)))
+
+
+@triton.jit
+def _transform_tile(
+    tile_m, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width, padded,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of transform_kernel: (its largest magnitude as bits, sums of four rows, those of the second tile)."""
+    TWO: tl.constexpr = GLU and KIND == "dact"
+    m0 = tile_m * BLOCK_M
+    a0, a1, a2, a3, b0, b1, b2, b3 = quarters(
+        x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N
+    )
+    # Reduced before anything is stored: a tile of maxima would occupy registers until the end.
+    largest = largest_of(a0, a1, a2, a3)
+    if TWO:
+        largest = tl.maximum(largest, largest_of(b0, b1, b2, b3))
+    largest = tl.max(largest)
+    _emit(
+        a0, a1, a2, a3, s, row_scale, col_scale, hp, row, col, m0, n0, n0, rows, cols, width, padded,
+        E5M2, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if TWO:
+        _emit(
+            b0, b1, b2, b3, s, row_scale, col_scale, hp, row, col, m0, n0, n0 + cols, rows, cols, width, padded,
+            E5M2, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    return largest, (a0 + a1) + (a2 + a3), (b0 + b1) + (b2 + b3)
+
+
+@triton.jit
+def store_sums(partial, total, total2, split, n0, cols, width, TWO: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Column sums of a program's tiles into its row of partial [splits, width]."""
+    n = tl.arange(0, BLOCK_N)
+    out = partial + split.to(tl.int64) * width + n0 + n
+    tl.store(out, tl.sum(total, axis=0), mask=n0 + n < cols)
+    if TWO:
+        tl.store(out + cols, tl.sum(total2, axis=0), mask=n0 + n < cols)
 
 
 @triton.jit(do_not_specialize_on_alignment=["amax_out", "scale"])
 def transform_kernel(
-    amax_out, scale, x, dy, mean, rstd, gamma, beta, amax, hp, row, col, scale_inv, partial,
+    amax_out, scale, x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial,
     eps, rows, cols, padded, count,
     KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """One read of the source, every output in it. Absent outputs are None; cols is F for a gated activation.
 
-    hp, row [rows, width], col [width, padded], partial [splits, width] column sums. A program owns BLOCK_N columns and
-    every splits-th tile of their rows, so that maxima and sums stay in registers until its last tile.
+    hp, row [rows, width], col [width, padded], partial [splits, width] column sums. row_scale [rows], col_scale
+    [width]: scales of rowwise quantization, in place of one scale. A program does one tile, or with LOOP every
+    splits-th tile of its columns: straight-line code takes 40 registers fewer (77 against 81 us at 8192 x 8192).
     """
     program = tl.program_id(0)
     s = 1.0
@@ -146,41 +288,30 @@ def transform_kernel(
     TWO: tl.constexpr = GLU and KIND == "dact"
     width = cols * 2 if TWO else cols
     tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
-    splits = tl.num_programs(0) // tiles_n
     split = program // tiles_n
     n0 = (program % tiles_n) * BLOCK_N
-    largest = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    total2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), splits):
-        m0 = tile_m * BLOCK_M
-        v, v2 = produce(
-            x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols,
-            KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N,
+    if not LOOP:
+        largest, total, total2 = _transform_tile(
+            split, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width, padded,
+            KIND, ACT, GLU, ZERO_CENTERED, E5M2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        if amax_out is not None:
-            largest = tl.maximum(largest, magnitude_bits(v))
-            if TWO:
-                largest = tl.maximum(largest, magnitude_bits(v2))
-        if partial is not None:
-            total += v
-            if TWO:
-                total2 += v2
-        _emit(
-            v, s, hp, row, col, m0, n0, n0, rows, cols, width, padded, FP8_MAX, E5M2, BLOCK_M, BLOCK_N
-        )  # fmt: skip
-        if TWO:
-            _emit(
-                v2, s, hp, row, col, m0, n0, n0 + cols, rows, cols, width, padded, FP8_MAX, E5M2, BLOCK_M, BLOCK_N
+    else:
+        largest = 0
+        total = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
+        total2 = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
+        for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
+            most, a, b = _transform_tile(
+                tile_m, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width,
+                padded, KIND, ACT, GLU, ZERO_CENTERED, E5M2, BLOCK_M, BLOCK_N,
             )  # fmt: skip
+            largest = tl.maximum(largest, most)
+            total += a
+            if TWO:
+                total2 += b
     if partial is not None:
-        n = tl.arange(0, BLOCK_N)
-        out = partial + split.to(tl.int64) * width + n0 + n
-        tl.store(out, tl.sum(total, axis=0), mask=n0 + n < cols)
-        if TWO:
-            tl.store(out + cols, tl.sum(total2, axis=0), mask=n0 + n < cols)
+        store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
     if amax_out is not None:
-        most = tl.minimum(tl.max(largest), _INF_BITS)  # nan counts as inf
+        most = tl.minimum(largest, _INF_BITS)  # nan counts as inf
         word = amax_out.to(tl.pointer_type(tl.int32))
         # Thousands of atomics on one word queue up in the L2; after the first few hardly any program has a
         # larger value. A stale read is a smaller one and costs an atomic, never a lost maximum.
@@ -211,26 +342,9 @@ def amax_kernel(
         n0 = (tile % tiles_n) * BLOCK_N
         v, v2 = produce(
             x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols,
-            KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N,
+            KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1,
         )  # fmt: skip
         largest = tl.maximum(largest, tl.max(magnitude_bits(v)))
         if GLU and KIND == "dact":
             largest = tl.maximum(largest, tl.max(magnitude_bits(v2)))
     tl.store(partials + program, tl.minimum(largest, _INF_BITS).to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def transpose_kernel(data, out, rows, cols, padded, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """out[n, m] = data[m, n], zero for rows <= m < padded; bytes."""
-    tiles_n = tl.cdiv(cols, BLOCK_N)
-    m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
-    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
-    m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
-    in_n = n0 + n < cols
-    mask = (m0 + m < rows)[:, None] & in_n[None, :]
-    data += m0.to(tl.int64) * cols + n0
-    tile = tl.load(data + m[:, None] * cols + n[None, :], mask=mask, other=0)
-    out += n0.to(tl.int64) * padded + m0
-    mask_t = in_n[:, None] & (m0 + m < padded)[None, :]
-    tl.store(out + n[:, None] * padded + m[None, :], tl.trans(tile), mask=mask_t)

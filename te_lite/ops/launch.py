@@ -41,16 +41,18 @@ def launch(
     numbers: tuple[int | float, ...],
     constants: tuple[Any, ...],
     num_warps: int,
+    registers: int | None = None,
 ) -> None:
     """kernel[(programs,)](*unaligned, *tensors, *numbers, *constants) on their device's current stream.
 
     The kernel's parameters come in that order. unaligned: pointers that it declares with
-    do_not_specialize_on_alignment. constants: its tl.constexpr parameters, all of them, hashable.
+    do_not_specialize_on_alignment. constants: its tl.constexpr parameters, all of them, hashable. registers: at most so
+    many a thread (ptxas also schedules differently when told).
     """
     device = tensors[0].device
     if device.index is not None and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            launch(kernel, programs, unaligned, tensors, numbers, constants, num_warps)
+            launch(kernel, programs, unaligned, tensors, numbers, constants, num_warps, registers)
         return
     addresses = [None if t is None else t.data_ptr() for t in (*unaligned, *tensors)]
     types = tuple([None if t is None else t.dtype for t in (*unaligned, *tensors)])
@@ -58,12 +60,13 @@ def launch(
     for address in addresses[len(unaligned) :]:
         if address is not None:
             bits |= address
-    key = None if bits & 15 else (id(kernel), device, types, numbers, constants, num_warps)
+    key = None if bits & 15 else (id(kernel), device, types, numbers, constants, num_warps, registers)
     ready = _COMPILED.get(key)
     if ready is not None:
         ready.launch(programs, _current_stream(device), (*addresses, *numbers, *constants))
         return
-    compiled = kernel[(programs,)](*unaligned, *tensors, *numbers, *constants, num_warps=num_warps)
+    options = {"num_warps": num_warps} if registers is None else {"num_warps": num_warps, "maxnreg": registers}
+    compiled = kernel[(programs,)](*unaligned, *tensors, *numbers, *constants, **options)
     if key is not None and compiled is not None:  # the interpreter compiles nothing
         if len(_COMPILED) >= _MOST:
             _COMPILED.clear()

@@ -37,6 +37,13 @@ _GELU_C = tl.constexpr(0.044715)
 _QGELU = tl.constexpr(1.702)
 
 
+# A Source, field by field, without its amax, in an op's schema.
+FLAT = (
+    "str kind, Tensor x, Tensor? dy, Tensor? mean, Tensor? rstd, Tensor? gamma, Tensor? beta, "
+    "bool zero_centered, str activation"
+)
+
+
 class Source(NamedTuple):
     """A matrix [rows, cols] of fp32 values, described by what it is computed from. See the constructors."""
 
@@ -240,14 +247,15 @@ def produce(
     x, dy, mean, rstd, gamma, beta,
     m0, n0, rows, cols,
     KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """produce_ref's tile [m0 : m0 + BLOCK_M, n0 : n0 + BLOCK_N] as fp32, zero outside rows x cols.
+    """produce_ref's rows m0, m0 + STEP, ..., BLOCK_M of them, and columns n0 : n0 + BLOCK_N as an fp32 tile, zero
+    outside rows x cols.
 
     Returns two tiles. cols is F for a gated activation and then dact returns (gate's, up's) gradients from
     one read; otherwise the second is to be ignored.
     """
-    m = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M) * STEP
     n = tl.arange(0, BLOCK_N)
     in_m = m0 + m < rows
     in_n = n0 + n < cols

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from te_lite.ops.cast_kernels import TRANSPOSE_CONFIG, transpose_kernel
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
 
 PAD = 16  # a col layout has its rows' count M rounded up to what an fp8 GEMM needs of its inner dimension
+
+_TILE = (128, 128, 8)  # rows, columns, warps
+
+
+@triton.jit
+def transpose_kernel(data, out, rows, cols, padded, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out[n, m] = data[m, n], zero for rows <= m < padded; bytes."""
+    tiles_n = tl.cdiv(cols, BLOCK_N)
+    m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
+    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    in_n = n0 + n < cols
+    mask = (m0 + m < rows)[:, None] & in_n[None, :]
+    data += m0.to(tl.int64) * cols + n0
+    tile = tl.load(data + m[:, None] * cols + n[None, :], mask=mask, other=0)
+    out += n0.to(tl.int64) * padded + m0
+    mask_t = in_n[:, None] & (m0 + m < padded)[None, :]
+    tl.store(out + n[:, None] * padded + m[None, :], tl.trans(tile), mask=mask_t)
 
 
 def padded_rows(rows: int) -> int:
@@ -48,7 +68,7 @@ def _allocate(data: Tensor) -> Tensor:
 def _transpose_cuda(data: Tensor) -> Tensor:
     rows, cols = data.shape
     out = _allocate(data)
-    block_m, block_n, num_warps, _ = TRANSPOSE_CONFIG
+    block_m, block_n, num_warps = _TILE
     tiles = -(-rows // block_m) * -(-cols // block_n)
     if tiles:
         tensors = (data.view(torch.uint8), out.view(torch.uint8))

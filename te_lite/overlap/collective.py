@@ -91,13 +91,12 @@ class Collective(Schedule):
         self, dgrad: Dgrad | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         if self.tp.gathers_grad:
-            same = dy_wgrad is dy
-            if same or dgrad is not None:
-                dy = self.gather(dy, "row")
-            if same:
-                dy_wgrad = dy
-            elif wgrad is not None:
-                dy_wgrad = self._regather(dy_wgrad)
+            one_gather = dy_wgrad is dy and dy.format.col_from_row
+            if dgrad is not None or one_gather:
+                dy_rows = self.gather(dy, "row")
+            if wgrad is not None:
+                dy_wgrad = dy_rows if one_gather else self._regather(dy_wgrad)
+            dy = dy_rows if dgrad is not None else None
         dx = None if dgrad is None else dgrad(dy)
         if dx is not None and self.tp.mode == "column":
             dx = self._sum(dx)

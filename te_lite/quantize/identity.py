@@ -22,7 +22,7 @@ class HighPrecisionFormat(TensorFormat):
 
     gemm: str = "high_precision"
 
-    def dequantize(self, q: QTensor) -> Tensor:
+    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
         return q.row
 
     def make_col(self, q: QTensor) -> tuple[Tensor, None]:

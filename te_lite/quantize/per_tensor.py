@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_lite.ops.cast import amax, transform, transpose
+from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_accumulate_fp8_, gemm_fp8
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source
+from te_lite.ops.transpose import PAD, transpose
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
-from te_lite.quantize.identity import Calibrating, Identity
-from te_lite.quantize.identity import operands as plain_operands
+from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
@@ -41,8 +41,8 @@ class PerTensorFormat(TensorFormat):
     def label(self) -> str:
         return "e4m3" if self.dtype == torch.float8_e4m3fn else "e5m2"
 
-    def dequantize(self, q: QTensor) -> Tensor:
-        if q.row is not None:
+    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+        if layout == "row":
             return (q.row.float() * q.row_scale).to(q.dtype)
         return (q.col[:, : q.shape[0]].float() * q.col_scale).to(q.dtype).t().contiguous()
 
@@ -57,13 +57,63 @@ class PerTensorFormat(TensorFormat):
         return QTensor(self, (rows, like.shape[1]), like.dtype, row=data, row_scale=like.row_scale)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-        return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
+        if a[1].numel() == b[1].numel() == 1:
+            return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
+        return _matmul_shards(a, b, out_dtype, bias, fast_accum)
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
-        gemm_accumulate_fp8_(out, a[0], b[0], a[1], b[1], fast_accum)
+        if a[1].numel() == b[1].numel() == 1:
+            gemm_accumulate_fp8_(out, a[0], b[0], a[1], b[1], fast_accum)
+        else:
+            out.add_(_matmul_shards(a, b, torch.float32, None, fast_accum))
+
+
+def _matmul_shards(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    """matmul of operands that hold a scale a shard: [R, 1] for shards of a's rows, [1, R] for shards of the inner
+    dimension, in either operand."""
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    if a_scale.shape[-1] == 1 and b_scale.numel() == 1:
+        parts = zip(a_data.chunk(a_scale.numel()), a_scale.view(-1, 1), strict=True)
+        return torch.cat([gemm_fp8(x, b_data, s, b_scale, out_dtype, bias, fast_accum) for x, s in parts])
+    shards = max(a_scale.numel(), b_scale.numel())
+    a_scales, b_scales = a_scale.view(-1, 1).expand(shards, 1), b_scale.view(-1, 1).expand(shards, 1)
+    pieces = zip(a_data.chunk(shards, 1), b_data.chunk(shards, 1), a_scales, b_scales, strict=True)
+    products = [
+        gemm_fp8(x.contiguous(), y.contiguous(), s, t, torch.float32, None, fast_accum) for x, y, s, t in pieces
+    ]
+    total = torch.stack(products).sum(0)
+    return (total if bias is None else total + bias).to(out_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PerShardFormat(PerTensorFormat):
+    """A shard with a scale of its own that travels with it; gathered, scale [R, 1] by row and [1, R] by column.
+
+    The GEMM is cut by shard: R products by row, a sum of R by column.
+    """
+
+    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+        scale = (q.row_scale if layout == "row" else q.col_scale).view(-1)
+        data = q.row if layout == "row" else q.col[:, : q.shape[0]].t()
+        return (data.float() * scale.repeat_interleave(q.shape[0] // scale.numel()).unsqueeze(1)).to(q.dtype)
+
+    def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
+        return transpose(q.row), q.row_scale.view(1, -1)
+
+    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+        return q.row.view(torch.uint8), q.row_scale
+
+    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
+        whole = QTensor(self, (rows, like.shape[1]), like.dtype, parts[0].view(self.dtype), parts[1].view(-1, 1))
+        if like.shape[0] % PAD == 0:
+            return whole
+        return QTensor(
+            HIGH_PRECISION, whole.shape, whole.dtype, self.dequantize(whole, "row")
+        )  # shards end off the pad
 
 
 _FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+_PER_SHARD = {dtype: PerShardFormat(dtype=dtype) for dtype in _FORMATS}
 
 
 def _qtensor(format: PerTensorFormat, source: Source, result, seed: Tensor) -> QTensor:
@@ -178,12 +228,12 @@ def delayed_operands(recipe: DelayedScaling, site: Site) -> GemmOperands:
 
 def current_operands(recipe: Float8CurrentScaling, site: Site) -> GemmOperands:
     """Current scaling: as delayed_operands, each tensor scaled by itself."""
-    if site.calibrating:
-        return plain_operands(recipe, site)
     fwd, bwd = _FORMATS[recipe.fp8_format.forward_dtype], _FORMATS[recipe.fp8_format.backward_dtype]
 
     def current(format: PerTensorFormat, params: QParams, gathered: bool = False) -> Current:
-        group = site.tp.group if gathered else None
+        alone = gathered and recipe.per_shard_scales
+        group = site.tp.group if gathered and not alone else None
+        format = _PER_SHARD[format.dtype] if alone else format
         return Current(format, pow2=params.power_2_scale, eps=params.amax_epsilon, amax_group=group)
 
     x = current(fwd, recipe.fp8_quant_fwd_inp, site.tp.gathers_input)

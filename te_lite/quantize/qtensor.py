@@ -2,7 +2,8 @@
 
 Layouts of a logical matrix v[M, K]:
     row  data [M, K], the GEMM's inner dimension is K
-    col  data [K, Mp], the transposed copy, the inner dimension is M padded to Mp
+    col  data [K, Mp], the transposed copy, the inner dimension is M padded to Mp (a format may keep [M, K] instead
+         where it is dequantized before it is multiplied, or gathered before it is transposed)
 Every GEMM of a linear is out[m, n] = a[m, k] @ b[n, k]^T, both operands in the layout whose last dimension is inner:
     fprop  y[M, N]  = x.row[M, K]  @ w.row[N, K]^T
     dgrad  dx[M, K] = dy.row[M, N] @ w.col[K, N]^T
@@ -27,7 +28,7 @@ Operand = tuple[Tensor, Tensor | None]  # data with the inner dimension last, an
 class TensorFormat:
     """What a number format can do with its tensors. Subclasses are frozen values; callers ask them, never their class.
 
-    gemm: operands multiply natively when their `gemm` agrees, otherwise both are dequantized first.
+    gemm: operands multiply natively when their `gemm` agrees, otherwise both are dequantized first; empty: always.
     col_from_row: the col layout can be made from the row layout alone (so one gather serves fprop and wgrad).
     """
 
@@ -39,8 +40,8 @@ class TensorFormat:
         """What overlap_report() calls it; empty for high precision."""
         return ""
 
-    def dequantize(self, q: QTensor) -> Tensor:
-        """v[M, K] in q.dtype."""
+    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+        """v[M, K] in q.dtype, from the data of `layout`, which q holds."""
         raise NotImplementedError
 
     def make_col(self, q: QTensor) -> tuple[Tensor, Tensor | None]:
@@ -107,9 +108,11 @@ class QTensor:
         """No data: just what Quantizer.again needs to make the same numbers again."""
         return QTensor(self.format, self.shape, self.dtype, seed=self.seed)
 
-    def dequantize(self) -> Tensor:
-        """v[M, K] in the high-precision dtype."""
-        return self.format.dequantize(self)
+    def dequantize(self, layout: Layout | None = None) -> Tensor:
+        """v[M, K] in the high-precision dtype; of `layout` where the layouts hold numbers of their own."""
+        if layout is None or self.format.col_from_row:
+            layout = "col" if self.row is None else "row"
+        return self.format.dequantize(self, layout)
 
     def wire(self, layout: Layout) -> tuple[Tensor, ...]:
         return self.format.wire(self, layout)
@@ -119,7 +122,7 @@ class QTensor:
 
 
 def _compatible(a: QTensor, b: QTensor) -> bool:
-    return a.format.gemm == b.format.gemm
+    return a.format.gemm == b.format.gemm != ""
 
 
 def matmul(
@@ -145,9 +148,9 @@ def matmul_accumulate_(out: Tensor, a: QTensor, b: QTensor, fast_accum: bool = F
     if _compatible(a, b):
         a.format.accumulate_(out, a.operand("col"), b.operand("col"), fast_accum)
     else:
-        gemm_accumulate_(out, a.dequantize(), b.dequantize())
+        gemm_accumulate_(out, a.dequantize("col"), b.dequantize("col"))
 
 
 def _plain(q: QTensor, layout: Layout) -> Tensor:
-    v = q.dequantize()
+    v = q.dequantize(layout)
     return v if layout == "row" else v.t()

@@ -14,7 +14,7 @@ from te_lite.ops.source import Source
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.qtensor import QTensor, TensorFormat
-from te_lite.recipe import Recipe
+from te_lite.recipe import HighPrecision, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,5 +87,6 @@ class Site:
 
 def operands_for(recipe: Recipe, site: Site) -> GemmOperands:
     """The quantizers of one linear under `recipe`, from the factory that the recipe names."""
-    module, function = recipe.factory.split(":")
+    stateless = site.calibrating and not recipe.delayed()  # nothing to record
+    module, function = (HighPrecision if stateless else recipe).factory.split(":")
     return getattr(importlib.import_module(module), function)(recipe, site)

@@ -2,71 +2,347 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from te_lite.quantize.qtensor import QTensor
+from te_lite.ops.source import DTYPES, Source, plain
+from te_lite.quantize.per_tensor import PerTensorFormat
+from te_lite.quantize.pickled import Spec, from_spec, to_spec
+from te_lite.quantize.qtensor import QTensor, TensorFormat
+from te_lite.quantize.quantizer import Quantizer
 
 aten = torch.ops.aten
-_SAME_NUMBERS = {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
-_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+_RESHAPES = {
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+}  # fmt: skip
+
+
+def _map(q: QTensor, fn: Callable[[Tensor], Tensor]) -> QTensor:
+    return QTensor(q.format, q.shape, q.dtype, *(None if t is None else fn(t) for t in q.tensors))
+
+
+def _scale(q: QTensor) -> Tensor | None:
+    return q.row_scale if q.row is not None else q.col_scale
+
+
+def source_of(values: Tensor) -> Source:
+    """values[..., K] as the matrix [M, K] that a quantizer reads."""
+    values = values if values.dtype in DTYPES else values.float()
+    return plain(values.reshape(math.prod(values.shape[:-1]), values.shape[-1]).contiguous())
+
+
+def _fits(new: QTensor | None, q: QTensor) -> bool:
+    """The bytes of `new` give every layout that `q` holds."""
+    if new is None or new.format != q.format or new.shape != q.shape or (q.row is not None and new.row is None):
+        return False
+    return q.col is None or new.col is not None or new.format.col_from_row
+
+
+def quantized(src: Tensor, quantizer: Quantizer, *, row: bool = True, col: bool | None = None) -> QuantizedTensor:
+    """src[..., K] quantized, to be written to through `quantizer`. col None: where it cannot be made from row."""
+    col = not quantizer.format.col_from_row if col is None else col
+    q, _ = quantizer.quantize(source_of(src.detach()), row=row, col=col)
+    q.seed = None
+    return QuantizedTensor(q, src.shape, quantizer=quantizer)
+
+
+class _Dequantize(torch.autograd.Function):
+    """The identity to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x._values(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
 
 
 class QuantizedTensor(torch.Tensor):
     """A tensor [..., K] held quantized; any operation on it that te_lite does not know works on dequantize().
 
-    What fp8_output and fp8_grad return. q: the quantized matrix [M, K] behind it.
+    q: the quantized matrix [M, K] behind it, shared with its views. quantizer: makes new numbers when the tensor is
+    written to, in the same memory; a tensor without one (from fp8_output, fp8_grad) is read only.
     """
 
     q: QTensor
+    quantizer: Quantizer | None
+    _high_precision_init_val: Tensor | None = None
 
     @staticmethod
-    def __new__(cls, q: QTensor, shape: tuple[int, ...], requires_grad: bool = False) -> QuantizedTensor:
+    def __new__(
+        cls, q: QTensor, shape: Sequence[int], requires_grad: bool = False, quantizer: Quantizer | None = None
+    ) -> QuantizedTensor:
         device = (q.row if q.row is not None else q.col).device
         self = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=q.dtype, device=device, requires_grad=requires_grad
         )
-        self.q = q
+        self.q, self.quantizer = q, quantizer
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def dequantize(self) -> Tensor:
-        """The same numbers in the high-precision dtype."""
-        return self.q.dequantize().reshape(self.shape)
+    # numbers
 
-    def __repr__(self) -> str:
-        return f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, format={self.q.format})"
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The same numbers as a plain tensor of `dtype` (default: self.dtype), rounded once."""
+        dtype = self.dtype if dtype is None else dtype
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Dequantize.apply(self, dtype)
+        return self._values(dtype)
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        q = self.q if dtype == self.q.dtype else replace(self.q, dtype=dtype)
+        return q.dequantize().reshape(self.shape)
+
+    def quantize_(self, src: Tensor) -> QuantizedTensor:
+        """Writes the numbers of `src` (any dtype, a shape that expands to self's), quantized anew, into self."""
+        with torch.no_grad():
+            return self.copy_(src)
+
+    def _store(self, src: Tensor) -> None:
+        """The numbers of `src` in self's memory, in every layout that is held; bytes where the formats agree."""
+        q, new = self.q, src.q if isinstance(src, QuantizedTensor) else None
+        if not _fits(new, q):
+            values = (src if new is None else src._values(src.dtype)).to(self.device).expand(self.shape)
+            new, _ = self.quantizer.quantize(source_of(values), row=q.row is not None, col=q.col is not None)
+        parts = [] if q.row is None else [(q.row, new.row), (q.row_scale, new.row_scale)]
+        if q.col is not None:
+            col, scale = (new.col, new.col_scale) if new.col is not None else new.format.make_col(new)
+            parts += [(q.col, col), (q.col_scale, scale)]
+        for old, fresh in parts:
+            old.copy_(fresh)
+
+    # layouts
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """True: the layout is held from now on, made from the other one where the format can; False: it is dropped.
+
+        Raises RuntimeError for a layout that cannot be made, ValueError when none would be left.
+        """
+        q = self.q
+        if rowwise_usage and q.row is None or columnwise_usage and q.col is None and not q.format.col_from_row:
+            raise RuntimeError(
+                f"{self._summary()} cannot make its {'rowwise' if q.row is None else 'columnwise'} data from what it "
+                "holds; quantize the tensor again with both layouts"
+            )
+        if columnwise_usage:
+            q.operand("col")
+        keep_row = q.row is not None and rowwise_usage is not False
+        keep_col = q.col is not None and columnwise_usage is not False
+        if not (keep_row or keep_col):
+            raise ValueError(f"{self._summary()} would hold no data at all; keep one layout")
+        if not keep_row:
+            q.row = q.row_scale = None
+        if not keep_col:
+            q.col = q.col_scale = None
+
+    def free_caches(self) -> None:
+        """Drops columnwise data that can be made from the rowwise data at any time."""
+        if self.q.row is not None and self.q.format.col_from_row:
+            self.update_usage(columnwise_usage=False)
+
+    # what Transformer Engine's tensors offer
+
+    def _per_tensor(self) -> QTensor:
+        if not isinstance(self.q.format, PerTensorFormat):
+            raise AttributeError(f"{self._summary()} has no one scale; use _rowwise_data, _rowwise_scale_inv ...")
+        return self.q
+
+    _rowwise_data = property(lambda self: self.q.row)
+    _rowwise_scale_inv = property(lambda self: self.q.row_scale)
+    _columnwise_data = property(lambda self: self.q.col)
+    _columnwise_scale_inv = property(lambda self: self.q.col_scale)
+    _data = property(lambda self: self._per_tensor().row)
+    _transpose = property(lambda self: self._per_tensor().col)
+    _scale_inv = property(lambda self: _scale(self._per_tensor()))
+
+    def get_data_tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """(rowwise data, columnwise data); None for a layout that is not held."""
+        return self.q.row, self.q.col
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What the tensor is made of, scales and formats included."""
+        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+        parts = dict(zip(names, self.q.tensors[:4], strict=True))
+        return {**parts, "dtype": self.dtype, "format": self.q.format, "quantizer": self.quantizer}
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensor]:
+        """(tensors for ctx.save_for_backward, an empty twin to call restore_from_saved on)."""
+        twin = self._like(self.q)
+        twin.q = QTensor(self.q.format, self.q.shape, self.q.dtype)
+        return list(self.q.tensors), twin
+
+    def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Takes what prepare_for_saving gave from the front of `tensors`; returns the rest."""
+        count = len(self.q.tensors)
+        self.q = QTensor(self.q.format, self.q.shape, self.q.dtype, *tensors[:count])
+        return list(tensors[count:])
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """On the CPU, the value before quantization, if quantized_model_init was told to preserve it."""
+        return self._high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Frees what get_high_precision_init_val returns."""
+        self._high_precision_init_val = None
+
+    # copies, pickles, printing
+
+    def share_memory_(self) -> QuantizedTensor:
+        _map(self.q, Tensor.share_memory_)
+        return self
+
+    @property
+    def data(self) -> QuantizedTensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, QuantizedTensor):
+            raise TypeError(
+                f"{self._summary()} got .data of {tuple(value.shape)} {value.dtype}: must be a QuantizedTensor; write "
+                "numbers with quantize_() or copy_(), and build a module of another dtype with params_dtype"
+            )
+        torch.Tensor.data.__set__(self, value)
+        self.q, self.quantizer = value.q, value.quantizer
+
+    def _like(self, q: QTensor, shape: Sequence[int] | None = None) -> QuantizedTensor:
+        return QuantizedTensor(q, self.shape if shape is None else shape, quantizer=self.quantizer)
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("q", "quantizer")}
+
+    def __copy__(self) -> QuantizedTensor:
+        made = self._like(self.q).requires_grad_(self.requires_grad)
+        vars(made).update(self._attributes())
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        made = memo[id(self)] = self._like(_map(self.q, Tensor.clone)).requires_grad_(self.requires_grad)
+        vars(made).update(copy.deepcopy(self._attributes(), memo))
+        made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        # A scale may be cut from a block, which would be stored as a whole.
+        q = _map(self.q, lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
+        if q.row is not None and q.format.col_from_row:
+            q.col = q.col_scale = None
+        specs = to_spec(q.format), None if self.quantizer is None else to_spec(self.quantizer)
+        shapes = tuple(q.shape), tuple(self.shape)
+        # As bytes: plain pickle knows no fp8 storage.
+        tensors = tuple(t if t is None or t.element_size() > 1 else t.view(torch.uint8) for t in q.tensors[:4])
+        dtypes = tuple(None if t is None else t.dtype for t in q.tensors[:4])
+        return _rebuild, (*specs, tensors, dtypes, *shapes, self.dtype, self.requires_grad, self._attributes())
+
+    def _summary(self) -> str:
+        q = self.q
+        layouts = "+".join(name for name, data in (("row", q.row), ("col", q.col)) if data is not None) or "no data"
+        return f"QuantizedTensor({tuple(self.shape)}, {self.dtype}, {q.format.label}, {layouts})"
+
+    def __repr__(self, **_: Any) -> str:
+        scale = _scale(self.q)
+        if scale is None or scale.is_meta or not self.numel():
+            return self._summary()
+        scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+        low, high = scale.min().item(), scale.max().item()
+        values = ", ".join(f"{value:.4g}" for value in self._values(self.dtype).flatten()[:4].tolist())
+        more = ", ..." if self.numel() > 4 else ""
+        access = "" if self.quantizer is not None else ", read only"
+        return f"{self._summary()[:-1]}, scale_inv {low:.4g} to {high:.4g}, [{values}{more}]{access})"
+
+    # operations
 
     @classmethod
-    def _written(cls, func: Any, args: tuple, kwargs: dict) -> bool:
-        """True when `func` writes to a QuantizedTensor; reading one into a plain tensor is fine."""
-        values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        return any(isinstance(leaf, cls) for name in written for leaf in tree_leaves(values.get(name)))
+    def _written(cls, func: Any, args: tuple, kwargs: dict) -> list[QuantizedTensor]:
+        """The QuantizedTensors that `func` writes to, which need a quantizer; reading one is always fine."""
+        if func.namespace == "c10d":  # collectives write to their first argument, which their schemas do not say
+            written = [] if "send" in func.name() else tree_leaves(args[0])
+        elif func._schema.is_mutable:
+            names = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+            values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            written = tree_leaves([values.get(name) for name in names])
+        else:
+            return []
+        written = [leaf for leaf in written if isinstance(leaf, cls)]
+        if any(t.quantizer is None or func.namespace == "c10d" for t in written):
+            raise RuntimeError(
+                f"{func} would write to {written[0]._summary()}, which has no quantizer or is not one tensor to a "
+                "collective; work on x.dequantize() (fp8_output and fp8_grad are for te_lite modules as neighbours)"
+            )
+        return written
+
+    def _restructured(self, func: Any, args: tuple, kwargs: dict) -> QuantizedTensor | None:
+        """What `func` gives where it changes no number: an alias, a copy, another leading shape; None elsewhere."""
+        if func in (aten.detach.default, aten.alias.default):
+            return self._like(self.q)
+        if func is aten.clone.default:
+            return self._like(_map(self.q, Tensor.clone))
+        if func is aten._to_copy.default and kwargs.get("dtype") in (None, self.dtype):
+            place = {"device": kwargs.get("device"), "non_blocking": kwargs.get("non_blocking", False)}
+            return self._like(_map(self.q, lambda t: t.to(copy=True, **place)))
+        if func in _RESHAPES:
+            shape = func(torch.empty(self.shape, device="meta"), *args[1:]).shape
+            if shape and shape[-1] == self.shape[-1]:
+                return self._like(self.q, shape)
+        return None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        self = args[0] if args else None
-        if func._schema.is_mutable and cls._written(func, args, kwargs):
-            raise RuntimeError(
-                f"{func} would write to a QuantizedTensor: its numbers are fixed; work on x.dequantize(), and ask for "
-                "fp8_output or fp8_grad only where the neighbour is a te_lite module"
-            )
-        if isinstance(self, cls):
-            plain_copy = func is not aten._to_copy.default or kwargs.get("dtype", self.dtype) == self.dtype
-            if func in _SAME_NUMBERS and plain_copy and "device" not in kwargs:
-                return cls(self.q, tuple(self.shape))
-            if func in _RESHAPES and args[1] and args[1][-1] == self.shape[-1]:
-                shape = torch.empty(self.shape, device="meta").view(args[1]).shape
-                return cls(self.q, tuple(shape))
+        written = cls._written(func, args, kwargs)
+        if written and func is aten.copy_.default:
+            written[0]._store(args[1])
+            return written[0]
+        if isinstance(args[0] if args else None, cls) and not written:
+            if (same := args[0]._restructured(func, args, kwargs)) is not None:
+                return same
+            if func.name().endswith("_like") or func.name().startswith("aten::new_"):  # the numbers do not matter
+                args = (torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:])
+        plains = {id(t): t._values(t.dtype) for t in written}
 
-        def plain(value: Any) -> Any:
-            return value.dequantize() if isinstance(value, cls) else value
+        def as_plain(value: Any) -> Any:
+            if not isinstance(value, cls):
+                return value
+            return plains[id(value)] if id(value) in plains else value._values(value.dtype)
 
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        out = func(*tree_map(as_plain, args), **tree_map(as_plain, kwargs))
+        for t in written:
+            t._store(plains[id(t)])
+            torch.autograd.graph.increment_version(t)  # torch does not do it for foreach ops here
+        owners = {id(plains[id(t)]): t for t in written}
+        return tree_map(lambda value: owners.get(id(value), value), out) if written else out
+
+
+def _rebuild(
+    format_spec: Spec,
+    quantizer_spec: Spec | None,
+    tensors: tuple,
+    dtypes: tuple,
+    q_shape: tuple[int, int],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> QuantizedTensor:
+    """The tensor that __reduce_ex__ took apart."""
+    format = from_spec(format_spec, TensorFormat)
+    quantizer = None if quantizer_spec is None else from_spec(quantizer_spec, Quantizer, format=format)
+    parts = (None if t is None else t.view(own) for t, own in zip(tensors, dtypes, strict=True))
+    made = QuantizedTensor(QTensor(format, q_shape, dtype, *parts), shape, requires_grad, quantizer)
+    vars(made).update(attributes)
+    return made
+
+
+torch.serialization.add_safe_globals([_rebuild])  # for torch.load(weights_only=True)

@@ -47,9 +47,7 @@ def tree_hash(folder: Path | str) -> str:
         if not entries:
             return None
         entries.sort(key=lambda entry: entry[0].encode())
-        return digest(
-            "tree", b"".join(mode + b" " + name.encode() + b"\0" + sha for _, mode, name, sha in entries)
-        )
+        return digest("tree", b"".join(mode + b" " + name.encode() + b"\0" + sha for _, mode, name, sha in entries))
 
     return (tree(Path(folder)) or digest("tree", b"")).hex()
 
@@ -97,8 +95,7 @@ def write_results(
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content: dict[str, object] = {"name": name, "date": now, **environment(device), "tree": tree, **extra}
     content["rows"] = [
-        {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
-        for row in rows
+        {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} for row in rows
     ]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +107,4 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns padded to their widest cell, for a terminal."""
     cells = [[str(c) for c in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells
-    )
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 # A copy of one rank's program: one thread, decided before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,10 +27,23 @@ import te_lite as te  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from te_lite.testing.numerics import Closeness, measure  # noqa: E402
 from tests import reference  # noqa: E402
-from tests.harness import RECIPES, Oracle, build, leaf, under  # noqa: E402
+from tests.harness import BLOCKED, OPTIONS, RECIPES, Oracle, build, leaf, under  # noqa: E402
 from tests.reference import LINEAR, LN_LINEAR, LN_MLP, Spec  # noqa: E402
 
-SEQUENCE, BATCH, K, N, FFN = 16, 3, 64, 128, 128  # tokens M = SEQUENCE * BATCH; shards over 4 stay multiples of 16
+
+class Sizes(NamedTuple):
+    """Tokens M = sequence * batch; features on each of 4 ranks are multiples of 16."""
+
+    sequence: int
+    batch: int
+    k: int
+    n: int
+    ffn: int
+
+
+SMALL = Sizes(16, 3, 64, 128, 128)
+SEVERAL = Sizes(48, 3, 192, 320, 192)  # blocks of 32 and of 128, whole ones and ragged ones, also on each rank
+FILLED = Sizes(128, 4, 192, 320, 192)  # each of 4 ranks has as many tokens as fill a block
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,15 @@ class Case:
     recipe: str
     fused: bool = False  # fuse_wgrad_accumulation
     microbatches: int = 1  # forwards before their backwards
+    filled: bool = False  # each rank's tokens fill their blocks
+
+    @property
+    def blocked(self) -> bool:
+        return self.recipe in BLOCKED
+
+    @property
+    def sizes(self) -> Sizes:
+        return FILLED if self.filled else SEVERAL if self.blocked else SMALL
 
     def __str__(self) -> str:
         s = self.spec
@@ -48,15 +71,24 @@ class Case:
             parts.append(s.activation)
         parts += ["ln_out" if s.returns_norm else "", "main_grad" if self.fused else ""]
         parts.append(f"{self.microbatches} in flight" if self.microbatches > 1 else "")
+        parts.append("filled blocks" if self.filled else "")
         return " ".join(p for p in parts if p)
 
 
 def all_cases(tp: int) -> Iterator[Case]:
-    """module x recipe x mode x sequence parallel x bias x norm; zero-centered gains and activations take
-    turns.
-    """
+    for recipe in RECIPES:
+        yield from sampled(recipe, tp) if recipe in BLOCKED else product(recipe, tp)
+    for recipe, mode in itertools.product(BLOCKED, ("column", "row")):
+        spec = Spec(LINEAR, mode=mode, tp=tp, sequence_parallel=True)
+        yield Case(spec, recipe, filled=True)
+        if recipe in OPTIONS:
+            yield Case(spec, recipe)
+
+
+def product(recipe: str, tp: int) -> Iterator[Case]:
+    """module x mode x sequence parallel x bias x norm; zero-centered gains and activations take turns."""
     turn = itertools.count()
-    for recipe, sp, bias in itertools.product(RECIPES, (False, True), (True, False)):
+    for sp, bias in itertools.product((False, True), (True, False)):
         for mode in ("column", "row"):
             yield Case(Spec(LINEAR, bias=bias, mode=mode, tp=tp, sequence_parallel=sp), recipe)
         for norm in ("LayerNorm", "RMSNorm"):
@@ -65,15 +97,29 @@ def all_cases(tp: int) -> Iterator[Case]:
             yield Case(Spec(LN_LINEAR, mode="column", sequence_parallel=sp, **common), recipe)
             activation = ("gelu", "swiglu", "geglu", "srelu")[i // 2 % 4]
             yield Case(Spec(LN_MLP, activation=activation, sequence_parallel=sp, **common), recipe)
-    for recipe in RECIPES:
-        yield Case(Spec(LINEAR, tp=tp), recipe)  # parallel_mode None with a group: every rank the whole
-        sp = {"tp": tp, "sequence_parallel": True}
-        yield Case(Spec(LN_LINEAR, mode="column", returns_norm=True, **sp), recipe)
-        yield Case(Spec(LN_MLP, returns_norm=True, **sp), recipe)
-        for kind, mode in ((LINEAR, "column"), (LINEAR, "row"), (LN_MLP, None)):
-            yield Case(Spec(kind, mode=mode, **sp), recipe, fused=True)
-            if recipe != "delayed":  # scales would move between the backwards
-                yield Case(Spec(kind, mode=mode, **sp), recipe, microbatches=3)
+    yield Case(Spec(LINEAR, tp=tp), recipe)  # parallel_mode None with a group: every rank the whole
+    sp = {"tp": tp, "sequence_parallel": True}
+    yield Case(Spec(LN_LINEAR, mode="column", returns_norm=True, **sp), recipe)
+    yield Case(Spec(LN_MLP, returns_norm=True, **sp), recipe)
+    for kind, mode in ((LINEAR, "column"), (LINEAR, "row"), (LN_MLP, None)):
+        yield Case(Spec(kind, mode=mode, **sp), recipe, fused=True)
+        if recipe != "delayed":  # scales would move between the backwards
+            yield Case(Spec(kind, mode=mode, **sp), recipe, microbatches=3)
+
+
+def sampled(recipe: str, tp: int) -> Iterator[Case]:
+    """Every module and mode with and without sequence parallelism; the other options take turns."""
+    for sp in (False, True):
+        common = {"tp": tp, "sequence_parallel": sp}
+        yield Case(Spec(LINEAR, mode="column", bias=sp, **common), recipe)
+        yield Case(Spec(LINEAR, mode="row", bias=not sp, **common), recipe)
+        norm = "RMSNorm" if sp else "LayerNorm"
+        yield Case(Spec(LN_LINEAR, norm, mode="column", bias=not sp, returns_norm=sp, **common), recipe)
+        yield Case(Spec(LN_MLP, norm, activation="swiglu" if sp else "gelu", bias=sp, **common), recipe)
+    sp = {"tp": tp, "sequence_parallel": True}
+    yield Case(Spec(LINEAR, tp=tp), recipe)
+    yield Case(Spec(LINEAR, mode="row", **sp), recipe, fused=True)
+    yield Case(Spec(LN_MLP, **sp), recipe, microbatches=3)
 
 
 def chunk(t: Tensor, dim: int, rank: int, tp: int) -> Tensor:
@@ -124,7 +170,7 @@ def make_module(case: Case, parameters: dict[str, Tensor], group, device) -> tor
     options = {"tp_group": group, "tp_size": case.spec.tp, "sequence_parallel": case.spec.sequence_parallel, **extra}
     if case.fused:
         options["fuse_wgrad_accumulation"] = True
-    module = build(case.spec, K, N, FFN, device=device, parameters=shards, **options)
+    module = build(case.spec, *case.sizes[2:], device=device, parameters=shards, **options)
     if case.fused:
         for name, p in module.named_parameters():
             if name.endswith("weight") and "layer_norm" not in name:
@@ -132,12 +178,20 @@ def make_module(case: Case, parameters: dict[str, Tensor], group, device) -> tor
     return module
 
 
+def make_parameters(case: Case) -> dict[str, Tensor]:
+    p = reference.make_parameters(case.spec, *case.sizes[2:], seed=3, dtype=torch.bfloat16)
+    return reference.spread_parameters(case.spec, p) if case.blocked else p
+
+
 def make_batch(case: Case, seed: int, scale: float) -> tuple[Tensor, Tensor]:
     """Full x [S, B, K] and dy [S, B, width]."""
-    width = K if case.spec.kind == LN_MLP else N
-    x = reference.make_tokens(SEQUENCE * BATCH, K, seed=seed, dtype=torch.bfloat16, scale=scale)
-    dy = reference.make_tokens(SEQUENCE * BATCH, width, seed=seed + 1, dtype=torch.bfloat16, scale=0.1 * scale)
-    return x.view(SEQUENCE, BATCH, K), dy.view(SEQUENCE, BATCH, width)
+    sequence, batch, k, n, _ = case.sizes
+    width = k if case.spec.kind == LN_MLP else n
+    x = reference.make_tokens(sequence * batch, k, seed=seed, dtype=torch.bfloat16, scale=scale)
+    dy = reference.make_tokens(sequence * batch, width, seed=seed + 1, dtype=torch.bfloat16, scale=0.1 * scale)
+    if case.blocked:
+        x, dy = reference.spread_tokens(case.spec, x, dy)
+    return x.view(sequence, batch, k), dy.view(sequence, batch, width)
 
 
 def module_step(module, case: Case, batches: list[tuple[Tensor, Tensor]], group, device) -> list[dict[str, Tensor]]:
@@ -166,7 +220,7 @@ def run_case(case: Case, group, device, replica: int = 0) -> list[Closeness]:
     oracle.
     """
     rank = dist.get_rank(group)
-    p = reference.make_parameters(case.spec, K, N, FFN, seed=3, dtype=torch.bfloat16)
+    p = make_parameters(case)
     module = make_module(case, p, group, device)
     oracle = Oracle(case.spec, p, case.recipe, device=device)
     measured = []
@@ -182,14 +236,14 @@ def run_case(case: Case, group, device, replica: int = 0) -> list[Closeness]:
         for j in range(case.microbatches):
             for name, value in got[j].items():
                 truth, low = (_total(both, j, name, k) for k in (0, 1))
-                truth, low = (expected(name, t.reshape(_shape(name, t)), case, rank) for t in (truth, low))
+                truth, low = (expected(name, t.reshape(_shape(case, name, t)), case, rank) for t in (truth, low))
                 label = f"{case}, step {i}{f' batch {j}' if case.microbatches > 1 else ''}: {name}"
                 measured.append(measure(label, value, truth, low))
     return measured
 
 
-def _shape(name: str, t: Tensor) -> tuple[int, ...]:
-    return (SEQUENCE, BATCH, t.shape[-1]) if name in ("out", "dx", "ln_out") else tuple(t.shape)
+def _shape(case: Case, name: str, t: Tensor) -> tuple[int, ...]:
+    return (*case.sizes[:2], t.shape[-1]) if name in ("out", "dx", "ln_out") else tuple(t.shape)
 
 
 def _total(both, j: int, name: str, which: int) -> Tensor:

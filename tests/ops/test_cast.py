@@ -122,7 +122,7 @@ def run_poisoned(source: S.Source, fp8: torch.dtype, scale, amax, amax_out, pow2
     for t in out:
         if t is not None:
             t.view(torch.uint8).fill_(0x7F)
-    cast._transform_op(*source[:-1], scale, amax, eps, pow2, *out, amax_out)
+    cast._transform_op(*source[:-1], scale, amax, None, None, eps, pow2, *out, amax_out)
     return out
 
 
@@ -281,7 +281,7 @@ def test_ops_pass_torch_s_own_checks():
     hp = cast._allocate(source, torch.bfloat16, None, False, False, True)
     # torch's schema check compares by arithmetic, which fp8 does not have: without fp8 it checks all else.
     for check, out, s in (("test_schema", hp, None), ("test_faketensor", fp8, scale)):
-        args = (*source[:-1], s, None, 0.0, False, *out, history[1, 1])
+        args = (*source[:-1], s, None, None, None, 0.0, False, *out, history[1, 1])
         torch.library.opcheck(cast._transform_op.overload, args, test_utils=check)
         torch.library.opcheck(cast._amax_op.overload, source[:-1], test_utils=check)
         torch.library.opcheck(torch.ops.te_lite.transpose.default, (x.byte(),), test_utils=check)

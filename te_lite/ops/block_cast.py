@@ -1,0 +1,270 @@
+"""Casts to E4M3 with a scale a block: MX blocks of 32 with E8M0 scales, blocks of 128 and 128 x 128 with fp32 ones.
+
+MX: OCP Microscaling Formats (MX) specification v1.0, the scale rounded up so that no value saturates. Blocks of 128:
+DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.block_kernels import (
+    BLOCK_CONFIGS,
+    DEQUANTIZE_CONFIG,
+    block_kernel,
+    dequantize_kernel,
+)
+from te_lite.ops.cast import saturate_, scale_from_amax_ref, transform
+from te_lite.ops.cast_kernels import MOST_SPLITS
+from te_lite.ops.launch import launch
+from te_lite.ops.registry import register
+from te_lite.ops.source import ACTIVATIONS, FLAT, Source, plain, produce_ref
+from te_lite.ops.sums import column_sums
+from te_lite.ops.transpose import padded_rows, transpose_into_ref
+
+E4M3, MX_BLOCK, BLOCK = torch.float8_e4m3fn, 32, 128
+
+
+class Blocks(NamedTuple):
+    """What `block_cast` wrote; the forms that were not asked for are None. B is the block length."""
+
+    row: Tensor | None  # E4M3 [M, N]
+    row_scale: Tensor | None  # MX: uint8 [M, N/B]; else fp32 inverse scales [M, N/B], or [M/B, N/B] of square blocks
+    col: Tensor | None  # E4M3 [M, N] when flat, else transposed [N, Mp]
+    col_scale: Tensor | None  # [M/B, N], or [N/B, M/B] of square blocks
+    bias_grad: Tensor | None  # fp32 [N]
+
+
+def e8m0_ref(amax: Tensor) -> Tensor:
+    """The E8M0 byte of blocks with largest magnitude `amax`: the exponent of amax / 448, rounded up to a power of two.
+
+    inf gives 0xFE, nan 0xFF, zero 0x00.
+    """
+    bits = amax.float().abs().view(torch.int32)
+    e = (((bits + 0x1FFFFF) >> 23) - 8).clamp(0, 253)  # 448 is 1.75 * 2^8: a mantissa above 1.75 carries
+    e = torch.where(bits == 0x7F800000, 254, e)
+    return torch.where(bits > 0x7F800000, 255, e).to(torch.uint8)
+
+
+def e8m0_value(scale: Tensor) -> Tensor:
+    """2^(byte - 127) in fp32; nan of 0xFF."""
+    e = scale.to(torch.int32)
+    bits = torch.where(e == 0, 0x00400000, torch.where(e == 255, 0x7FC00000, e << 23))
+    return bits.view(torch.float32)
+
+
+def _scales_ref(amax: Tensor, mx: bool, eps: float, pow2: bool, largest: float) -> tuple[Tensor, Tensor]:
+    """(what values are multiplied by, what is stored)."""
+    if mx:
+        stored = e8m0_ref(amax)
+        e = stored.to(torch.int32)
+        bits = torch.where(e == 254, 0x00400000, torch.where(e == 255, 0x7FC00000, (254 - e) << 23))
+        return bits.view(torch.float32), stored
+    scale = scale_from_amax_ref(
+        torch.nan_to_num(amax, nan=float("inf"), posinf=float("inf")), 448.0, eps, pow2, largest
+    )
+    return scale, 1.0 / scale
+
+
+def _cast_ref(v: Tensor, block: tuple[int, int], *rule) -> tuple[Tensor, Tensor]:
+    """(E4M3 [M, N], stored scales [M/block[0], N/block[1]]) of fp32 v[M, N]."""
+    (m, n), (bm, bn) = v.shape, block
+    padded = torch.nn.functional.pad(v, (0, -n % bn, 0, -m % bm))
+    tiles = padded.view(padded.shape[0] // bm, bm, padded.shape[1] // bn, bn)
+    scale, stored = _scales_ref(tiles.abs().amax((1, 3)), *rule)
+    q = saturate_((tiles * scale[:, None, :, None]).view(padded.shape)[:m, :n], 448.0)
+    return q.to(E4M3), stored
+
+
+def _allocate(source: Source, block: int, square: bool, row: bool, col: bool, flat: bool, bias_grad: bool) -> Blocks:
+    x, (m, n) = source.x, (source.rows, source.cols)
+    mb, nb = -(-m // block), -(-n // block)
+    kind = torch.uint8 if block == MX_BLOCK else torch.float32
+
+    def empty(*shape: int, dtype: torch.dtype = kind) -> Tensor:
+        return x.new_empty(shape, dtype=dtype)
+
+    def squares(outer: int, inner: int) -> Tensor:
+        # cuBLAS wants rows of a multiple of four scales, along the inner dimension.
+        return x.new_zeros((outer, -(-inner // 4) * 4), dtype=kind)[:, :inner]
+
+    row_scale = col_scale = None
+    if row:
+        row_scale = squares(mb, nb) if square else empty(m, nb) if block == MX_BLOCK else empty(nb, m).t()
+    if col:
+        col_scale = squares(nb, mb) if square else empty(mb, n)
+    return Blocks(
+        empty(m, n, dtype=E4M3) if row else None,
+        row_scale,
+        (empty(m, n, dtype=E4M3) if flat else empty(n, padded_rows(m), dtype=E4M3)) if col else None,
+        col_scale,
+        empty(n, dtype=torch.float32) if bias_grad else None,
+    )
+
+
+def _check(block: int, square: bool, row: bool, col: bool, flat: bool) -> None:
+    if block not in (MX_BLOCK, BLOCK):
+        raise ValueError(f"block={block}: must be {MX_BLOCK} (MX) or {BLOCK}; pass one of them")
+    if square and (block != BLOCK or flat):
+        raise ValueError(f"square blocks of {block}, flat={flat}: square blocks are 128 x 128 and never flat")
+    if not (row or col):
+        raise ValueError("row=False, col=False: ask for at least one layout")
+
+
+def block_cast(
+    source: Source,
+    *,
+    block: int,
+    square: bool = False,
+    pow2: bool = True,
+    eps: float = 0.0,
+    row: bool = True,
+    col: bool = False,
+    flat: bool = False,
+    bias_grad: bool = False,
+) -> Blocks:
+    """Unfused, with v = produce_ref(source), fp32 [M, N], and B = block:
+
+        row: blocks of 1 x B, col: blocks of B x 1; square: one scale for B x B in both
+        MX (B = 32): stored = e8m0_ref(amax of the block), q = (v / 2^(stored - 127)).to(E4M3), saturating
+        B = 128:     s = scale_from_amax_ref(amax, 448, eps, pow2), inf becoming the largest value of source.x's type;
+                     q = (v * s).to(E4M3), saturating; stored = 1 / s
+
+    flat: col data is not transposed. One read of the source, one launch (two with bias_grad). Errors: ValueError.
+    """
+    _check(block, square, row, col, flat)
+    if source.kind == "dact" and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
+        # A block would lie across the halves, which a tile computes apart; fp32 in between changes no bit.
+        source = plain(transform(source, hp_dtype=torch.float32).hp)
+    out = _allocate(source, block, square, row, col, flat, bias_grad)
+    _block_cast_op(*source[:-1], block, square, pow2, eps, flat, *out)
+    return out
+
+
+def block_cast_ref(
+    source: Source,
+    *,
+    block: int,
+    square: bool = False,
+    pow2: bool = True,
+    eps: float = 0.0,
+    row: bool = True,
+    col: bool = False,
+    flat: bool = False,
+    bias_grad: bool = False,
+) -> Blocks:
+    """The oracle of `block_cast`: plain torch on any device."""
+    _check(block, square, row, col, flat)
+    out = _allocate(source, block, square, row, col, flat, bias_grad)
+    _write_ref(*source[:-1], block, square, pow2, eps, flat, *out)
+    return out
+
+
+def _write_ref(
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, flat,
+    row, row_scale, col, col_scale, bias_grad,
+):  # fmt: skip
+    source = Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation)
+    v = produce_ref(source)
+    rule = (block == MX_BLOCK, eps, pow2, torch.finfo(x.dtype).max)
+    if bias_grad is not None:
+        torch.sum(v, 0, out=bias_grad)
+    if row is not None:
+        q, stored = _cast_ref(v, (block if square else 1, block), *rule)
+        row.copy_(q)
+        row_scale.copy_(stored)
+    if col is not None:
+        q, stored = _cast_ref(v, (block, block if square else 1), *rule)
+        col_scale.copy_(stored.t() if square else stored)
+        if flat:
+            col.copy_(q)
+        else:
+            transpose_into_ref(q, col)
+
+
+def _block_cast_cuda(
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, flat,
+    row, row_scale, col, col_scale, bias_grad,
+):  # fmt: skip
+    rows, width = x.shape
+    base, glu = ACTIVATIONS[activation]
+    cols = width // 2 if glu else width
+    block_m, block_n, num_warps, registers, _ = BLOCK_CONFIGS[block, square, row is not None, col is not None]
+    tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
+    if not tiles_n * tiles_m:
+        if bias_grad is not None:
+            bias_grad.zero_()
+        return
+    splits, partial = tiles_m, None
+    if bias_grad is not None:
+        splits = min(tiles_m, MOST_SPLITS)
+        partial = x.new_empty((splits, bias_grad.shape[0]), dtype=torch.float32)
+    strides = (0, 0) if row is None else row_scale.stride()
+    strides += (0, 0) if col is None else col_scale.stride()[:: -1 if square else 1]
+    largest = torch.finfo(x.dtype).max
+    cap = 255 - 127 - math.frexp(largest)[1] if pow2 else largest
+    launch(
+        block_kernel,
+        tiles_n * splits,
+        (),
+        (x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial),
+        (eps, rows, cols, padded_rows(rows), *strides),
+        (
+            kind, base, glu, zero_centered, block, square, block == MX_BLOCK, cap, pow2, flat, block_m, block_n,
+            tiles_m > splits,
+        ),
+        num_warps,
+        registers,
+    )  # fmt: skip
+    if partial is not None:
+        column_sums(partial, bias_grad)
+
+
+_block_cast_op = register(
+    f"block_cast({FLAT}, int block, bool square, bool pow2, float eps, bool flat, Tensor(a!)? row, "
+    "Tensor(b!)? row_scale, Tensor(c!)? col, Tensor(d!)? col_scale, Tensor(e!)? bias_grad) -> ()",
+    cpu=_write_ref,
+    cuda=_block_cast_cuda,
+    fake=lambda *args: None,
+)
+
+
+def dequantize_blocks_ref(data: Tensor, scale: Tensor, block_m: int, block_n: int, dtype: torch.dtype) -> Tensor:
+    """The oracle of `dequantize_blocks`."""
+    value = e8m0_value(scale) if scale.dtype == torch.uint8 else scale
+    value = value.repeat_interleave(block_m, 0)[: data.shape[0]].repeat_interleave(block_n, 1)[:, : data.shape[1]]
+    return (data.float() * value).to(dtype)
+
+
+def _dequantize_cuda(data: Tensor, scale: Tensor, block_m: int, block_n: int, dtype: torch.dtype) -> Tensor:
+    rows, cols = data.shape
+    out = data.new_empty(data.shape, dtype=dtype)
+    tile_m, tile_n, num_warps, *_ = DEQUANTIZE_CONFIG
+    tile_m = max(tile_m, block_m)
+    programs = -(-rows // tile_m) * -(-cols // tile_n)
+    if programs:
+        numbers = (rows, cols, *scale.stride())
+        constants = (block_m, block_n, scale.dtype == torch.uint8, tile_m, tile_n)
+        launch(dequantize_kernel, programs, (), (data, scale, out), numbers, constants, num_warps)
+    return out
+
+
+_dequantize_op = register(
+    "dequantize_blocks(Tensor data, Tensor scale, int block_m, int block_n, ScalarType dtype) -> Tensor",
+    cpu=dequantize_blocks_ref,
+    cuda=_dequantize_cuda,
+    fake=lambda data, scale, block_m, block_n, dtype: data.new_empty(data.shape, dtype=dtype),
+)
+
+
+def dequantize_blocks(data: Tensor, scale: Tensor, block_m: int, block_n: int, dtype: torch.dtype) -> Tensor:
+    """out[m, n] = data[m, n] * scale[m // block_m, n // block_n], rounded once to dtype; data E4M3, contiguous.
+
+    scale: E8M0 bytes (uint8) or fp32. Blocks 1 x 32, 32 x 1, 1 x 128, 128 x 1, 128 x 128. Exact in bf16 for MX, since
+    an E4M3 value has four significant bits, unless the result is below 2^-126.
+    """
+    return _dequantize_op(data, scale, block_m, block_n, dtype)

@@ -1,0 +1,332 @@
+"""The Triton kernels of `block_cast.py` and `row_cast.py`: scales of blocks, of rows and of columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from te_lite.ops.cast_kernels import (
+    Config,
+    largest_of,
+    magnitude_bits,
+    quarters,
+    scale_of,
+    store_quarter,
+    store_quarters,
+    store_sums,
+    store_words,
+    to_fp8_bytes,
+    to_fp8_words,
+)
+from te_lite.ops.source import produce
+
+# (block length, square, row wanted, col wanted) -> tile, one block high: columns of blocks need no second one.
+BLOCK_CONFIGS: dict[tuple[int, bool, bool, bool], Config] = {
+    (32, False, True, False): Config(32, 256, 4),
+    (32, False, False, True): Config(32, 64, 1),
+    (32, False, True, True): Config(32, 64, 1, registers=128),
+    (128, False, True, False): Config(128, 128, 8),
+    (128, False, False, True): Config(128, 64, 4),
+    (128, False, True, True): Config(128, 128, 4),
+    (128, True, True, False): Config(128, 128, 4),
+    (128, True, False, True): Config(128, 128, 4),
+    (128, True, True, True): Config(128, 128, 4),
+}
+VECTOR_AMAX_CONFIG = Config(16, 128, 1)
+MOST_COLUMNS = 32768  # a row that one program holds
+ROW_WARPS = (4, 8)  # few columns, many columns
+DEQUANTIZE_CONFIG = Config(32, 256, 4)
+
+_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+_E8M0_INF = tl.constexpr(254)
+
+
+@triton.jit
+def _scales(bits, eps, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr):
+    """(scale, what is stored of it: the E8M0 byte or the fp32 inverse) of largest magnitudes, given as bits.
+
+    CAP: what an infinite scale becomes; with POW2 the exponent field of its inverse.
+    """
+    # The exponent field of amax / 448 rounded up to a power of two: 448 is 1.75 * 2^8, a mantissa above 1.75 carries.
+    e = ((bits + 0x1FFFFF) >> 23) - 8
+    if E8M0:
+        e = tl.maximum(e, 0)
+        special = bits >= 0x7F800000
+        nan = bits > 0x7F800000
+        s = tl.where(special, tl.where(nan, 0x7FC00000, 0x00400000), (254 - e) << 23).to(tl.float32, bitcast=True)
+        stored = tl.where(special, tl.where(nan, 255, 254), e).to(tl.uint8)
+    elif POW2:
+        a = bits.to(tl.float32, bitcast=True)
+        bits = tl.where(a < eps, eps, a).to(tl.int32, bitcast=True)
+        e = ((bits + 0x1FFFFF) >> 23) - 8
+        e = tl.where(e < 0, CAP, e)  # 448 / amax is infinite
+        e = tl.where((bits == 0) | (bits >= 0x7F800000), 127, e)
+        s = ((254 - e) << 23).to(tl.float32, bitcast=True)
+        stored = tl.where(e == 0, 0x00400000, e << 23).to(tl.float32, bitcast=True)
+    else:
+        s = scale_of(bits.to(tl.float32, bitcast=True), eps, 448.0, CAP, False)
+        stored = tl.div_rn(1.0, s)
+    return s, stored
+
+
+@triton.jit
+def _row_quarter(
+    v, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n,
+    B: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One quarter in blocks of B along its rows."""
+    Q: tl.constexpr = BLOCK_M // 4
+    NB: tl.constexpr = BLOCK_N // B
+    blocks = tl.reshape(v, [Q, NB, B])
+    s, stored = _scales(tl.max(magnitude_bits(blocks), axis=2), eps, E8M0, CAP, POW2)
+    q = tl.reshape(blocks * s[:, :, None], [Q, BLOCK_N])
+    store_quarter(
+        row.to(tl.pointer_type(tl.uint8)), to_fp8_bytes(q, False), m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N
+    )
+    m = m0 + tl.arange(0, Q) * 4
+    b = tl.arange(0, NB)
+    at = m[:, None].to(tl.int64) * scale_m + (n_out // B + b)[None, :].to(tl.int64) * scale_n
+    tl.store(row_scale + at, stored, mask=(m < rows)[:, None] & (n0 + b * B < cols)[None, :])
+
+
+@triton.jit
+def _row_quarters(
+    v0, v1, v2, v3, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n,
+    B: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    _row_quarter(
+        v0, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
+    _row_quarter(
+        v1, row, row_scale, eps, m0 + 1, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
+    _row_quarter(
+        v2, row, row_scale, eps, m0 + 2, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
+    _row_quarter(
+        v3, row, row_scale, eps, m0 + 3, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _col_quarters(
+    v0, v1, v2, v3, c, col, m0, n0, n_out, rows, cols, width, padded,
+    FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile times c, into the transposed copy, or as it lies when FLAT."""
+    if FLAT:
+        store_quarters(
+            col.to(tl.pointer_type(tl.uint8)), to_fp8_bytes(v0 * c, False), to_fp8_bytes(v1 * c, False),
+            to_fp8_bytes(v2 * c, False), to_fp8_bytes(v3 * c, False),
+            m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        w = to_fp8_words(v0 * c, v1 * c, v2 * c, v3 * c, False)
+        store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _emit_blocks(
+    v0, v1, v2, v3, row, row_scale, col, col_scale, eps, m0, n0, n_out, rows, cols, width, padded,
+    row_scale_m, row_scale_n, col_scale_m, col_scale_n,
+    B: tl.constexpr, SQUARE: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write the fp32 tile, columns n_out.. of outputs `width` wide, by row and by column."""
+    largest = largest_of(v0, v1, v2, v3)
+    n = tl.arange(0, BLOCK_N)
+    if SQUARE:
+        s, stored = _scales(tl.max(largest), eps, E8M0, CAP, POW2)
+        at_m, at_n = m0 // B, n_out // B
+        if row is not None:
+            tl.store(row_scale + at_m.to(tl.int64) * row_scale_m + at_n * row_scale_n, stored)
+            out = row.to(tl.pointer_type(tl.uint8))
+            store_quarters(
+                out, to_fp8_bytes(v0 * s, False), to_fp8_bytes(v1 * s, False),
+                to_fp8_bytes(v2 * s, False), to_fp8_bytes(v3 * s, False),
+                m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        if col is not None:
+            tl.store(col_scale + at_m.to(tl.int64) * col_scale_m + at_n * col_scale_n, stored)
+            w = to_fp8_words(v0 * s, v1 * s, v2 * s, v3 * s, False)
+            store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+    else:
+        if row is not None:
+            _row_quarters(
+                v0, v1, v2, v3, row, row_scale, eps, m0, n0, n_out, rows, cols, width, row_scale_m, row_scale_n, B,
+                E8M0, CAP, POW2, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        if col is not None:
+            s, stored = _scales(tl.max(largest, axis=0), eps, E8M0, CAP, POW2)
+            at = (m0 // B).to(tl.int64) * col_scale_m + (n_out + n).to(tl.int64) * col_scale_n
+            tl.store(col_scale + at, stored, mask=n0 + n < cols)
+            _col_quarters(
+                v0, v1, v2, v3, s[None, :], col, m0, n0, n_out, rows, cols, width, padded, FLAT, BLOCK_M, BLOCK_N
+            )
+
+
+@triton.jit
+def _block_tile(
+    tile_m, n0, x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale,
+    eps, rows, cols, width, padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    B: tl.constexpr, SQUARE: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of block_kernel: sums of four rows, and those of the second tile."""
+    m0 = tile_m * BLOCK_M
+    a0, a1, a2, a3, b0, b1, b2, b3 = quarters(
+        x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N
+    )
+    _emit_blocks(
+        a0, a1, a2, a3, row, row_scale, col, col_scale, eps, m0, n0, n0, rows, cols, width, padded,
+        row_scale_m, row_scale_n, col_scale_m, col_scale_n, B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if GLU and KIND == "dact":
+        _emit_blocks(
+            b0, b1, b2, b3, row, row_scale, col, col_scale, eps, m0, n0, n0 + cols, rows, cols, width, padded,
+            row_scale_m, row_scale_n, col_scale_m, col_scale_n, B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    return (a0 + a1) + (a2 + a3), (b0 + b1) + (b2 + b3)
+
+
+@triton.jit
+def block_kernel(
+    x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial,
+    eps, rows, cols, padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    B: tl.constexpr, SQUARE: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """One read of the source: E4M3 in blocks along its rows, along its columns (or square ones), column sums.
+
+    row [rows, width]; col [width, padded], or [rows, width] when FLAT; scales at the strides given. BLOCK_M is B.
+    Programs and tiles as in transform_kernel.
+    """
+    TWO: tl.constexpr = GLU and KIND == "dact"
+    Q: tl.constexpr = BLOCK_M // 4
+    width = cols * 2 if TWO else cols
+    tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
+    split = tl.program_id(0) // tiles_n
+    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
+    if not LOOP:
+        total, total2 = _block_tile(
+            split, n0, x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, eps, rows, cols, width, padded,
+            row_scale_m, row_scale_n, col_scale_m, col_scale_n, KIND, ACT, GLU, ZERO_CENTERED, B, SQUARE, E8M0, CAP,
+            POW2, FLAT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        total = tl.zeros([Q, BLOCK_N], tl.float32)
+        total2 = tl.zeros([Q, BLOCK_N], tl.float32)
+        for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
+            a, b = _block_tile(
+                tile_m, n0, x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, eps, rows, cols, width,
+                padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n, KIND, ACT, GLU, ZERO_CENTERED, B, SQUARE,
+                E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            total += a
+            if TWO:
+                total2 += b
+    if partial is not None:
+        store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
+
+
+@triton.jit
+def _max_into(out, bits, at, mask):
+    """out[at] = max(out[at], bits), nan counting as inf."""
+    tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + at, tl.minimum(bits, 0x7F800000), mask=mask, sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_amax", "col_amax"])
+def vector_amax_kernel(
+    row_amax, col_amax, x, dy, mean, rstd, gamma, beta, rows, cols,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """row_amax[m], col_amax[n] = max with the largest |value| of each row and column, as bits; one tile a program."""
+    TWO: tl.constexpr = GLU and KIND == "dact"
+    tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
+    m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
+    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
+    v, v2 = produce(
+        x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1
+    )
+    v = magnitude_bits(v)
+    v2 = magnitude_bits(v2)
+    m = m0 + tl.arange(0, BLOCK_M)
+    n = n0 + tl.arange(0, BLOCK_N)
+    if row_amax is not None:
+        _max_into(row_amax, tl.max(tl.maximum(v, v2) if TWO else v, axis=1), m, m < rows)
+    if col_amax is not None:
+        _max_into(col_amax, tl.max(v, axis=0), n, n < cols)
+        if TWO:
+            _max_into(col_amax, tl.max(v2, axis=0), n + cols, n < cols)
+
+
+@triton.jit
+def row_kernel(
+    x, dy, mean, rstd, gamma, beta, row, row_scale, eps, rows, cols,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """E4M3 with one scale a row, in one read: a program holds BLOCK_M whole rows, BLOCK_N >= cols."""
+    TWO: tl.constexpr = GLU and KIND == "dact"
+    width = cols * 2 if TWO else cols
+    m0 = tl.program_id(0) * BLOCK_M
+    v, v2 = produce(
+        x, dy, mean, rstd, gamma, beta, m0, 0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1
+    )  # fmt: skip
+    bits = tl.max(magnitude_bits(v), axis=1)
+    if TWO:
+        bits = tl.maximum(bits, tl.max(magnitude_bits(v2), axis=1))
+    s = scale_of(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), eps, 448.0, _FLOAT_MAX, POW2)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    tl.store(row_scale + m0 + m, tl.div_rn(1.0, s), mask=m0 + m < rows)
+    mask = (m0 + m < rows)[:, None] & (n < cols)[None, :]
+    out = row.to(tl.pointer_type(tl.uint8)) + m0.to(tl.int64) * width + m[:, None] * width + n[None, :]
+    tl.store(out, to_fp8_bytes(v * s[:, None], False), mask=mask)
+    if TWO:
+        tl.store(out + cols, to_fp8_bytes(v2 * s[:, None], False), mask=mask)
+
+
+@triton.jit
+def vector_scales_kernel(amax, scale, inverse, eps, n, POW2: tl.constexpr, BLOCK: tl.constexpr):
+    """scale_of each amax, and its inverse."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = scale_of(tl.load(amax + i, mask=i < n, other=0.0), eps, 448.0, _FLOAT_MAX, POW2)
+    tl.store(scale + i, s, mask=i < n)
+    tl.store(inverse + i, tl.div_rn(1.0, s), mask=i < n)
+
+
+@triton.jit
+def dequantize_kernel(
+    data, scale, out, rows, cols, scale_m, scale_n,
+    ROW_B: tl.constexpr, COL_B: tl.constexpr, E8M0: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out[m, n] = data[m, n] * scale[m // ROW_B, n // COL_B], E4M3 to bf16, fp16 or fp32; one rounding."""
+    MB: tl.constexpr = BLOCK_M // ROW_B
+    NB: tl.constexpr = BLOCK_N // COL_B
+    tiles_n = tl.cdiv(cols, BLOCK_N)
+    m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
+    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
+    m = m0 + tl.arange(0, BLOCK_M)
+    n = n0 + tl.arange(0, BLOCK_N)
+    mask = (m < rows)[:, None] & (n < cols)[None, :]
+    inside = m[:, None].to(tl.int64) * cols + n[None, :]
+    v = tl.load(data + inside, mask=mask, other=0.0).to(tl.float32)
+    bm = m0 // ROW_B + tl.arange(0, MB)
+    bn = n0 // COL_B + tl.arange(0, NB)
+    known = (bm * ROW_B < rows)[:, None] & (bn * COL_B < cols)[None, :]
+    s = tl.load(scale + bm[:, None].to(tl.int64) * scale_m + bn[None, :].to(tl.int64) * scale_n, mask=known, other=0)
+    if E8M0:
+        e = s.to(tl.int32)
+        s = tl.where(e == 0, 0x00400000, tl.where(e == 255, 0x7FC00000, e << 23)).to(tl.float32, bitcast=True)
+    v = tl.reshape(v, [MB, ROW_B, NB, COL_B]) * s[:, None, :, None]
+    tl.store(out + inside, tl.reshape(v, [BLOCK_M, BLOCK_N]).to(out.dtype.element_ty), mask=mask)

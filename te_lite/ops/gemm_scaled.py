@@ -1,0 +1,178 @@
+"""fp8 GEMMs with vectors and blocks of scales: out[M, N] = a[M, K] @ b[N, K]^T, both operands E4M3 and K-major.
+
+cuBLAS through torch: outer-vector scales (a scale a row of each operand) and blocks of 128 along K. See ops/gemm.py for
+split and fast accumulation.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_lite.ops.gemm import FP8_ALIGNMENT
+from te_lite.ops.registry import register
+
+BLOCK = 128
+_ROWS_OF_SCALES = 4  # cuBLAS reads the scales of 1 x 128 blocks in 16-byte steps along M and N
+
+
+def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, shapes: tuple) -> None:
+    (m, k), (n, k_b) = a.shape, b.shape
+    if a.dtype != torch.float8_e4m3fn or b.dtype != torch.float8_e4m3fn or k != k_b:
+        raise ValueError(
+            f"fp8 GEMM of a {a.dtype} [{m}, {k}] and b {b.dtype} [{n}, {k_b}]: both must be float8_e4m3fn with equal "
+            "last dimensions; quantize both along the dimension to sum over"
+        )
+    if k % FP8_ALIGNMENT or n % FP8_ALIGNMENT:
+        raise ValueError(f"fp8 GEMM with K={k}, N={n}: must be multiples of {FP8_ALIGNMENT}; pad the features")
+    if tuple(a_scale.shape) not in shapes[0] or tuple(b_scale.shape) not in shapes[1]:
+        raise ValueError(
+            f"scales of shape {tuple(a_scale.shape)} and {tuple(b_scale.shape)}: must be one of {shapes[0]} and one of "
+            f"{shapes[1]}; pass those that the quantizer made"
+        )
+
+
+def _nothing(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A GEMM of empty operands, which cuBLAS refuses: a sum over nothing is 0, and what is left is the bias."""
+    out = torch.zeros((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+    return out if bias is None else out + bias.to(dtype)
+
+
+def _fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype, *rest) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def gemm_fp8_rowwise_ref(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    """Oracle of `gemm_fp8_rowwise`: fp32 throughout, one rounding."""
+    out = (a.float() * a_scale.reshape(-1, 1)) @ (b.float() * b_scale.reshape(-1, 1)).t()
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum):
+    if not (a.shape[0] and a.shape[1] and b.shape[0]):
+        return _nothing(a, b, bias, out_dtype)
+    a_scale = a_scale.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
+    b_scale = b_scale.reshape(1, -1).expand(1, b.shape[0]).contiguous()
+    fused = bias is None or (bias.dtype == out_dtype == torch.bfloat16)
+    out = torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale,
+        scale_b=b_scale,
+        bias=bias if fused else None,
+        out_dtype=out_dtype if fused else torch.float32,
+        use_fast_accum=fast_accum,
+    )
+    return out if fused else out.add_(bias).to(out_dtype)
+
+
+_rowwise_op = register(
+    "gemm_fp8_rowwise(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, Tensor? bias,"
+    " bool fast_accum) -> Tensor",
+    cpu=gemm_fp8_rowwise_ref,
+    cuda=_rowwise_cuda,
+    fake=_fake,
+)
+
+
+def gemm_fp8_rowwise(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """out[m, n] = sum_k a[m, k] * b[n, k] * a_scale[m] * b_scale[n] + bias[n], rounded once to out_dtype.
+
+    a_scale: fp32 [M] or [1], b_scale: fp32 [N] or [1], inverse scales. M any, K and N multiples of 16. ValueError.
+    """
+    _check(a, b, a_scale, b_scale, (((a.shape[0],), (1,)), ((b.shape[0],), (1,))))
+    return _rowwise_op(a, b, a_scale, b_scale, out_dtype, bias, fast_accum)
+
+
+def _spread(scale: Tensor, rows: int, k: int) -> Tensor:
+    """One scale an element of a matrix [rows, k] with blocks of 1 x 128 or 128 x 128."""
+    if scale.shape[0] != rows:
+        scale = scale.repeat_interleave(BLOCK, 0)[:rows]
+    return scale.repeat_interleave(BLOCK, 1)[:, :k]
+
+
+def gemm_fp8_blockwise_ref(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """Oracle of `gemm_fp8_blockwise`: fp32 throughout, one rounding."""
+    out = (a.float() * _spread(a_scale, *a.shape)) @ (b.float() * _spread(b_scale, *b.shape)).t()
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def _vectors(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(data, scales of 1 x 128 blocks) with rows padded as cuBLAS reads the scales, which lie outer dimension first."""
+    pad = -data.shape[0] % _ROWS_OF_SCALES
+    if pad:
+        data = F.pad(data.view(torch.uint8), (0, 0, 0, pad)).view(data.dtype)
+        scale = F.pad(scale, (0, 0, 0, pad))
+    if scale.stride() != (1, data.shape[0]):
+        # Of one block only, a transposed copy may call its strides (1, 1).
+        scale = scale.t().contiguous().as_strided(scale.shape, (1, data.shape[0]))
+    return data, scale
+
+
+def _squares(scale: Tensor) -> Tensor:
+    """Scales of 128 x 128 blocks [N/128, K/128] as cuBLAS takes them: [K/128 padded to fours, N/128], K contiguous."""
+    padded = -(-scale.shape[1] // 4) * 4
+    if scale.stride() != (padded, 1) or scale.shape[1] != padded:
+        whole = scale.new_zeros((scale.shape[0], padded))
+        whole[:, : scale.shape[1]] = scale
+        scale = whole
+    return scale.t()
+
+
+def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias):
+    rows, n = a.shape[0], b.shape[0]
+    if not (rows and a.shape[1] and n):
+        return _nothing(a, b, bias, out_dtype)
+    kinds = F.ScalingType
+    a, a_scale = _vectors(a, a_scale)
+    square = b_scale.shape[0] != n
+    b_scale = _squares(b_scale) if square else _vectors(b, b_scale)[1]
+    fused = bias is None or (bias.dtype == out_dtype == torch.bfloat16)
+    out = F.scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale,
+        scale_recipe_a=kinds.BlockWise1x128,
+        scale_b=b_scale,
+        scale_recipe_b=kinds.BlockWise128x128 if square else kinds.BlockWise1x128,
+        bias=bias if fused else None,
+        output_dtype=out_dtype if fused else torch.float32,
+        use_fast_accum=False,
+    )[:rows]
+    return out if fused else out.add_(bias).to(out_dtype)
+
+
+_blockwise_op = register(
+    "gemm_fp8_blockwise(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, Tensor? bias)"
+    " -> Tensor",
+    cpu=gemm_fp8_blockwise_ref,
+    cuda=_blockwise_cuda,
+    fake=_fake,
+)
+
+
+def gemm_fp8_blockwise(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """out[m, n] = sum_k a[m, k] * b[n, k] * a_scale[m, k // 128] * b_scale[n or n // 128, k // 128] + bias[n].
+
+    Inverse scales, fp32: a_scale [M, K/128], b_scale [N, K/128] or [N/128, K/128] (square blocks). Each block's sum is
+    scaled and added in fp32; one rounding to out_dtype. M any, K and N multiples of 16. Errors: ValueError.
+    """
+    blocks, n = -(-a.shape[1] // BLOCK), b.shape[0]
+    shapes = (((a.shape[0], blocks),), ((n, blocks), (-(-n // BLOCK), blocks)))
+    _check(a, b, a_scale, b_scale, shapes)
+    return _blockwise_op(a, b, a_scale, b_scale, out_dtype, bias)

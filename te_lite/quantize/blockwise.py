@@ -1,0 +1,108 @@
+"""Blockwise scaling: E4M3 with a scale for 1 x 128 values of x and dy and for 128 x 128 of w.
+
+Scheme: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3; scales by docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.block_cast import BLOCK, block_cast, dequantize_blocks
+from te_lite.ops.gemm_scaled import gemm_fp8_blockwise
+from te_lite.ops.source import Source
+from te_lite.ops.transpose import transpose
+from te_lite.quantize.mxfp8 import unpadded
+from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.recipe import Float8BlockScaling, QParams
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat(TensorFormat):
+    """Inverse scales in fp32; data [M, K] by row and transposed [K, Mp] by column.
+
+    vectors (x, dy): row_scale [M, K/128], col_scale [K, M/128]; `flat`, for a shard that is gathered: col data [M, K]
+    and col_scale [M/128, K]. squares (w): row_scale [M/128, K/128], and the col layout is the transpose of both.
+    """
+
+    gemm: str = "fp8_blockwise"
+    col_from_row: bool = False
+    square: bool = False
+    flat: bool = False
+
+    @property
+    def label(self) -> str:
+        return "e4m3 128x128" if self.square else "e4m3 1x128"
+
+    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+        if layout == "row":
+            return dequantize_blocks(q.row, q.row_scale, BLOCK if self.square else 1, BLOCK, q.dtype)
+        if self.flat:
+            return dequantize_blocks(q.col, q.col_scale, BLOCK, 1, q.dtype)
+        v_t = dequantize_blocks(q.col, q.col_scale, BLOCK if self.square else 1, BLOCK, q.dtype)
+        return v_t[:, : q.shape[0]].t().contiguous()
+
+    def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
+        return transpose(q.row), q.row_scale.t()
+
+    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+        data, scale = (q.row, q.row_scale) if layout == "row" else (q.col, q.col_scale)
+        return data.view(torch.uint8), scale.contiguous()
+
+    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
+        data, scale, shape = parts[0].view(torch.float8_e4m3fn), parts[1], (rows, like.shape[1])
+        if layout == "row":
+            return QTensor(VECTORS, shape, like.dtype, data, scale)
+        if like.shape[0] % BLOCK:
+            return unpadded(QTensor(self, shape, like.dtype, col=data, col_scale=scale), like)
+        return QTensor(VECTORS, shape, like.dtype, col=transpose(data), col_scale=scale.t())
+
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+        return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias)
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+        out.add_(gemm_fp8_blockwise(a[0], b[0], a[1], b[1], torch.float32))
+
+
+VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True)
+SQUARES = BlockFormat(col_from_row=True, square=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Quantizer):
+    """Each block by its own amax, by row and by column from the same high-precision values."""
+
+    fused: bool = True
+    pow2: bool = True
+    eps: float = 0.0
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        square, flat = self.format.square, self.format.flat
+        data, scale, col_data, col_scale, sums = block_cast(
+            source, block=BLOCK, square=square, pow2=self.pow2, eps=self.eps, row=row, col=col, flat=flat,
+            bias_grad=bias_grad,
+        )  # fmt: skip
+        if col and not (square or flat):
+            col_scale = col_scale.t()
+        shape = (source.rows, source.cols)
+        return QTensor(self.format, shape, source.dtype, data, scale, col_data, col_scale), sums
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        return self.quantize(source, row=False, col=True)[0]
+
+
+def operands(recipe: Float8BlockScaling, site: Site) -> GemmOperands:
+    """x and dy in 1 x 128 along each GEMM's inner dimension, w in 128 x 128."""
+
+    def blocks(format: BlockFormat, params: QParams) -> Blocks:
+        return Blocks(format, pow2=params.power_2_scale, eps=params.amax_epsilon)
+
+    x = blocks(FLAT_VECTORS if site.tp.gathers_input else VECTORS, recipe.fp8_quant_fwd_inp)
+    w = blocks(SQUARES, recipe.fp8_quant_fwd_weight)
+    dy = blocks(FLAT_VECTORS if site.tp.gathers_grad else VECTORS, recipe.fp8_quant_bwd_grad)
+    return GemmOperands(GemmQuantizers(x, w), GemmQuantizers(dy, w), GemmQuantizers(dy, x))

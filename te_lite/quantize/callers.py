@@ -1,0 +1,175 @@
+"""Quantizers for callers, under Transformer Engine's names. Nothing in te_lite uses them: each wraps one of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.ops.cast import FP8_MAX, amax, transform
+from te_lite.ops.source import Source
+from te_lite.quantize.params import operands_of
+from te_lite.quantize.per_tensor import _FORMATS, Current, _qtensor
+from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.quantizer import Quantizer
+from te_lite.quantize.tensor import QuantizedTensor, quantized, source_of
+from te_lite.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given(Quantizer):
+    """scale as given; the amax of v is recorded in `amax`, as a maximum."""
+
+    fused: bool = True
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        made = {"fp8_dtype": self.format.dtype, "row": row, "col": col, "bias_grad": bias_grad}
+        result = transform(source, scale=self.scale, amax_out=self.amax, **made)
+        return _qtensor(self.format, source, result, self.scale), result.bias_grad
+
+
+class _Quantize(torch.autograd.Function):
+    """The identity to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Quantizer, row: bool, col: bool) -> QuantizedTensor:
+        return quantized(tensor, value, row=row, col=col)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad, None, None, None
+
+
+class CallerQuantizer:
+    """Tensor [..., K] -> QuantizedTensor of the same shape. rowwise, columnwise: the layouts that it holds."""
+
+    def __init__(self, value: Quantizer, rowwise: bool, columnwise: bool) -> None:
+        self._value, self.rowwise_usage, self.columnwise_usage = value, rowwise, columnwise
+
+    def quantize(self, tensor: Tensor) -> QuantizedTensor:
+        """`tensor` quantized; its gradient is that of the result. The result may be written to."""
+        return _Quantize.apply(tensor, self._value, self.rowwise_usage, self.columnwise_usage)
+
+    __call__ = quantize
+
+    def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
+        """Writes `src`, quantized, into the memory of `dst`, in every layout that it holds. Returns dst."""
+        if not isinstance(dst, QuantizedTensor) or dst.q.format != self._value.format:
+            raise TypeError(
+                f"update_quantized into {dst!r}: must be a QuantizedTensor in {self._value.format}; use make_empty()"
+            )
+        layouts = {"row": dst.q.row is not None, "col": dst.q.col is not None}
+        return dst.quantize_(quantized(src.expand(dst.shape), self._value, **layouts))
+
+    def make_empty(
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: Any = None
+    ) -> QuantizedTensor:
+        """A tensor of zeros for update_quantized; dtype: the high precision it stands for. No rank waits for others."""
+        zeros = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        made = quantized(zeros, self._alone(), row=self.rowwise_usage, col=self.columnwise_usage)
+        made.quantizer = self._value
+        return made
+
+    def _alone(self) -> Quantizer:
+        return self._value
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Which layouts later results hold; None leaves one as it is."""
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def copy(self) -> CallerQuantizer:
+        """The same quantizer with a usage of its own; scale and amax are shared."""
+        return copy.copy(self)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Records what a scale would be taken from; only Float8Quantizer records anything."""
+
+
+def _check_dtype(owner: str, fp8_dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+    if fp8_dtype not in allowed:
+        raise TypeError(f"{owner}(fp8_dtype={fp8_dtype!r}): must be {' or '.join(map(str, allowed))}; pass one")
+
+
+class Float8Quantizer(CallerQuantizer):
+    """One scale for the tensor, q = v * scale. scale, amax: fp32, one element each; amax is written to."""
+
+    def __init__(
+        self, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        _check_dtype("Float8Quantizer", fp8_dtype, tuple(FP8_MAX))
+        self.scale, self.amax = scale, amax
+        super().__init__(Given(_FORMATS[fp8_dtype], scale=scale, amax=amax), rowwise, columnwise)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """amax = max(amax, |tensor|.max())."""
+        torch.maximum(self.amax, amax(source_of(tensor.detach())).amax(), out=self.amax)
+
+
+class Float8CurrentScalingQuantizer(CallerQuantizer):
+    """One scale for the tensor, from its amax, reduced over `amax_reduction_group` if with_amax_reduction.
+
+    device is accepted and not needed: nothing is kept between tensors.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: torch.dtype,
+        device: Any = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+    ) -> None:
+        _check_dtype("Float8CurrentScalingQuantizer", fp8_dtype, tuple(FP8_MAX))
+        if with_amax_reduction and amax_reduction_group is None:
+            raise ValueError(
+                "with_amax_reduction=True without amax_reduction_group: te_lite assumes no group; pass one"
+            )
+        group = amax_reduction_group if with_amax_reduction else None
+        value = Current(_FORMATS[fp8_dtype], pow2=force_pow_2_scales, eps=amax_epsilon, amax_group=group)
+        super().__init__(value, rowwise, columnwise)
+
+    def _alone(self) -> Quantizer:
+        return replace(self._value, amax_group=None)
+
+
+class MXFP8Quantizer(CallerQuantizer):
+    """E4M3 in blocks of 32 along a row and, columnwise, along a column; power-of-2 scales (OCP MX v1.0)."""
+
+    def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        _check_dtype("MXFP8Quantizer", fp8_dtype, (torch.float8_e4m3fn,))
+        super().__init__(operands_of(MXFP8BlockScaling()).fprop.a, rowwise, columnwise)
+
+
+class Float8BlockQuantizer(CallerQuantizer):
+    """E4M3 in blocks of 1x128 (block_scaling_dim=1; columnwise 128x1) or 128x128 (2)."""
+
+    def __init__(
+        self,
+        fp8_dtype: torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        _check_dtype("Float8BlockQuantizer", fp8_dtype, (torch.float8_e4m3fn,))
+        if block_scaling_dim not in (1, 2):
+            raise ValueError(f"block_scaling_dim={block_scaling_dim!r}: must be 1 (1x128) or 2 (128x128); pass one")
+        params = QParams(power_2_scale=force_pow_2_scales, amax_epsilon=amax_epsilon)
+        fprop = operands_of(Float8BlockScaling(fp8_quant_fwd_inp=params, fp8_quant_fwd_weight=params)).fprop
+        super().__init__(fprop.a if block_scaling_dim == 1 else fprop.b, rowwise, columnwise)

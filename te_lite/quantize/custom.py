@@ -1,0 +1,52 @@
+"""Quantizers of the user's own: CustomRecipe's qfactory, asked for each operand of each GEMM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from te_lite.quantize.identity import Identity
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.recipe import CustomRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One operand of one GEMM: fprop (x, w), dgrad (dy, w) or wgrad (dy, x) of the linear at `site`."""
+
+    gemm: Literal["fprop", "dgrad", "wgrad"]
+    operand: Literal["x", "w", "dy"]
+    site: Site
+
+
+def _ask(recipe: CustomRecipe, role: Role) -> Quantizer:
+    made = recipe.qfactory(role)
+    if made is None:
+        return Identity(target=role.site.dtype)
+    if not isinstance(made, Quantizer):
+        raise TypeError(
+            f"qfactory gave {made!r} for {role.operand} of {role.gemm}: must be a Quantizer of te_lite.quantize, or "
+            "None for high precision; return an instance of a Quantizer subclass"
+        )
+    return made
+
+
+def operands(recipe: CustomRecipe, site: Site) -> GemmOperands:
+    """The quantizers that recipe.qfactory gives.
+
+    Each tensor is read by two GEMMs. Equal quantizers for it become one object, by which a linear knows that one
+    quantized tensor serves both.
+    """
+
+    def pair(operand: str, *gemms: str) -> tuple[Quantizer, Quantizer]:
+        first, second = (_ask(recipe, Role(gemm, operand, site)) for gemm in gemms)
+        return first, first if second == first else second
+
+    x_fprop, x_wgrad = pair("x", "fprop", "wgrad")
+    w_fprop, w_dgrad = pair("w", "fprop", "dgrad")
+    dy_dgrad, dy_wgrad = pair("dy", "dgrad", "wgrad")
+    return GemmOperands(
+        fprop=GemmQuantizers(x_fprop, w_fprop),
+        dgrad=GemmQuantizers(dy_dgrad, w_dgrad),
+        wgrad=GemmQuantizers(dy_wgrad, x_wgrad),
+    )

@@ -1,0 +1,133 @@
+"""Rowwise scaling: E4M3 with one scale for each row of an operand, along the inner dimension of each GEMM.
+
+Scheme: torchao's "rowwise" and "rowwise_with_gw_hp" float8 recipes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.ops.cast import transform
+from te_lite.ops.gemm_scaled import gemm_fp8_rowwise
+from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.row_cast import row_cast, rows_fit, vector_amax, vector_scales
+from te_lite.ops.source import Source
+from te_lite.ops.transpose import transpose
+from te_lite.quantize.identity import Identity
+from te_lite.quantize.per_tensor import Current
+from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.recipe import RowwiseScaling
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat(TensorFormat):
+    """Inverse scales in fp32: row data [M, K] with row_scale [M], col data [K, Mp] with col_scale [K].
+
+    flat: a shard that is gathered; its col data is [M, K], and its col_scale is agreed on by all ranks. One scale in
+    place of a vector serves the whole tensor.
+    """
+
+    gemm: str = "fp8_rowwise"
+    col_from_row: bool = False
+    flat: bool = False
+    dtype: torch.dtype = E4M3
+
+    @property
+    def label(self) -> str:
+        return "e4m3 row"
+
+    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+        if layout == "row":
+            return (q.row.float() * q.row_scale.view(-1, 1)).to(q.dtype)
+        if self.flat:
+            return (q.col.float() * q.col_scale).to(q.dtype)
+        return (q.col[:, : q.shape[0]].float() * q.col_scale.view(-1, 1)).to(q.dtype).t().contiguous()
+
+    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+        return (q.row.view(torch.uint8), q.row_scale) if layout == "row" else (q.col.view(torch.uint8),)
+
+    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
+        data, shape = parts[0].view(E4M3), (rows, like.shape[1])
+        if layout == "row":
+            return QTensor(ROWS, shape, like.dtype, data, parts[1])
+        return QTensor(ROWS, shape, like.dtype, col=transpose(data), col_scale=like.col_scale)
+
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+        return gemm_fp8_rowwise(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+        out.add_(gemm_fp8_rowwise(a[0], b[0], a[1], b[1], torch.float32, None, fast_accum))
+
+
+ROWS, FLAT_ROWS = RowFormat(), RowFormat(flat=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Quantizer):
+    """Each row by its own amax, and for the col layout each column by its own.
+
+    A column's amax is reduced over `amax_group` where the tokens of v are sharded over its ranks.
+    """
+
+    fused: bool = True
+    pow2: bool = True
+    amax_group: dist.ProcessGroup | None = None
+
+    def _vectors(self, source: Source, row: bool, col: bool) -> tuple[Tensor | None, ...]:
+        """(row scales, their inverses, column scales, their inverses)."""
+        amax = vector_amax(source, row, col)
+        rows = source.rows if row else 0
+        if col and self.amax_group is not None:
+            with nvtx_range("te_lite.amax_all_reduce"):
+                dist.all_reduce(amax[rows:], op=dist.ReduceOp.MAX, group=self.amax_group)
+        # Apart, so that none keeps the memory of both, and each starts where cuBLAS reads scales.
+        by_row = vector_scales(amax[:rows], 0.0, self.pow2) if row else (None, None)
+        return *by_row, *(vector_scales(amax[rows:], 0.0, self.pow2) if col else (None, None))
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        q = QTensor(self.format, (source.rows, source.cols), source.dtype)
+        if not (col or bias_grad) and rows_fit(source):
+            q.row, q.row_scale = row_cast(source, 0.0, self.pow2)
+            return q, None
+        row_scale, row_inverse, col_scale, col_inverse = self._vectors(source, row, col)
+        by_col = col and not self.format.flat
+        sums = None
+        if row or by_col:
+            made = transform(
+                source, fp8_dtype=E4M3, row=row, col=by_col, row_scale=row_scale,
+                col_scale=col_scale if by_col else None, bias_grad=bias_grad,
+            )  # fmt: skip
+            q.row, q.row_scale, q.col, sums = made.row, row_inverse, made.col, made.bias_grad
+        if col and self.format.flat:
+            made = transform(source, fp8_dtype=E4M3, row=True, col_scale=col_scale, bias_grad=bias_grad and not row)
+            q.col, sums = made.row, sums if row else made.bias_grad
+        q.col_scale = col_inverse
+        return q, sums
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        return self.quantize(source, row=False, col=True)[0]
+
+
+def operands(recipe: RowwiseScaling, site: Site) -> GemmOperands:
+    """x, w, dy rowwise in every GEMM; with high_precision_wgrad, w tensorwise in dgrad and wgrad unquantized."""
+
+    def rows(gathered: bool = False) -> Rows:
+        group = site.tp.group if gathered else None
+        return Rows(FLAT_ROWS if gathered else ROWS, pow2=recipe.use_power_2_scales, amax_group=group)
+
+    x, w, dy = rows(site.tp.gathers_input), rows(), rows(site.tp.gathers_grad)
+    fprop = GemmQuantizers(x, w, fast_accum=True)
+    if not recipe.high_precision_wgrad:
+        return GemmOperands(fprop, GemmQuantizers(dy, w), GemmQuantizers(dy, x))
+    plain = Identity(target=site.dtype)
+    tensorwise = Current(ROWS, pow2=recipe.use_power_2_scales)
+    return GemmOperands(fprop, GemmQuantizers(dy, tensorwise), GemmQuantizers(plain, plain))

@@ -1,0 +1,213 @@
+"""Statistics of quantization: what each GEMM operand loses, collected on request.
+
+While they are collected, plans hold `Watched` quantizers. Those add up on the operand's device; the host waits for the
+device only when somebody asks for the numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_lite.ops.cast import transform
+from te_lite.ops.source import Source
+from te_lite.quantize.qtensor import Layout, QTensor
+from te_lite.quantize.quantizer import GemmOperands, Quantizer
+
+# A scale of amax / largest is rounded to fp32, so is its inverse, and so are products with them (2^-24 each): current
+# scaling may seem to put the amax that far above the largest value.
+_ROUNDING = 1 + 2.0**-20
+
+Key = tuple[str, str, str]  # layer, operand, format
+
+
+class Sums:
+    """One operand in one layout: extremes and counts over all calls, as tensors on its device."""
+
+    def __init__(self) -> None:
+        self.calls = self.elements = 0
+        self._extremes = self._counts = None
+
+    @torch.no_grad()
+    def add(self, v: Tensor, q: QTensor, layout: Layout) -> None:
+        """v fp32 [M, K], and what it was quantized to."""
+        exact = replace(q.only(layout), dtype=torch.float32)
+        data = getattr(exact, layout)
+        largest = float((torch.finfo if data.is_floating_point() else torch.iinfo)(data.dtype).max)
+        # What the largest value stands for, element by element: no format need be asked how its scales lie.
+        full = torch.full(data.shape, largest, device=data.device).to(data.dtype)
+        limit = replace(exact, **{layout: full}).dequantize()
+        size, scale, used = v.abs(), largest / limit, v != 0  # the scale of a block of zeros says nothing
+        extremes = torch.stack([size.amax(), scale.where(used, 0).amax(), -scale.where(used, torch.inf).amin()])
+        counts = torch.stack([(used & (exact.dequantize() == 0)).sum(), (size > limit * _ROUNDING).sum()])
+        self._extremes = extremes if not self.calls else torch.maximum(self._extremes, extremes)
+        self._counts = counts if not self.calls else self._counts + counts
+        self.calls, self.elements = self.calls + 1, self.elements + v.numel()
+
+    def read(self) -> dict[str, float]:
+        """The numbers of Statistics.rows()."""
+        (amax, scale_max, scale_min), counts = self._extremes.tolist(), self._counts.tolist()
+        lost = {name: n / self.elements for name, n in zip(("underflow", "saturated"), counts, strict=True)}
+        return {"calls": self.calls, "amax": amax, "scale_min": -scale_min, "scale_max": scale_max, **lost}
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(Quantizer):
+    """`inner`, whose results are noted in all_sums[key]. Its answers and its calls are the inner one's."""
+
+    inner: Quantizer | None = None
+    all_sums: dict[Key, Sums] | None = None
+    key: Key = ("", "", "")
+
+    def _note(self, source: Source, q: QTensor) -> None:
+        if not source.rows * source.cols:
+            return
+        v = source.x.float() if source.kind == "plain" else transform(source, hp_dtype=torch.float32).hp
+        layer, operand, label = self.key
+        shared = self.format.col_from_row  # the col layout holds the same numbers
+        if q.row is not None:
+            self.all_sums[self.key].add(v, q, "row")
+        if q.col is not None and not (shared and q.row is not None):
+            key = self.key if shared else (layer, f"{operand}_col", label)
+            self.all_sums.setdefault(key, Sums()).add(v, q, "col")
+
+    def quantize(
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+    ) -> tuple[QTensor, Tensor | None]:
+        q, sums = self.inner.quantize(source, row=row, col=col, bias_grad=bias_grad)
+        self._note(source, q)
+        return q, sums
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        q = self.inner.again(source, earlier)
+        if not self.format.col_from_row:
+            self._note(source, q)
+        return q
+
+
+class Statistics:
+    """What collect_statistics() gives: numbers for each layer and quantized GEMM operand, of this rank."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        named = model.named_modules() if model is not None else ()
+        self._names = weakref.WeakKeyDictionary({module: name for name, module in named if name})
+        self._sums: dict[Key, Sums] = {}
+
+    def _name(self, module: nn.Module) -> str:
+        if module not in self._names:
+            name, taken = getattr(module, "name", None) or type(module).__name__, set(self._names.values())
+            names = (name, *(f"{name}#{i}" for i in range(2, len(taken) + 2)))
+            self._names[module] = next(name for name in names if name not in taken)
+        return self._names[module]
+
+    def watch(self, operands: GemmOperands, module: nn.Module, linear: str) -> GemmOperands:
+        """`operands` of one linear of `module`, watched; high precision stays as it is.
+
+        One wrapper for each quantizer of a tensor: callers compare quantizers with `is`.
+        """
+        layer, prefix, made = self._name(module), f"{linear}." if linear else "", {}
+
+        def of(tensor: str, quantizer: Quantizer | None) -> Quantizer | None:
+            if quantizer is None or not quantizer.format.label:
+                return quantizer
+            key = (layer, prefix + tensor, quantizer.format.label)
+            self._sums.setdefault(key, Sums())  # rows come in the order of the table, whatever runs first
+            if (tensor, id(quantizer)) not in made:
+                carried = {item.name: getattr(quantizer, item.name) for item in fields(Quantizer)}
+                made[tensor, id(quantizer)] = Watched(**carried, inner=quantizer, all_sums=self._sums, key=key)
+            return made[tensor, id(quantizer)]
+
+        gemms = {}
+        for name, a, b in (("fprop", "x", "w"), ("dgrad", "dy", "w"), ("wgrad", "dy", "x")):
+            plain = getattr(operands, name)
+            gemms[name] = replace(plain, a=of(a, plain.a), b=of(b, plain.b))
+        return GemmOperands(**gemms, output=of("y", operands.output), grad_input=of("dx", operands.grad_input))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict an operand: layer, operand ("x", "fc1.dy", "x_col" where columns have scales of their own), format,
+        calls, amax, scale_min, scale_max (v * scale is what is rounded; of blocks that are not zero), underflow
+        (fraction of elements that are not zero and became zero), saturated (fraction beyond the largest value)."""
+        used = {key: sums for key, sums in self._sums.items() if sums.calls}
+        return [{"layer": key[0], "operand": key[1], "format": key[2], **sums.read()} for key, sums in used.items()]
+
+    def log_line(self) -> str:
+        """One line for a training log: the worst underflow and saturation, and where."""
+        rows = self.rows()
+        line = f"{len(rows)} quantized operands"
+        for key in ("underflow", "saturated") if rows else ():
+            worst = max(rows, key=lambda row: row[key])
+            line += f", {key} at most {worst[key]:.2%} ({worst['layer']} {worst['operand']})"
+        return line
+
+    def __str__(self) -> str:
+        head = ("layer", "operand", "format", "calls", "amax", "scale_min", "scale_max", "underflow", "saturated")
+        formats = ("", "", "", "", ".4g", ".4g", ".4g", ".3%", ".3%")
+        rows = ([format(row[key], spec) for key, spec in zip(head, formats, strict=True)] for row in self.rows())
+        return aligned([head, *rows])
+
+    def plot(self, path: str | Path) -> None:
+        """amax, underflow and saturation over the layers, one line an operand, written to `path` (.png, .pdf, .svg).
+
+        Raises RuntimeError where matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise RuntimeError(
+                f"stats.plot({str(path)!r}) needs matplotlib, which is not installed; pip install matplotlib, or take "
+                "the numbers from stats.rows()"
+            ) from error
+        rows = self.rows()
+        layers = list(dict.fromkeys(row["layer"] for row in rows))
+        figure = Figure(figsize=(max(6.0, 0.3 * len(layers)), 9.0), layout="constrained")
+        for axes, key in zip(figure.subplots(3, sharex=True), ("amax", "underflow", "saturated"), strict=True):
+            for line in dict.fromkeys((row["operand"], row["format"]) for row in rows):
+                points = [row for row in rows if (row["operand"], row["format"]) == line]
+                at = [layers.index(row["layer"]) for row in points]
+                axes.plot(at, [row[key] for row in points], marker=".", label=" ".join(line))
+            axes.set_ylabel(key)
+        axes.set_xticks(range(len(layers)), layers, rotation=90)
+        figure.axes[0].set_yscale("log")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+        figure.savefig(path)
+
+
+def aligned(table: list[Any]) -> str:
+    """Rows of strings as columns padded to their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+_collecting: Statistics | None = None
+
+
+def collecting() -> Statistics | None:
+    """Where this process collects just now; None: nowhere."""
+    return _collecting
+
+
+@contextmanager
+def collect_statistics(model: nn.Module | None = None) -> Iterator[Statistics]:
+    """Inside, every te_lite module notes what quantization does to its GEMM operands; results stay the same bits.
+
+    model: its module names name the layers; otherwise each module's own `name`, or its class, does. Read at any time,
+    also afterwards: stats.rows(), print(stats), stats.log_line(), stats.plot(path). RuntimeError inside of another.
+    """
+    global _collecting
+    if _collecting is not None:
+        raise RuntimeError(
+            "collect_statistics() inside of another: modules report to one at a time; leave the outer block first"
+        )
+    _collecting = Statistics(model)
+    try:
+        yield _collecting
+    finally:
+        _collecting = None

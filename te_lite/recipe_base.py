@@ -1,0 +1,122 @@
+"""What every recipe is: a frozen value, with the number formats and options that its fields hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import ClassVar, NamedTuple
+
+import torch
+
+
+class FormatRange(NamedTuple):
+    """Largest finite magnitude of the forward and of the backward type."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """fp8 formats: E4M3 and E5M2 everywhere, or HYBRID: E4M3 forward, E5M2 for gradients."""
+
+    E4M3 = FormatRange(448.0, 448.0)
+    E5M2 = FormatRange(57344.0, 57344.0)
+    HYBRID = FormatRange(448.0, 57344.0)
+
+    @property
+    def forward_dtype(self) -> torch.dtype:
+        return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
+
+    @property
+    def backward_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How one operand is scaled: powers of two only, and the smallest amax that is believed."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.amax_epsilon < float("inf"):
+            raise ValueError(f"amax_epsilon={self.amax_epsilon!r}: must be finite and >= 0; pass 0.0 for none")
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How one GEMM accumulates: split (promoted to fp32 as it goes) or fast."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of all recipes. A new one must say its name, its factory and a summary.
+
+    factory: "module:function", called as function(recipe, site) for the quantizers of one linear. summary: what it is
+    for. memory: bytes kept for backward per element of x and w, and of a w that is_first_microbatch caches.
+    formats: what fp8_format may be. token_multiple: tokens on a rank for which nothing is padded. feature_multiple:
+    features on a rank that the GEMMs take. capability, cuda: the least that a CUDA device and torch's build must have.
+    """
+
+    name: ClassVar[str]
+    factory: ClassVar[str]
+    summary: ClassVar[str]
+    memory: ClassVar[str] = "x 1, w 0 (cached 2)"
+    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.HYBRID)
+    token_multiple: ClassVar[int] = 16
+    feature_multiple: ClassVar[int] = 16
+    capability: ClassVar[tuple[int, int]] = (8, 9)  # fp8 tensor cores
+    cuda: ClassVar[tuple[int, int]] = (0, 0)
+
+    def __post_init__(self) -> None:
+        """Refuses what no recipe can mean; subclasses add their own rules."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            # A field whose default is a bool, an int ... holds nothing else: True is no length, "no" is no bool.
+            if isinstance(item.default, (bool, int, str, MMParams)) and type(value) is not type(item.default):
+                raise TypeError(
+                    f"{type(self).__name__}({item.name}={value!r}): must be {type(item.default).__name__}; the "
+                    f"default is {item.default!r}"
+                )
+            if item.name in ("fp8_dpa", "fp8_mha") and value:
+                raise ValueError(
+                    f"{type(self).__name__}({item.name}=True): te_lite has no fp8 attention; leave {item.name}=False "
+                    "and run attention in bf16 between the modules"
+                )
+            if item.name == "fp8_format" and value not in self.formats:
+                names = " or ".join(f"Format.{one.name}" for one in self.formats)
+                raise ValueError(
+                    f"{type(self).__name__}(fp8_format={value!r}): must be {names} (E5M2 has too few mantissa bits "
+                    "where E4M3 has range enough: for x and w, and for gradients in blocks); leave it out"
+                )
+
+    @property
+    def needs(self) -> str:
+        """What a CUDA device and torch's build must have, in words."""
+        cuda = " and a torch built for CUDA {}.{} or higher".format(*self.cuda) if self.cuda > (0, 0) else ""
+        return "compute capability {}.{} or higher".format(*self.capability) + cuda
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.name != "bf16"
+
+    def delayed(self) -> bool:
+        return self.name == "delayed"
+
+    def float8_current_scaling(self) -> bool:
+        return self.name == "current"
+
+    def float8_per_tensor_scaling(self) -> bool:
+        return self.name in ("delayed", "current")
+
+    def mxfp8(self) -> bool:
+        return self.name == "mxfp8"
+
+    def float8_block_scaling(self) -> bool:
+        return self.name == "blockwise"
+
+    def custom(self) -> bool:
+        return self.name == "custom"
