@@ -13,7 +13,6 @@ from torch import Tensor
 from te_lite.ops.cast import amax, scale_from_amax_ref
 from te_lite.ops.source import Source, produce_ref
 from te_lite.quantize.custom import Role
-from te_lite.quantize.identity import operands as high_precision
 from te_lite.quantize.per_tensor import Current, PerTensorFormat
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
@@ -80,8 +79,6 @@ class StochasticRounding(Recipe):
 
 def operands(recipe: StochasticRounding, site: Site) -> GemmOperands:
     """The quantizers of the linear at `site`."""
-    if site.calibrating:  # only delayed scaling has something to learn there
-        return high_precision(recipe, site)
     x = StochasticQuantizer(amax_group=site.tp.group if site.tp.gathers_input else None)
     w = StochasticQuantizer()
     dy = StochasticQuantizer(amax_group=site.tp.group if site.tp.gathers_grad else None)

@@ -120,7 +120,6 @@ class MXFP8BlockScaling(Recipe):
     memory: ClassVar[str] = "x 1.03, w 0 (cached 2.06)"
     formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
     token_multiple: ClassVar[int] = 32
-    capability: ClassVar[tuple[int, int]] = (8, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,6 +156,7 @@ class Float8BlockScaling(Recipe):
     formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
     token_multiple: ClassVar[int] = 128
     capability: ClassVar[tuple[int, int]] = (9, 0)
+    below: ClassVar[tuple[int, int]] = (10, 0)  # cuBLAS has these scales on Hopper only
     cuda: ClassVar[tuple[int, int]] = (12, 9)
 
     def __post_init__(self) -> None:
@@ -188,6 +188,9 @@ class RowwiseScaling(Recipe):
     name: ClassVar[str] = "rowwise"
     factory: ClassVar[str] = "te_lite.quantize.rowwise:operands"
     summary: ClassVar[str] = "a scale a row: keeps tokens with outliers apart, stateless"
+    capability: ClassVar[tuple[int, int]] = (9, 0)
+    below: ClassVar[tuple[int, int]] = (10, 0)  # elsewhere torch has no fp32 result for such scales
+    cuda: ClassVar[tuple[int, int]] = (12, 9)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -289,7 +292,7 @@ def check_recipe_support(recipe: Recipe | str, device: torch.device | str | None
     if not torch.cuda.is_available():
         return False, f"{needs}; torch sees no CUDA device for {device}"
     have = torch.cuda.get_device_capability(device)
-    if have < recipe.capability:
+    if have < recipe.capability or (recipe.below is not None and have >= recipe.below):
         return False, f"{needs}; {torch.cuda.get_device_name(device)} has {have[0]}.{have[1]}"
     built = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
     if built < recipe.cuda:

@@ -58,7 +58,7 @@ class Recipe:
     factory: "module:function", called as function(recipe, site) for the quantizers of one linear. summary: what it is
     for. memory: bytes kept for backward per element of x and w, and of a w that is_first_microbatch caches.
     formats: what fp8_format may be. token_multiple: tokens on a rank for which nothing is padded. feature_multiple:
-    features on a rank that the GEMMs take. capability, cuda: the least that a CUDA device and torch's build must have.
+    features on a rank that the GEMMs take. capability, below, cuda: what a CUDA device and torch's build must have.
     """
 
     name: ClassVar[str]
@@ -69,6 +69,7 @@ class Recipe:
     token_multiple: ClassVar[int] = 16
     feature_multiple: ClassVar[int] = 16
     capability: ClassVar[tuple[int, int]] = (8, 9)  # fp8 tensor cores
+    below: ClassVar[tuple[int, int] | None] = None  # capabilities from here on lack what it needs
     cuda: ClassVar[tuple[int, int]] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -97,7 +98,8 @@ class Recipe:
     def needs(self) -> str:
         """What a CUDA device and torch's build must have, in words."""
         cuda = " and a torch built for CUDA {}.{} or higher".format(*self.cuda) if self.cuda > (0, 0) else ""
-        return "compute capability {}.{} or higher".format(*self.capability) + cuda
+        below = "or higher" if self.below is None else "to below {}.{}".format(*self.below)
+        return "compute capability {}.{} ".format(*self.capability) + below + cuda
 
     @property
     def is_fp8(self) -> bool:

@@ -178,7 +178,8 @@ def check(
 
     Sizes default to several blocks and a ragged one where a recipe has blocks, and magnitudes are then spread.
     """
-    blocked = recipe in BLOCKED
+    # One shard with a scale of its own is plain current scaling, which spread magnitudes would only underflow.
+    blocked = recipe in BLOCKED and not (recipe == "current_per_shard" and spec.tp == 1)
     given, default = (m, k, n, ffn), (144, 176, 272, 160) if blocked else (48, 64, 80, 96)
     m, k, n, ffn = (size if size is not None else usual for size, usual in zip(given, default, strict=True))
     p = reference.make_parameters(spec, k, n, ffn, dtype=dtype)

@@ -81,17 +81,14 @@ def _add(parts: list[Tensor], arith: Arithmetic) -> Tensor:
 
 
 def _tensor_core_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as fp8 tensor cores add: 32 products at a time, they and the running sum cut to 14 bits of the largest.
+    """a @ b as fp8 tensor cores add: 32 products at a time, the running sum cut to 14 significant bits.
 
     For low-precision references where a GPU's results are judged; the CPU adds in fp32.
     """
-    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)  # scaled by powers of two beyond fp32's
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
     for k in range(0, a.shape[1], 32):
-        products = a[:, k : k + 32, None].double() * b[None, k : k + 32]
-        _, exponent = torch.frexp(torch.maximum(products.abs().amax(1), total.abs()))
-        products = torch.trunc(torch.ldexp(products, 14 - exponent[:, None])).sum(1)
-        total = torch.ldexp(products + torch.trunc(torch.ldexp(total, 14 - exponent)), exponent - 14)
-    total = total.to(a.dtype)
+        mantissa, exponent = torch.frexp(total + a[:, k : k + 32] @ b[k : k + 32])
+        total = torch.ldexp(torch.trunc(mantissa * 2**14) * 2.0**-14, exponent)
     # One realisation of a noise of that size: which values it tips over an fp8 rounding boundary is chance.
     return total * (1 + 2.0**-14 * (2 * torch.rand(total.shape, dtype=total.dtype) - 1))
 

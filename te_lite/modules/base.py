@@ -20,6 +20,7 @@ from te_lite.modules.checks import (
     check_construction,
     check_input,
     check_main_grad,
+    check_offered,
     check_recipe,
     check_recomputation,
     check_scatter,
@@ -261,21 +262,24 @@ class TeLiteModule(nn.Module):
         elif self._caching:
             self.clear_caches()
         self._caching = first_microbatch is not None
+        output, grad_input = self._plans[-1].operands.output, self._plans[0].operands.grad_input
+        if fp8_output or fp8_grad:
+            wanted = {"fp8_output": fp8_output, "fp8_grad": fp8_grad}
+            check_offered(self, state, wanted, {"fp8_output": output, "fp8_grad": grad_input})
         return Call(
             self._plans,
             weights,
             cached,
             grad,
             state is not None and self._claims_first(state, inp),
-            self._plans[-1].operands.output if fp8_output else None,
-            self._plans[0].operands.grad_input if fp8_grad else None,
+            output if fp8_output else None,
+            grad_input if fp8_grad else None,
         )
 
     def _cached_weights(self, first_microbatch: bool, weights: tuple[Tensor, ...]) -> tuple[Any, ...]:
         together = zip(self._caches, weights, self._weight_versions(), self._plans, strict=True)
         return tuple(
-            cache.get(first_microbatch, weight, version, plan.operands.fprop.b)
-            for cache, weight, version, plan in together
+            cache.get(first_microbatch, weight, version, plan.operands) for cache, weight, version, plan in together
         )
 
     def _claims_first(self, state: State, inp: Tensor) -> bool:

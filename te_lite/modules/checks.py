@@ -129,3 +129,15 @@ def check_recomputation(module: nn.Module, state: State | None, ran_fp8: bool) -
             f"{owner} is recomputed with DelayedScaling by a checkpoint that does not carry its scales, which have "
             f"moved on since; {remedy}"
         )
+
+
+def check_offered(module: nn.Module, state: State | None, wanted: dict[str, bool], offered: dict[str, Any]) -> None:
+    """Quantized results are asked for only where the recipe has a quantizer for them; high precision has none."""
+    if state is None or not state.enabled:
+        return
+    for flag, asked in wanted.items():
+        if asked and offered[flag] is None:
+            raise ValueError(
+                f"{type(module).__name__} got {flag}=True under recipe {state.recipe.name!r}: only 'delayed' and "
+                f"'current' give results whose one scale fits every reader; leave out {flag}"
+            )

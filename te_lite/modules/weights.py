@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import plain
 from te_lite.quantize.qtensor import QTensor
-from te_lite.quantize.quantizer import Quantizer
+from te_lite.quantize.quantizer import GemmOperands, Quantizer
 from te_lite.quantize.tensor import QuantizedTensor, quantized
 
 Init = Callable[[Tensor], Any]
@@ -155,11 +155,13 @@ class WeightCache:
         self._q: QTensor | None = None
         self._key: tuple | None = None
 
-    def get(self, first: bool, weight: Tensor, version: Any, quantizer: Quantizer) -> QTensor:
-        """The quantized weight to use, both layouts; quantized now when `first`, or when the kept one is stale."""
+    def get(self, first: bool, weight: Tensor, version: Any, operands: GemmOperands) -> QTensor:
+        """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts unless
+        dgrad takes the weight through a quantizer of its own."""
+        quantizer = operands.fprop.b
         key = (version, weight.data_ptr(), quantizer, torch.is_inference_mode_enabled())
         if first or self._q is None or self._key != key:
             with nvtx_range("te_lite.quantize"):
-                self._q, _ = quantizer.quantize(plain(weight.detach()), row=True, col=True)
+                self._q, _ = quantizer.quantize(plain(weight.detach()), row=True, col=operands.dgrad.b is quantizer)
             self._key = key
         return self._q

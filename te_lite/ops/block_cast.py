@@ -137,11 +137,12 @@ def block_cast(
     flat: col data is not transposed. One read of the source, one launch (two with bias_grad). Errors: ValueError.
     """
     _check(block, square, row, col, flat)
+    largest = torch.finfo(source.x.dtype).max
     if source.kind == "dact" and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
         # A block would lie across the halves, which a tile computes apart; fp32 in between changes no bit.
         source = plain(transform(source, hp_dtype=torch.float32).hp)
     out = _allocate(source, block, square, row, col, flat, bias_grad)
-    _block_cast_op(*source[:-1], block, square, pow2, eps, flat, *out)
+    _block_cast_op(*source[:-1], block, square, pow2, eps, largest, flat, *out)
     return out
 
 
@@ -160,17 +161,17 @@ def block_cast_ref(
     """The oracle of `block_cast`: plain torch on any device."""
     _check(block, square, row, col, flat)
     out = _allocate(source, block, square, row, col, flat, bias_grad)
-    _write_ref(*source[:-1], block, square, pow2, eps, flat, *out)
+    _write_ref(*source[:-1], block, square, pow2, eps, torch.finfo(source.x.dtype).max, flat, *out)
     return out
 
 
 def _write_ref(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, flat,
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, largest, flat,
     row, row_scale, col, col_scale, bias_grad,
 ):  # fmt: skip
     source = Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation)
     v = produce_ref(source)
-    rule = (block == MX_BLOCK, eps, pow2, torch.finfo(x.dtype).max)
+    rule = (block == MX_BLOCK, eps, pow2, largest)
     if bias_grad is not None:
         torch.sum(v, 0, out=bias_grad)
     if row is not None:
@@ -187,7 +188,7 @@ def _write_ref(
 
 
 def _block_cast_cuda(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, flat,
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, largest, flat,
     row, row_scale, col, col_scale, bias_grad,
 ):  # fmt: skip
     rows, width = x.shape
@@ -205,7 +206,6 @@ def _block_cast_cuda(
         partial = x.new_empty((splits, bias_grad.shape[0]), dtype=torch.float32)
     strides = (0, 0) if row is None else row_scale.stride()
     strides += (0, 0) if col is None else col_scale.stride()[:: -1 if square else 1]
-    largest = torch.finfo(x.dtype).max
     cap = 255 - 127 - math.frexp(largest)[1] if pow2 else largest
     launch(
         block_kernel,
@@ -225,7 +225,7 @@ def _block_cast_cuda(
 
 
 _block_cast_op = register(
-    f"block_cast({FLAT}, int block, bool square, bool pow2, float eps, bool flat, Tensor(a!)? row, "
+    f"block_cast({FLAT}, int block, bool square, bool pow2, float eps, float largest, bool flat, Tensor(a!)? row, "
     "Tensor(b!)? row_scale, Tensor(c!)? col, Tensor(d!)? col_scale, Tensor(e!)? bias_grad) -> ()",
     cpu=_write_ref,
     cuda=_block_cast_cuda,

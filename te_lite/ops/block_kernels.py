@@ -34,11 +34,10 @@ BLOCK_CONFIGS: dict[tuple[int, bool, bool, bool], Config] = {
 }
 VECTOR_AMAX_CONFIG = Config(16, 128, 1)
 MOST_COLUMNS = 32768  # a row that one program holds
-ROW_WARPS = (4, 8)  # few columns, many columns
+ROW_WARPS = (4, 8)  # of a plain tensor, of a source that is computed
 DEQUANTIZE_CONFIG = Config(32, 256, 4)
 
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
-_E8M0_INF = tl.constexpr(254)
 
 
 @triton.jit

@@ -128,18 +128,6 @@ def gemm_accumulate_fp8_(
         out.add_(gemm_fp8(a_col, b_col, a_scale_inv, b_scale_inv, torch.float32, None, fast_accum))
 
 
-def gemm_accumulate_fp8_ref_(
-    out: Tensor,
-    a_col: Tensor,
-    b_col: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    fast_accum: bool = False,
-) -> None:
-    """Oracle of `gemm_accumulate_fp8_`."""
-    out.copy_(out.float() + gemm_fp8_ref(a_col, b_col, a_scale_inv, b_scale_inv, torch.float32))
-
-
 def gemm_ref(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:
     """Oracle of `gemm`: fp32 throughout, one rounding."""
     out = a.float() @ b.float().t()

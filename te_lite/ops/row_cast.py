@@ -147,7 +147,7 @@ def _row_cast_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activati
             (x, dy, mean, rstd, gamma, beta, row, inverse),
             (eps, x.shape[0], cols),
             (kind, base, glu, zero_centered, pow2, 1, block_n),
-            ROW_WARPS[block_n > 8192 or kind == "dact"],
+            ROW_WARPS[kind != "plain"],
         )
     return row, inverse
 

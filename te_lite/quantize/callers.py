@@ -14,7 +14,7 @@ from torch import Tensor
 from te_lite.ops.cast import FP8_MAX, amax, transform
 from te_lite.ops.source import Source
 from te_lite.quantize.params import operands_of
-from te_lite.quantize.per_tensor import _FORMATS, Current, _qtensor
+from te_lite.quantize.per_tensor import FORMATS, Current, per_tensor_qtensor
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.quantize.tensor import QuantizedTensor, quantized, source_of
@@ -34,7 +34,7 @@ class Given(Quantizer):
     ) -> tuple[QTensor, Tensor | None]:
         made = {"fp8_dtype": self.format.dtype, "row": row, "col": col, "bias_grad": bias_grad}
         result = transform(source, scale=self.scale, amax_out=self.amax, **made)
-        return _qtensor(self.format, source, result, self.scale), result.bias_grad
+        return per_tensor_qtensor(self.format, source, result, self.scale), result.bias_grad
 
 
 class _Quantize(torch.autograd.Function):
@@ -108,7 +108,7 @@ class Float8Quantizer(CallerQuantizer):
     ) -> None:
         _check_dtype("Float8Quantizer", fp8_dtype, tuple(FP8_MAX))
         self.scale, self.amax = scale, amax
-        super().__init__(Given(_FORMATS[fp8_dtype], scale=scale, amax=amax), rowwise, columnwise)
+        super().__init__(Given(FORMATS[fp8_dtype], scale=scale, amax=amax), rowwise, columnwise)
 
     def calibrate(self, tensor: Tensor) -> None:
         """amax = max(amax, |tensor|.max())."""
@@ -139,7 +139,7 @@ class Float8CurrentScalingQuantizer(CallerQuantizer):
                 "with_amax_reduction=True without amax_reduction_group: te_lite assumes no group; pass one"
             )
         group = amax_reduction_group if with_amax_reduction else None
-        value = Current(_FORMATS[fp8_dtype], pow2=force_pow_2_scales, eps=amax_epsilon, amax_group=group)
+        value = Current(FORMATS[fp8_dtype], pow2=force_pow_2_scales, eps=amax_epsilon, amax_group=group)
         super().__init__(value, rowwise, columnwise)
 
     def _alone(self) -> Quantizer:

@@ -1,7 +1,7 @@
 """MXFP8: E4M3 in blocks of 32 along the inner dimension of each GEMM, with E8M0 scales.
 
-Format: OCP Microscaling Formats (MX) specification v1.0. Hopper has no tensor cores for it: operands are scaled to bf16
-on the way into the GEMM, which is exact, so the product is that of the dequantized operands summed in fp32.
+Format: OCP Microscaling Formats (MX) specification v1.0. Hopper has no tensor cores for it: operands are written
+out in bf16 in front of the GEMM, which is exact, so the product is that of the dequantized operands summed in fp32.
 """
 
 from __future__ import annotations
@@ -76,5 +76,6 @@ class MX(Quantizer):
 
 def operands(recipe: MXFP8BlockScaling, site: Site) -> GemmOperands:
     """The same for every operand: blocks run along the inner dimension of each GEMM."""
-    x, w, dy = MX(), MX(), MX()
-    return GemmOperands(GemmQuantizers(x, w), GemmQuantizers(dy, w), GemmQuantizers(dy, x))
+    one = MX()
+    pair = GemmQuantizers(one, one)
+    return GemmOperands(pair, pair, pair)

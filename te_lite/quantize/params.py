@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_lite.ops.source import plain
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.per_tensor import _FORMATS, Current
+from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import GemmOperands, Quantizer, Site, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
@@ -27,7 +27,7 @@ def weight_quantizer(recipe: Recipe) -> Quantizer:
     Raises ValueError for a recipe that has no such quantizer.
     """
     if recipe.delayed():
-        return Current(_FORMATS[recipe.fp8_format.forward_dtype])
+        return Current(FORMATS[recipe.fp8_format.forward_dtype])
     reason = "its quantizers are the user's own" if recipe.custom() else ""
     if not reason:
         operands = operands_of(recipe)

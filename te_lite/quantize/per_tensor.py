@@ -112,11 +112,11 @@ class PerShardFormat(PerTensorFormat):
         )  # shards end off the pad
 
 
-_FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-_PER_SHARD = {dtype: PerShardFormat(dtype=dtype) for dtype in _FORMATS}
+FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+_PER_SHARD = {dtype: PerShardFormat(dtype=dtype) for dtype in FORMATS}
 
 
-def _qtensor(format: PerTensorFormat, source: Source, result, seed: Tensor) -> QTensor:
+def per_tensor_qtensor(format: PerTensorFormat, source: Source, result, seed: Tensor) -> QTensor:
     _, row, col, scale_inv, _ = result
     return QTensor(format, (source.rows, source.cols), source.dtype, row, scale_inv, col, scale_inv, seed)
 
@@ -152,10 +152,12 @@ class Current(Quantizer):
             with nvtx_range("te_lite.amax_all_reduce"):
                 dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.amax_group)
         result = self._cast(source, seed, row, col, bias_grad)
-        return _qtensor(self.format, source, result, seed), result.bias_grad
+        return per_tensor_qtensor(self.format, source, result, seed), result.bias_grad
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return _qtensor(self.format, source, self._cast(source, earlier.seed, False, True, False), earlier.seed)
+        return per_tensor_qtensor(
+            self.format, source, self._cast(source, earlier.seed, False, True, False), earlier.seed
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +182,11 @@ class Delayed(Quantizer):
             amax_out=state.amax_at(slot),
             bias_grad=bias_grad,
         )
-        return _qtensor(self.format, source, result, scale), result.bias_grad
+        return per_tensor_qtensor(self.format, source, result, scale), result.bias_grad
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         result = transform(source, fp8_dtype=self.format.dtype, col=True, scale=earlier.seed)
-        return _qtensor(self.format, source, result, earlier.seed)
+        return per_tensor_qtensor(self.format, source, result, earlier.seed)
 
 
 def _check_delayed(recipe: DelayedScaling, tp: TensorParallel, amax_group: dist.ProcessGroup | None) -> None:
@@ -214,7 +216,7 @@ def delayed_operands(recipe: DelayedScaling, site: Site) -> GemmOperands:
         plain = Identity(target=site.dtype)
         x, w = (Calibrating(target=site.dtype, state=forward, slot=first + i) for i in range(2))
         return GemmOperands(GemmQuantizers(x, w), GemmQuantizers(plain, w), GemmQuantizers(plain, x))
-    fwd, bwd = _FORMATS[recipe.fp8_format.forward_dtype], _FORMATS[recipe.fp8_format.backward_dtype]
+    fwd, bwd = FORMATS[recipe.fp8_format.forward_dtype], FORMATS[recipe.fp8_format.backward_dtype]
     x, w, y = (Delayed(fwd, state=forward, slot=first + i) for i in range(INPUTS_PER_GEMM))
     dy, dx = (Delayed(bwd, state=backward, slot=first_grad + i) for i in range(GRADS_PER_GEMM))
     return GemmOperands(
@@ -228,7 +230,7 @@ def delayed_operands(recipe: DelayedScaling, site: Site) -> GemmOperands:
 
 def current_operands(recipe: Float8CurrentScaling, site: Site) -> GemmOperands:
     """Current scaling: as delayed_operands, each tensor scaled by itself."""
-    fwd, bwd = _FORMATS[recipe.fp8_format.forward_dtype], _FORMATS[recipe.fp8_format.backward_dtype]
+    fwd, bwd = FORMATS[recipe.fp8_format.forward_dtype], FORMATS[recipe.fp8_format.backward_dtype]
 
     def current(format: PerTensorFormat, params: QParams, gathered: bool = False) -> Current:
         alone = gathered and recipe.per_shard_scales

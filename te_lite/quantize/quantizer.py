@@ -37,7 +37,8 @@ class Quantizer:
         raise NotImplementedError
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        """The col layout of the numbers that `earlier` holds by row, from the same source; bit for bit its numbers."""
+        """The col layout that quantize() would have given with `earlier`, from the same source; bit for bit the numbers
+        of `earlier` where format.col_from_row."""
         raise NotImplementedError
 
 

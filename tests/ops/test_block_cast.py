@@ -204,7 +204,7 @@ def test_scaled_gemms(shape, out_dtype, bias, device):
 def test_ops_pass_torch_s_own_checks(m, n):
     source = S.plain(torch.randn(m, n))
     out = B._allocate(source, 32, False, True, True, True, True)
-    args = (*source[:-1], 32, False, True, 0.0, True, *out)
+    args = (*source[:-1], 32, False, True, 0.0, 448.0, True, *out)
     torch.library.opcheck(B._block_cast_op.overload, args, test_utils="test_faketensor")
     torch.library.opcheck(R._row_cast_op.overload, (*source[:-1], 0.0, True), test_utils="test_faketensor")
     amax = torch.rand(m)
