@@ -13,7 +13,7 @@ import torch.distributed as dist
 from te_lite.quantize import delayed, replay
 from te_lite.quantize.params import weight_quantizer
 from te_lite.quantize.quantizer import Quantizer
-from te_lite.recipe import DelayedScaling, Recipe, from_name
+from te_lite.recipe import DelayedScaling, Recipe, as_recipe
 
 
 class Pass:
@@ -68,13 +68,6 @@ def current(default: State | None = None) -> State | None:
     return stack[-1] if stack else default
 
 
-def _as_recipe(recipe: Recipe | str | None) -> Recipe:
-    recipe = from_name(recipe) if isinstance(recipe, str) else recipe
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r}: must be a te_lite.recipe object or a name such as 'delayed'")
-    return recipe if recipe is not None else DelayedScaling()
-
-
 class autocast(ContextDecorator):
     """Modules inside quantize their GEMMs by `recipe`.
 
@@ -94,7 +87,7 @@ class autocast(ContextDecorator):
         recipe: Recipe | str | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.recipe = _as_recipe(recipe)
+        self.recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
             raise TypeError(f"amax_reduction_group={amax_reduction_group!r}: must be a process group or None")
         self.enabled = bool(enabled) and self.recipe.is_fp8
@@ -194,7 +187,7 @@ def quantized_model_init(
     """
     made = None
     if enabled:
-        recipe = _as_recipe(recipe)
+        recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         made = ModelInit(weight_quantizer(recipe), recipe.feature_multiple, bool(preserve_high_precision_init_val))
     _open.inits.append(made)
     try:

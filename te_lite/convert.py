@@ -13,7 +13,7 @@ from te_lite.modules.checks import DTYPES
 from te_lite.modules.linear import Linear
 from te_lite.quantize import replay
 from te_lite.quantize.statistics import aligned
-from te_lite.recipe import Recipe, from_name
+from te_lite.recipe import Recipe, as_recipe
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -22,12 +22,7 @@ Filter = Callable[[nn.Module, str], bool]
 # measures and prints this; its rows are in benchmarks/results/layer_gain.json. A recipe that gained nowhere (mxfp8) is
 # not here: it is taken for its numbers, so no layer is too small.
 _GAINS = {512: math.inf, 2048: 58720256, 8192: 11534336}
-MINIMUM: dict[str, dict[int, float]] = {
-    "current": _GAINS,
-    "rowwise": _GAINS,
-    "rowwise_with_gw_hp": _GAINS,
-    "blockwise": _GAINS,
-}
+MINIMUM: dict[str, dict[int, float]] = dict.fromkeys(("current", "rowwise", "rowwise_with_gw_hp", "blockwise"), _GAINS)
 
 
 class ConvertedLinear(Linear, nn.Linear):
@@ -145,12 +140,9 @@ def convert_to_float8_training(
     Raises TypeError and ValueError for arguments that are none of these, before anything is changed.
     """
     recipe = recipe if config is None else config
-    recipe = from_name(recipe) if isinstance(recipe, str) else recipe
-    if not isinstance(module, nn.Module) or not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"convert_to_float8_training({type(module).__name__}, {recipe!r}): must be an nn.Module and a te.recipe "
-            "object or name; pass for instance (model, 'current')"
-        )
+    recipe = as_recipe(recipe)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"convert_to_float8_training({module!r}): must be an nn.Module; pass the model")
     if recipe.delayed() or not recipe.is_fp8:
         raise ValueError(f"recipe {recipe.name!r}: must quantize, and without state; use for instance 'current'")
     if tokens is not None and (type(tokens) is not int or tokens < 1):

@@ -274,13 +274,17 @@ def available() -> dict[str, RecipeInfo]:
     }
 
 
-def _as_recipe(recipe: Recipe | str) -> Recipe:
-    return from_name(recipe) if isinstance(recipe, str) else recipe
+def as_recipe(recipe: Recipe | str) -> Recipe:
+    """`recipe`, or the one of that name. TypeError for anything else."""
+    recipe = from_name(recipe) if isinstance(recipe, str) else recipe
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r}: must be a te_lite.recipe object or a name such as 'delayed'")
+    return recipe
 
 
 def check_recipe_support(recipe: Recipe | str, device: torch.device | str | None = None) -> tuple[bool, str]:
     """(True, "") when `recipe` runs on `device` (default: the current GPU, else the CPU), else (False, reason)."""
-    recipe = _as_recipe(recipe)
+    recipe = as_recipe(recipe)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -310,4 +314,4 @@ def required_multiple(recipe: Recipe | str, tp_size: int = 1) -> int:
     """
     if type(tp_size) is not int or tp_size < 1:
         raise ValueError(f"tp_size={tp_size!r}: must be an integer, at least 1; pass the tensor-parallel group's size")
-    return _as_recipe(recipe).token_multiple * tp_size
+    return as_recipe(recipe).token_multiple * tp_size

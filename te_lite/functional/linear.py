@@ -101,12 +101,10 @@ def _quantize_grad(
 
 
 def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTensor:
-    quantizer = plan.operands.dgrad.b
-    if quantizer is not plan.operands.fprop.b:
-        return quantizer.quantize(plain(weight), row=False, col=True)[0]
-    if kept.row is not None or kept.col is not None:
+    quantizer, same = plan.operands.dgrad.b, plan.operands.dgrad.b is plan.operands.fprop.b
+    if kept.col is not None or (same and kept.row is not None):
         return kept
-    return quantizer.again(plain(weight), kept)
+    return quantizer.again(plain(weight), kept) if same else quantizer.quantize(plain(weight), row=False, col=True)[0]
 
 
 def linear_backward(
@@ -175,7 +173,8 @@ def as_operand(x: Tensor, plan: LinearPlan, quantizer: Quantizer, gathered: bool
     A tensor that will be gathered is quantized anew: its ranks may have chosen different scales.
     """
     if isinstance(x, QuantizedTensor):
-        if x.q.format == quantizer.format and not gathered:
+        whole = x.q.row is not None and (x.q.col is not None or x.q.format.col_from_row)
+        if x.q.format == quantizer.format and whole and not gathered:
             return x.q
         x = x.dequantize()
     return plain(as_matrix(x, plan.dtype))

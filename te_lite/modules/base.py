@@ -262,18 +262,19 @@ class TeLiteModule(nn.Module):
         elif self._caching:
             self.clear_caches()
         self._caching = first_microbatch is not None
-        output, grad_input = self._plans[-1].operands.output, self._plans[0].operands.grad_input
-        if fp8_output or fp8_grad:
-            wanted = {"fp8_output": fp8_output, "fp8_grad": fp8_grad}
-            check_offered(self, state, wanted, {"fp8_output": output, "fp8_grad": grad_input})
+        first, last = self._plans[0].operands, self._plans[-1].operands
+        if state is not None and (fp8_output or fp8_grad):
+            y = (fp8_output, last.output, last.fprop.a.format.label)
+            dx = (fp8_grad, first.grad_input, first.dgrad.a.format.label)
+            check_offered(self, state.recipe, {"fp8_output": y, "fp8_grad": dx})
         return Call(
             self._plans,
             weights,
             cached,
             grad,
             state is not None and self._claims_first(state, inp),
-            output if fp8_output else None,
-            grad_input if fp8_grad else None,
+            last.output if fp8_output else None,
+            first.grad_input if fp8_grad else None,
         )
 
     def _cached_weights(self, first_microbatch: bool, weights: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -131,13 +131,12 @@ def check_recomputation(module: nn.Module, state: State | None, ran_fp8: bool) -
         )
 
 
-def check_offered(module: nn.Module, state: State | None, wanted: dict[str, bool], offered: dict[str, Any]) -> None:
-    """Quantized results are asked for only where the recipe has a quantizer for them; high precision has none."""
-    if state is None or not state.enabled:
-        return
-    for flag, asked in wanted.items():
-        if asked and offered[flag] is None:
+def check_offered(module: nn.Module, recipe: Recipe, wanted: dict[str, tuple[bool, Any, str]]) -> None:
+    """Quantized results are asked for only where there is a quantizer for them. wanted: flag -> (asked for, quantizer,
+    format of the operands); a linear in high precision, whatever the reason, gives high precision."""
+    for flag, (asked, quantizer, label) in wanted.items():
+        if asked and quantizer is None and label:
             raise ValueError(
-                f"{type(module).__name__} got {flag}=True under recipe {state.recipe.name!r}: only 'delayed' and "
-                f"'current' give results whose one scale fits every reader; leave out {flag}"
+                f"{type(module).__name__} got {flag}=True under recipe {recipe.name!r}: only 'delayed' and 'current' "
+                f"give results whose one scale fits every reader; leave out {flag}"
             )

@@ -156,12 +156,16 @@ class WeightCache:
         self._key: tuple | None = None
 
     def get(self, first: bool, weight: Tensor, version: Any, operands: GemmOperands) -> QTensor:
-        """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts unless
-        dgrad takes the weight through a quantizer of its own."""
-        quantizer = operands.fprop.b
-        key = (version, weight.data_ptr(), quantizer, torch.is_inference_mode_enabled())
+        """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts, each as
+        its GEMM takes it (where fprop and dgrad differ in format too, by row alone)."""
+        quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b
+        key = (version, weight.data_ptr(), quantizer, for_dgrad, torch.is_inference_mode_enabled())
         if first or self._q is None or self._key != key:
             with nvtx_range("te_lite.quantize"):
-                self._q, _ = quantizer.quantize(plain(weight.detach()), row=True, col=operands.dgrad.b is quantizer)
+                source = plain(weight.detach())
+                self._q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)
+                if for_dgrad is not quantizer and for_dgrad.format == quantizer.format:
+                    col, _ = for_dgrad.quantize(source, row=False, col=True)
+                    self._q.col, self._q.col_scale = col.col, col.col_scale
             self._key = key
         return self._q

@@ -112,22 +112,6 @@ def gemm_fp8(
     return _gemm_fp8_op(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum)
 
 
-def gemm_accumulate_fp8_(
-    out: Tensor,
-    a_col: Tensor,
-    b_col: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    fast_accum: bool = False,
-) -> None:
-    """out[N, K] += (a_col * a_scale_inv)[N, Mp] @ (b_col * b_scale_inv)[K, Mp]^T, out fp32 or bf16.
-
-    The product is formed in fp32 and added in fp32: with a bf16 out there is one rounding.
-    """
-    if a_col.shape[1]:
-        out.add_(gemm_fp8(a_col, b_col, a_scale_inv, b_scale_inv, torch.float32, None, fast_accum))
-
-
 def gemm_ref(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:
     """Oracle of `gemm`: fp32 throughout, one rounding."""
     out = a.float() @ b.float().t()

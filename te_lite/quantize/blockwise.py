@@ -45,6 +45,9 @@ class BlockFormat(TensorFormat):
         v_t = dequantize_blocks(q.col, q.col_scale, BLOCK if self.square else 1, BLOCK, q.dtype)
         return v_t[:, : q.shape[0]].t().contiguous()
 
+    def multiplies(self, other: TensorFormat) -> bool:
+        return TensorFormat.multiplies(self, other) and not self.square  # cuBLAS takes squares on one side only
+
     def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale.t()
 
@@ -62,9 +65,6 @@ class BlockFormat(TensorFormat):
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
         return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias)
-
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
-        out.add_(gemm_fp8_blockwise(a[0], b[0], a[1], b[1], torch.float32))
 
 
 VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True)
@@ -91,9 +91,6 @@ class Blocks(Quantizer):
             col_scale = col_scale.t()
         shape = (source.rows, source.cols)
         return QTensor(self.format, shape, source.dtype, data, scale, col_data, col_scale), sums
-
-    def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return self.quantize(source, row=False, col=True)[0]
 
 
 def operands(recipe: Float8BlockScaling, site: Site) -> GemmOperands:

@@ -23,7 +23,7 @@ class HighPrecisionFormat(TensorFormat):
     gemm: str = "high_precision"
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
-        return q.row
+        return q.row.to(q.dtype)
 
     def make_col(self, q: QTensor) -> tuple[Tensor, None]:
         return q.row.t(), None

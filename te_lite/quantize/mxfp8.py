@@ -70,9 +70,6 @@ class MX(Quantizer):
         *tensors, sums = block_cast(source, block=MX_BLOCK, row=row, col=col, flat=True, bias_grad=bias_grad)
         return QTensor(self.format, (source.rows, source.cols), source.dtype, *tensors), sums
 
-    def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return self.quantize(source, row=False, col=True)[0]
-
 
 def operands(recipe: MXFP8BlockScaling, site: Site) -> GemmOperands:
     """The same for every operand: blocks run along the inner dimension of each GEMM."""

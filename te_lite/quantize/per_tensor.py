@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.cast import amax, transform
-from te_lite.ops.gemm import gemm_accumulate_fp8_, gemm_fp8
+from te_lite.ops.gemm import gemm_fp8
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import PAD, transpose
@@ -60,12 +60,6 @@ class PerTensorFormat(TensorFormat):
         if a[1].numel() == b[1].numel() == 1:
             return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
         return _matmul_shards(a, b, out_dtype, bias, fast_accum)
-
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
-        if a[1].numel() == b[1].numel() == 1:
-            gemm_accumulate_fp8_(out, a[0], b[0], a[1], b[1], fast_accum)
-        else:
-            out.add_(_matmul_shards(a, b, torch.float32, None, fast_accum))
 
 
 def _matmul_shards(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:

@@ -12,7 +12,7 @@ Every GEMM of a linear is out[m, n] = a[m, k] @ b[n, k]^T, both operands in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -44,6 +44,10 @@ class TensorFormat:
         """v[M, K] in q.dtype, from the data of `layout`, which q holds."""
         raise NotImplementedError
 
+    def multiplies(self, other: TensorFormat) -> bool:
+        """True where matmul takes operands of this format and of `other`, in that order."""
+        return self.gemm == other.gemm != ""
+
     def make_col(self, q: QTensor) -> tuple[Tensor, Tensor | None]:
         """(data, scale) of the col layout from the row layout; only where col_from_row."""
         raise NotImplementedError
@@ -61,8 +65,8 @@ class TensorFormat:
         raise NotImplementedError
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
-        """out[m, n] += a[m, k] @ b[n, k]^T."""
-        raise NotImplementedError
+        """out[m, n] += a[m, k] @ b[n, k]^T, the product in fp32."""
+        out.add_(self.matmul(a, b, torch.float32, None, fast_accum))
 
 
 @dataclass(slots=True)
@@ -87,6 +91,11 @@ class QTensor:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors, in the order of the constructor."""
         return self.row, self.row_scale, self.col, self.col_scale, self.seed
+
+    @property
+    def operand_scale(self) -> Tensor | None:
+        """The scale of the layout that is held, of row where both are."""
+        return self.row_scale if self.row is not None else self.col_scale
 
     def operand(self, layout: Layout) -> Operand:
         """The GEMM operand in `layout`; a missing col layout is made from the row layout where the format can."""
@@ -121,10 +130,6 @@ class QTensor:
         return self.format.from_wire(parts, layout, self, rows)
 
 
-def _compatible(a: QTensor, b: QTensor) -> bool:
-    return a.format.gemm == b.format.gemm != ""
-
-
 def matmul(
     a: QTensor,
     a_layout: Layout,
@@ -138,19 +143,20 @@ def matmul(
 
     Operands of formats that no GEMM multiplies together are dequantized first.
     """
-    if _compatible(a, b):
+    if a.format.multiplies(b.format):
         return a.format.matmul(a.operand(a_layout), b.operand(b_layout), out_dtype, bias, fast_accum)
-    return gemm(_plain(a, a_layout), _plain(b, b_layout), out_dtype, bias)
+    return gemm(_plain(a, a_layout, a.dtype), _plain(b, b_layout, a.dtype), out_dtype, bias)
 
 
 def matmul_accumulate_(out: Tensor, a: QTensor, b: QTensor, fast_accum: bool = False) -> None:
     """out[n, k] += a.col[n, m] @ b.col[k, m]^T: a weight gradient added where it is kept."""
-    if _compatible(a, b):
+    if a.format.multiplies(b.format):
         a.format.accumulate_(out, a.operand("col"), b.operand("col"), fast_accum)
     else:
-        gemm_accumulate_(out, a.dequantize("col"), b.dequantize("col"))
+        gemm_accumulate_(out, _plain(a, "col", a.dtype).t(), _plain(b, "col", a.dtype).t())
 
 
-def _plain(q: QTensor, layout: Layout) -> Tensor:
-    v = q.dequantize(layout)
+def _plain(q: QTensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """The operand dequantized to the other operand's dtype: a parameter's own may be wider under torch.amp."""
+    v = (q if q.dtype == dtype else replace(q, dtype=dtype)).dequantize(layout)
     return v if layout == "row" else v.t()

@@ -62,9 +62,6 @@ class RowFormat(TensorFormat):
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
         return gemm_fp8_rowwise(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
-        out.add_(gemm_fp8_rowwise(a[0], b[0], a[1], b[1], torch.float32, None, fast_accum))
-
 
 ROWS, FLAT_ROWS = RowFormat(), RowFormat(flat=True)
 
@@ -112,9 +109,6 @@ class Rows(Quantizer):
             q.col, sums = made.row, sums if row else made.bias_grad
         q.col_scale = col_inverse
         return q, sums
-
-    def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return self.quantize(source, row=False, col=True)[0]
 
 
 def operands(recipe: RowwiseScaling, site: Site) -> GemmOperands:

@@ -29,10 +29,6 @@ def _map(q: QTensor, fn: Callable[[Tensor], Tensor]) -> QTensor:
     return QTensor(q.format, q.shape, q.dtype, *(None if t is None else fn(t) for t in q.tensors))
 
 
-def _scale(q: QTensor) -> Tensor | None:
-    return q.row_scale if q.row is not None else q.col_scale
-
-
 def source_of(values: Tensor) -> Source:
     """values[..., K] as the matrix [M, K] that a quantizer reads."""
     values = values if values.dtype in DTYPES else values.float()
@@ -41,9 +37,9 @@ def source_of(values: Tensor) -> Source:
 
 def _fits(new: QTensor | None, q: QTensor) -> bool:
     """The bytes of `new` give every layout that `q` holds."""
-    if new is None or new.format != q.format or new.shape != q.shape or (q.row is not None and new.row is None):
+    if new is None or new.format != q.format or new.shape != q.shape:
         return False
-    return q.col is None or new.col is not None or new.format.col_from_row
+    return (q.row is None or new.row is not None) and (q.col is None or new.col is not None or q.format.col_from_row)
 
 
 def quantized(src: Tensor, quantizer: Quantizer, *, row: bool = True, col: bool | None = None) -> QuantizedTensor:
@@ -110,10 +106,15 @@ class QuantizedTensor(torch.Tensor):
         with torch.no_grad():
             return self.copy_(src)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        values = self.dequantize().detach()
+        values[key] = value
+        self.quantize_(values)
+
     def _store(self, src: Tensor) -> None:
         """The numbers of `src` in self's memory, in every layout that is held; bytes where the formats agree."""
         q, new = self.q, src.q if isinstance(src, QuantizedTensor) else None
-        if not _fits(new, q):
+        if src.shape != self.shape or not _fits(new, q):
             values = (src if new is None else src._values(src.dtype)).to(self.device).expand(self.shape)
             new, _ = self.quantizer.quantize(source_of(values), row=q.row is not None, col=q.col is not None)
         parts = [] if q.row is None else [(q.row, new.row), (q.row_scale, new.row_scale)]
@@ -165,7 +166,7 @@ class QuantizedTensor(torch.Tensor):
     _columnwise_scale_inv = property(lambda self: self.q.col_scale)
     _data = property(lambda self: self._per_tensor().row)
     _transpose = property(lambda self: self._per_tensor().col)
-    _scale_inv = property(lambda self: _scale(self._per_tensor()))
+    _scale_inv = property(lambda self: self._per_tensor().operand_scale)
 
     def get_data_tensors(self) -> tuple[Tensor | None, Tensor | None]:
         """(rowwise data, columnwise data); None for a layout that is not held."""
@@ -252,7 +253,7 @@ class QuantizedTensor(torch.Tensor):
         return f"QuantizedTensor({tuple(self.shape)}, {self.dtype}, {q.format.label}, {layouts})"
 
     def __repr__(self, **_: Any) -> str:
-        scale = _scale(self.q)
+        scale = self.q.operand_scale
         if scale is None or scale.is_meta or not self.numel():
             return self._summary()
         scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops import gemm
+from te_lite.quantize.per_tensor import PerTensorFormat
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops.paths import DEVICES
 
@@ -133,7 +134,7 @@ def test_gemm_accumulate_fp8(tokens: int, dtype: torch.dtype, device: str) -> No
     data = fp8_data(case, device)
     before = torch.randn(48, 32).to(dtype)
     out = before.clone().to(device)
-    gemm.gemm_accumulate_fp8_(out, data.a, data.b, data.a_scale_inv, data.b_scale_inv)
+    PerTensorFormat().accumulate_(out, (data.a, data.a_scale_inv), (data.b, data.b_scale_inv), False)
     truth, magnitude = data.truth + before.double(), data.magnitude + before.double().abs()
     accumulation = fp8_accumulation(device, tokens + 1, False)
     assert within(out, truth, magnitude, accumulation)
