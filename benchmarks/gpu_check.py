@@ -1,28 +1,27 @@
-"""Everything that needs a GPU, in one call: tests, benchmarks, demo; results go to benchmarks/results/.
+"""Everything that needs a GPU, in one call: tests, benchmarks, training; results go to benchmarks/results/.
 
     python benchmarks/gpu_check.py                                   # all stages
     python benchmarks/gpu_check.py --stages tests modules --workers 4
     python benchmarks/gpu_check.py --tree-hash $(git rev-parse HEAD:te_lite) --out results
 
-Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. Exit
+Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. `training`,
+where no time is measured, runs beside `tests`. --total-limit ends the whole before a machine's own limit would. Exit
 status 1 when a test failed, none ran, or a stage failed or ran out of time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import shlex
-import signal
-import subprocess
+import shutil
 import sys
-import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,24 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 
 import torch
 
+from benchmarks.commands import run_command
 from te_lite.testing import results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# Caps, not expectations. One GPU runs no demo, so they add up to 6 minutes there.
-LIMITS_S = {"tests": 240.0, "modules": 90.0, "kernels": 60.0, "demo": 120.0}
-GRACE_S = 15.0  # between the interrupt that lets pytest write its report and the kill
+# Caps, not expectations: together they exceed TOTAL_S, which holds for the whole and leaves a machine that lends ten
+# minutes time to copy the results.
+LIMITS_S = {"tests": 360.0, "training": 240.0, "modules": 90.0, "kernels": 60.0, "gemms": 60.0, "recipes": 60.0}
+LIMITS_S |= {"per_shard": 60.0, "demo": 120.0}
+TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
 MAX_TP = 4
 TAIL_LINES = 15
-SAFE_ENVIRONMENT = {
-    # Multicast is not used by this library, and a multicast object left behind by a crash can take a host's
-    # NVLink fabric out of service.
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "PYTHONUNBUFFERED": "1",
-}
 
 
 @dataclass
@@ -62,51 +57,9 @@ class Stage:
     tail: list[str] = field(default_factory=list)
 
 
-def run_command(
-    command: Sequence[str], limit_s: float, *, echo: bool = True, **variables: str
-) -> tuple[int | None, float, list[str]]:
-    """(exit status or None after the limit, seconds, last lines). Output is passed through as it comes.
-
-    At the limit the process group is interrupted, then killed: the group is the command's own.
-    """
-    environment = {**os.environ, **SAFE_ENVIRONMENT, **variables}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    begin = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    lines: list[str] = []
-
-    def drain() -> None:
-        for line in process.stdout:
-            if echo:
-                print(line, end="", flush=True)
-            lines.append(line.rstrip())
-            del lines[:-400]
-
-    reader = threading.Thread(target=drain, daemon=True)
-    reader.start()
-    status: int | None = None
-    try:
-        status = process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE_S)
-    finally:
-        # Children that outlived their parent would hold the pipe and the GPU.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    reader.join(timeout=GRACE_S)
-    return status, time.monotonic() - begin, lines
+def limit(name: str, args: argparse.Namespace) -> float:
+    """Seconds for the stage `name` that starts now."""
+    return min(getattr(args, f"{name}_limit"), args.end - time.monotonic())
 
 
 def portable(text: str, out: Path) -> str:
@@ -161,9 +114,9 @@ def tests_stage(args: argparse.Namespace) -> list[Stage]:
     if args.workers and importlib.util.find_spec("xdist"):
         command += ["-n", str(args.workers), "--dist", "loadgroup"]
     # README's tables are made from what this run is about to write.
-    command += ["--deselect", "tests/test_bench.py::test_documents_match_the_committed_results"]
+    command += ["--deselect", "tests/test_report.py::test_documents_match_the_committed_results"]
     command += shlex.split(args.pytest_args) or ["tests"]
-    run = run_command(command, args.limits["tests"])
+    run = run_command(command, limit("tests", args))
     detail = read_junit(report) if report.exists() else {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     report.unlink(missing_ok=True)
     stage = finished("tests", run, command, args.out, detail)
@@ -172,29 +125,87 @@ def tests_stage(args: argparse.Namespace) -> list[Stage]:
     return [stage]
 
 
+def script_options(args: argparse.Namespace) -> list[str]:
+    """What every benchmark script takes."""
+    rounds = ["--rounds", str(args.rounds)] if args.rounds else []
+    return ["--out", str(args.out), "--tree-hash", args.tree_hash, "--device", args.device, *rounds]
+
+
 def benchmark_stage(name: str, args: argparse.Namespace) -> list[Stage]:
-    command = [sys.executable, f"benchmarks/{name}.py", "--out", str(args.out), "--tree-hash", args.tree_hash]
-    command += ["--device", args.device]
-    if args.rounds:
-        command += ["--rounds", str(args.rounds)]
+    command = [sys.executable, f"benchmarks/{name}.py", *script_options(args)]
     # One card: a process that sees several keeps torch's backward thread (te_lite/modules/backward_thread.py).
-    run = run_command(command, args.limits[name], CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1])
+    run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1])
     return [finished(name, run, command, args.out, {})]
+
+
+def gpu_count(args: argparse.Namespace) -> int:
+    return torch.cuda.device_count() if args.device.startswith("cuda") else 0
+
+
+def launcher(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def tp_size(args: argparse.Namespace) -> int:
+    """Ranks of the stages with tensor parallelism."""
+    return args.ranks or min(MAX_TP, gpu_count(args))
+
+
+def too_few(name: str, args: argparse.Namespace) -> list[Stage]:
+    return [Stage(name, "skipped", detail={"reason": f"{gpu_count(args)} GPU: tensor parallelism needs 2"})]
+
+
+def per_shard_stage(args: argparse.Namespace) -> list[Stage]:
+    """What per-shard scales cost and save against an all-reduce of the amax."""
+    tp = tp_size(args)
+    if tp < 2:
+        return too_few("per_shard", args)
+    command = [*launcher(tp), "benchmarks/recipes.py", "--part", "per_shard", *script_options(args)]
+    run = run_command(command, limit("per_shard", args))
+    return [finished("per_shard", run, command, args.out, {"tp": tp})]
+
+
+def training_stage(args: argparse.Namespace, echo: bool = True) -> list[Stage]:
+    """The demo model with every recipe, all runs at once; leaves training.png and training.json."""
+    plot, log = args.out / "training.png", args.out / "training.json"
+    log.unlink(missing_ok=True)
+    folder = args.out / "training_runs"
+    shutil.rmtree(folder, ignore_errors=True)  # runs of another tree are no answer
+    command = [sys.executable, "examples/compare_recipes.py", "--plot", str(plot), "--runs", str(folder)]
+    command += ["--device", "cuda" if args.device.startswith("cuda") else "cpu", *shlex.split(args.training_args)]
+    run = run_command(command, limit("training", args), echo=echo)
+    shutil.rmtree(folder, ignore_errors=True)
+    stage = finished("training", run, command, args.out, training_numbers(log))
+    if stage.status == "passed" and not stage.detail:
+        stage.status = "failed"  # no curve was compared
+    return [stage]
+
+
+def training_numbers(log: Path) -> dict[str, object]:
+    """How far the run that is farthest from bf16 ends from it."""
+    if not log.exists():
+        return {}
+    content = json.loads(log.read_text())
+    distances = {
+        f"{row['recipe']} tp {row['tp']}": max(abs(row[key] - 1) for key in ("train_ratio", "held_out_ratio"))
+        for row in content["runs"]
+    }
+    farthest = max(distances, key=distances.__getitem__)
+    numbers = {"runs": len(distances), "steps": content["steps"], "farthest": farthest}
+    return numbers | {"off_bf16": round(distances[farthest], 5), "bound": content["bound"]}
 
 
 def demo_stage(args: argparse.Namespace) -> list[Stage]:
     """The example on all GPUs (at most MAX_TP), sequence parallel, once a recipe; the limit is shared."""
-    gpus = torch.cuda.device_count() if args.device.startswith("cuda") else 0
-    tp = args.demo_ranks or min(MAX_TP, gpus)
+    tp = tp_size(args)
     if tp < 2:
-        return [Stage("demo", "skipped", detail={"reason": f"{gpus} GPU: tensor parallelism needs 2"})]
+        return too_few("demo", args)
     stages = []
     for recipe in DEMO_RECIPES:
         log = args.out / f"demo_{recipe}.json"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
         options = ["--tp", str(tp), "--sequence-parallel", "--recipe", recipe, "--log-json", str(log)]
-        command = [*launch, "examples/train_gpt.py", *options, *shlex.split(args.demo_args)]
-        run = run_command(command, args.limits["demo"] / len(DEMO_RECIPES))
+        command = [*launcher(tp), "examples/train_gpt.py", *options, *shlex.split(args.demo_args)]
+        run = run_command(command, limit("demo", args) / len(DEMO_RECIPES))
         detail = {"tp": tp, "recipe": recipe, **demo_numbers(log)}
         stage = finished(f"demo {recipe}", run, command, args.out, detail)
         loss, entropy = detail.get("held_out_loss"), detail.get("unigram_entropy")
@@ -215,10 +226,14 @@ def demo_numbers(log: Path) -> dict[str, float]:
     return {name: round(summary[name], 4) for name in wanted if name in summary}
 
 
-RUNNERS = {
+RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "tests": tests_stage,
+    "training": training_stage,
     "modules": lambda args: benchmark_stage("modules", args),
     "kernels": lambda args: benchmark_stage("kernels", args),
+    "gemms": lambda args: benchmark_stage("gemms", args),
+    "recipes": lambda args: benchmark_stage("recipes", args),
+    "per_shard": per_shard_stage,
     "demo": demo_stage,
 }
 
@@ -233,12 +248,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="pytest-xdist processes, where it is installed")
     parser.add_argument("--pytest-args", default="", help="what to pass to pytest in place of 'tests'")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of the benchmarks; 0 keeps their own")
-    parser.add_argument("--demo-ranks", type=int, default=0, help="0: number of GPUs, at most 4")
+    parser.add_argument("--ranks", type=int, default=0, help="of per_shard and demo; 0: number of GPUs, at most 4")
     parser.add_argument("--demo-args", default=DEMO_ARGS, help="model and training options of the example")
+    parser.add_argument("--training-args", default="", help="options of examples/compare_recipes.py")
+    parser.add_argument("--total-limit", type=float, default=TOTAL_S, help="seconds for all stages together")
     for name, limit in LIMITS_S.items():
-        parser.add_argument(f"--{name}-limit", type=float, default=limit, help="seconds")
+        parser.add_argument(f"--{name.replace('_', '-')}-limit", type=float, default=limit, help="seconds")
     args = parser.parse_args(argv)
-    args.limits = {name: getattr(args, f"{name}_limit") for name in LIMITS_S}
+    args.end = time.monotonic() + args.total_limit
     args.out = args.out.resolve()
     args.tree_hash = args.tree_hash or results.tree_hash(ROOT / "te_lite")
     return args
@@ -253,13 +270,28 @@ def summary(stages: Sequence[Stage]) -> str:
     return "\n".join([*failures[:40], results.text_table(("stage", "status", "time", "detail"), lines)])
 
 
+def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[Stage]]:
+    """Each stage's rows as it ends; training runs beside tests where both are asked for."""
+    beside = {"tests", "training"} <= set(names)
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(training_stage, args, echo=False) if beside else None
+        for name in names:
+            print(f"--- {name}", flush=True)
+            if beside and name == "training":
+                yield training.result()
+            elif time.monotonic() >= args.end:
+                yield [Stage(name, "timeout", detail={"reason": f"--total-limit {args.total_limit:g} was used up"})]
+            else:
+                yield RUNNERS[name](args)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     stages: list[Stage] = []
-    for name in args.stages:
-        print(f"--- {name}", flush=True)
-        stages += RUNNERS[name](args)
+    # The order of RUNNERS: tests and training are over before anything is timed.
+    for done in run_stages([name for name in RUNNERS if name in args.stages], args):
+        stages += done
         # Written after every stage, so that a lost machine costs only what came after.
         rows = [asdict(stage) for stage in stages]
         tests = next((stage.detail for stage in stages if stage.stage == "tests"), None)

@@ -1,10 +1,10 @@
-"""Render the tables of README.md and docs/performance.md from the committed results.
+"""Render the tables of README.md, docs/performance.md and docs/recipes.md from the committed results.
 
     python benchmarks/report.py              # rewrite what lies between the markers
     python benchmarks/report.py --check      # status 1 when a document does not match the results
 
-A document names a table between two lines, `<!-- results:NAME -->` and `<!-- /results:NAME -->`; NAMES are
-modules, kernels, check and summary. No number there is typed by hand.
+A document names a table between two lines, `<!-- results:NAME -->` and `<!-- /results:NAME -->`; NAMES are the
+keys of RENDERERS. No number there is typed by hand; what was not measured yet is said to be so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PUBLISHED = ROOT / "benchmarks" / "published.json"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "recipes.md")
 MARKED = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results:\2 -->)", re.DOTALL)
 
 Key = tuple[str, str, str]  # shape, module, recipe
@@ -173,6 +173,76 @@ def render_kernels(results: Path) -> str:
     return f"{provenance(content)}\n\n{markdown(header, rows, text_columns=2)}"
 
 
+def render_gemms(results: Path) -> str:
+    content = load(results, "gemms")
+    if content is None:
+        return missing("gemms")
+    rows = []
+    for row in content["rows"]:
+        cells = [number(row.get("gpu_us"), 1), number(row.get("tflops")), number(row.get("of_bf16"), 2)]
+        rows.append([f"{row['m']} x {row['k']} x {row['n']}", row["gemm"], *cells, number(row.get("of_torch"), 2)])
+    header = ["M x K x N", "GEMM", "GPU us", "TFLOP/s", "of bf16", "of torch._scaled_mm"]
+    return f"{provenance(content)}\n\n{markdown(header, rows, text_columns=2)}"
+
+
+def error_table(content: dict, kinds: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of "<kind>_<tensor>_pct", a row for each row of the results."""
+    names = [(kind, tensor) for kind in kinds for tensor in ("y", "dx", "dw")]
+    cells = [[number(row.get(f"{kind}_{tensor}_pct"), 2) for kind, tensor in names] for row in content["rows"]]
+    return [f"{kind}: {tensor} %" for kind, tensor in names], cells
+
+
+def cost_cells(content: dict) -> list[list[str]]:
+    """GPU time, the bf16 row's over it, wall time."""
+    bf16 = next((row.get("gpu_us") for row in content["rows"] if row["recipe"] == "bf16"), None)
+    rows = content["rows"]
+    return [
+        [number(row.get("gpu_us"), mark=gpu_mark(row)), ratio(bf16, row.get("gpu_us")), number(row.get("wall_us"))]
+        for row in rows
+    ]
+
+
+def render_recipes(results: Path) -> str:
+    content = load(results, "recipes")
+    if content is None:
+        return missing("recipes")
+    errors_header, errors = error_table(content, ("rows", "columns"))
+    rows = [
+        [row["recipe"], *error, *cost, number(row.get("kept_mib"))]
+        for row, error, cost in zip(content["rows"], errors, cost_cells(content), strict=True)
+    ]
+    header = ["recipe", *errors_header, "GPU us", "bf16 / recipe", "wall us", "MiB kept"]
+    m, k, n = content["sizes"]
+    shape = content["shape"]
+    about = (
+        f"Errors: te.Linear, {m} tokens, {k} to {n} features, root mean square over tokens (y, dx) or input features "
+        "(dw) of the error relative to an fp64 oracle. *rows*: the magnitudes of x's and dy's rows span 2^-8 to 2^8; "
+        "*columns*: 8 columns of x are 2^14 times the others, which w makes up for. Times (forward plus backward) and "
+        f"memory kept by forward: te.LayerNormMLP, {shape['tokens']} tokens, {shape['hidden']} features, "
+        f"ffn {shape['ffn']}, swiglu, RMSNorm."
+    )
+    return f"{provenance(content)} {about}\n\n{markdown(header, rows, text_columns=1)}"
+
+
+def render_per_shard(results: Path) -> str:
+    content = load(results, "per_shard")
+    if content is None:
+        return missing("per_shard")
+    errors_header, errors = error_table(content, ("even", "uneven"))
+    rows = [
+        [row["recipe"], *error, *cost]
+        for row, error, cost in zip(content["rows"], errors, cost_cells(content), strict=True)
+    ]
+    header = ["recipe", *errors_header, "GPU us", "bf16 / recipe", "wall us"]
+    (m, k, n), tp = content["sizes"], content["rows"][0]["tp"]
+    about = (
+        f"Forward plus backward of a column-parallel te.Linear under sequence parallelism on {tp} ranks, the slowest "
+        f"rank's time; {m} tokens, {k} to {n} features over all ranks. Errors as above. *even*: "
+        "shards of equal magnitude; *uneven*: the last rank's tokens are 2^-14 times the first's, the others' between."
+    )
+    return f"{provenance(content)} {about}\n\n{markdown(header, rows, text_columns=1)}"
+
+
 def render_check(results: Path) -> str:
     content = load(results, "gpu_check")
     if content is None:
@@ -193,6 +263,9 @@ RENDERERS: dict[str, Callable[[Path], str]] = {
     "modules": render_modules,
     "summary": render_summary,
     "kernels": render_kernels,
+    "gemms": render_gemms,
+    "recipes": render_recipes,
+    "per_shard": render_per_shard,
     "check": render_check,
 }
 

@@ -1,0 +1,69 @@
+"""One command with a time limit, as benchmarks/gpu_check.py starts its stages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_S = 15.0  # between the interrupt that lets pytest write its report and the kill
+SAFE_ENVIRONMENT = {
+    # Multicast is not used by this library, and a multicast object left behind by a crash can take a host's
+    # NVLink fabric out of service.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def run_command(
+    command: Sequence[str], limit_s: float, *, echo: bool = True, **variables: str
+) -> tuple[int | None, float, list[str]]:
+    """(exit status or None after the limit, seconds, last lines). Output is passed through as it comes.
+
+    At the limit the process group is interrupted, then killed: the group is the command's own.
+    """
+    environment = {**os.environ, **SAFE_ENVIRONMENT, **variables}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    lines: list[str] = []
+
+    def drain() -> None:
+        for line in process.stdout:
+            if echo:
+                print(line, end="", flush=True)
+            lines.append(line.rstrip())
+            del lines[:-400]
+
+    reader = threading.Thread(target=drain, daemon=True)
+    reader.start()
+    status: int | None = None
+    try:
+        status = process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_S)
+    finally:
+        # Children that outlived their parent would hold the pipe and the GPU.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    reader.join(timeout=GRACE_S)
+    return status, time.monotonic() - begin, lines

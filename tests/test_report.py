@@ -1,0 +1,183 @@
+"""Documents rendered from results, and the check on GPUs with its commands faked."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks import commands, gpu_check, report
+from te_lite.testing import results
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def fake_results(folder, device="NVIDIA H200"):
+    shape = {"name": "small", "tokens": 512, "hidden": 2048, "ffn": 5632}
+    keys = [("te_lite", "delayed", 81.4), ("torch", "bf16", 70.0), ("gemms", "fp8", 60.0)]
+    rows = [
+        {"shape": "small", "module": "Linear", "candidate": c, "recipe": r, "gpu_us": us, "host_us": 300.0}
+        | {"wall_us": 310.0, "kept_mib": -0.0001, "tflops": 400.0, "samples": 20, "exposed": 0, "error": None}
+        for c, r, us in keys
+    ]
+    content = results.write_results(
+        folder / "modules.json", "modules", rows, tree="f" * 40, device="cpu", shapes=[shape]
+    )
+    content["device"] = device
+    (folder / "modules.json").write_text(json.dumps(content))
+
+
+def test_report_renders_between_markers(tmp_path):
+    fake_results(tmp_path)
+    document = tmp_path / "page.md"
+    document.write_text("before\n<!-- results:modules -->\nold 12345\n<!-- /results:modules -->\nafter\n")
+    assert report.main(["--results", str(tmp_path), "--check", str(document)]) == 1
+    assert report.main(["--results", str(tmp_path), str(document)]) == 0
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "12345" not in text
+    # te_lite, its rate, the GEMMs and their share, torch, the published time and the ratio to it
+    assert "| small | Linear | delayed | 81 | 400 | 60 | 0.74 | 70 | 99 | 0.82 |" in text
+    assert "-0" not in text.replace("-0-", "")
+    assert report.main(["--results", str(tmp_path), "--check", str(document)]) == 0
+
+
+def write_fake(folder, name, rows, **extra):
+    content = results.write_results(folder / f"{name}.json", name, rows, tree="f" * 40, device="cpu", **extra)
+    content["device"] = "NVIDIA H200"
+    (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def page(*names):
+    return "".join(f"<!-- results:{name} -->\n<!-- /results:{name} -->\n" for name in names)
+
+
+def test_report_renders_what_recipes_cost(tmp_path):
+    errors = {f"{kind}_{t}_pct": 3.0 + i for kind in ("rows", "columns") for i, t in enumerate(("y", "dx", "dw"))}
+    common = {**errors, "samples": 4, "exposed": 0}
+    rows = [
+        {"recipe": "bf16", **common, "gpu_us": 2000.0, "wall_us": 2100.0, "kept_mib": 300.0, "error": None},
+        {"recipe": "mxfp8", **common, "gpu_us": 2500.0, "wall_us": 2600.0, "kept_mib": 200.0, "error": None},
+    ]
+    shape = {"name": "8b", "tokens": 8192, "hidden": 4096, "ffn": 14336}
+    write_fake(tmp_path, "recipes", rows, sizes=[2048, 4096, 4096], shape=shape)
+    shards = [{**row, "tp": 4, **{f"{k}_y_pct": 1.5 for k in ("even", "uneven")}} for row in rows]
+    write_fake(tmp_path, "per_shard", shards, sizes=[8192, 4096, 14336])
+    gemm = {"m": 8192, "k": 4096, "n": 14336, "gpu_us": 10.0, "tflops": 700.0}
+    write_fake(tmp_path, "gemms", [{**gemm, "gemm": "rowwise", "of_bf16": 1.8, "of_torch": None}])
+    text = report.rendered(page("recipes", "per_shard", "gemms"), tmp_path)
+    assert "| mxfp8 | 3.00 | 4.00 | 5.00 | 3.00 | 4.00 | 5.00 | 2500 | 0.80 | 2600 | 200 |" in text
+    assert "| mxfp8 | 1.50 |  |  | 1.50 |  |  | 2500 | 0.80 | 2600 |" in text and "on 4 ranks" in text
+    assert "| 8192 x 4096 x 14336 | rowwise | 10.0 | 700 | 1.80 |  |" in text
+
+
+def test_report_says_what_was_not_measured(tmp_path):
+    text = report.rendered(page(*report.RENDERERS), tmp_path)
+    assert text.count("Not measured yet") == len(report.RENDERERS)
+    document = tmp_path / "page.md"
+    document.write_text(text)
+    assert report.main(["--results", str(tmp_path), "--check", str(document)]) == 0
+
+
+def test_report_refuses_cpu_results_and_unknown_tables(tmp_path):
+    fake_results(tmp_path, device="cpu")
+    with pytest.raises(ValueError, match="measured on a CPU"):
+        report.rendered("<!-- results:summary -->\n<!-- /results:summary -->\n", tmp_path)
+    with pytest.raises(ValueError, match="no such table"):
+        report.rendered("<!-- results:speed -->\n<!-- /results:speed -->\n", tmp_path)
+
+
+def test_documents_match_the_committed_results():
+    assert report.main(["--check"]) == 0, "run python benchmarks/report.py and commit what it writes"
+
+
+def test_gpu_check_counts_tests_and_fails_when_one_fails(tmp_path):
+    file = tmp_path / "test_three.py"
+    file.write_text("import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip('x')\n")
+    common = ["--stages", "tests", "demo", "--device", "cpu", "--out", str(tmp_path), "--tree-hash", "t"]
+    assert gpu_check.main([*common, "--pytest-args", str(file)]) == 1
+    content = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert set(results.RESULT_FIELDS) <= set(content)
+    counts = content["tests"]
+    assert (counts["passed"], counts["failed"], counts["skipped"], counts["errors"]) == (1, 1, 1, 0)
+    assert len(counts["failures"]) == 1 and counts["failures"][0].endswith("test_b")
+    assert [(row["stage"], row["status"]) for row in content["rows"]] == [
+        ("tests", "failed"),
+        ("demo", "skipped"),
+    ]
+    assert str(tmp_path) not in (tmp_path / "gpu_check.json").read_text()
+
+
+def test_gpu_check_stops_a_command_at_its_limit(monkeypatch):
+    monkeypatch.setattr(commands, "GRACE_S", 2.0)
+    command = [sys.executable, "-c", "import time\nprint('started', flush=True)\ntime.sleep(60)"]
+    status, seconds, lines = gpu_check.run_command(command, 2.0, echo=False)
+    assert status is None and seconds < 20 and lines[0] == "started"
+    assert gpu_check.outcome(status) == "timeout"
+
+
+def test_gpu_check_keeps_multicast_off():
+    script = "import os; print(os.environ['NCCL_NVLS_ENABLE'], os.environ['TORCH_SYMM_MEM_DISABLE_MULTICAST'])"
+    status, _, lines = gpu_check.run_command([sys.executable, "-c", script], 30.0, echo=False)
+    assert (status, lines) == (0, ["0 1"])
+
+
+def fake_commands(monkeypatch, run):
+    """Stages call run(command) instead of starting it: its exit status."""
+
+    def run_command(command, limit_s, *, echo=True, **variables):
+        return run(command), 1.0, []
+
+    monkeypatch.setattr(gpu_check, "run_command", run_command)
+
+
+def stage_rows(folder, *options):
+    status = gpu_check.main(["--device", "cpu", "--out", str(folder), "--tree-hash", "t", *options])
+    return status, json.loads((folder / "gpu_check.json").read_text())["rows"]
+
+
+def test_gpu_check_trains_beside_the_tests(tmp_path, monkeypatch):
+    training = threading.Event()
+
+    def run(command):
+        if "pytest" in command:
+            (tmp_path / "junit.xml").write_text("<testsuite><testcase classname='a' name='b'/></testsuite>")
+            return 0 if training.wait(20) else 1
+        training.set()
+        off = {"tp": 1, "train_ratio": 0.99, "held_out_ratio": 1.02, "recipe": "mxfp8"}
+        runs = [{"tp": 1, "train_ratio": 1.0, "held_out_ratio": 1.0, "recipe": "bf16"}, off]
+        log = {"steps": 200, "bound": 0.03, "runs": runs}
+        (tmp_path / "training.json").write_text(json.dumps(log))
+        return 0
+
+    fake_commands(monkeypatch, run)
+    status, rows = stage_rows(tmp_path, "--stages", "training", "tests")
+    assert status == 0 and [row["stage"] for row in rows] == ["tests", "training"]
+    expected = {"runs": 2, "steps": 200, "farthest": "mxfp8 tp 1", "off_bf16": 0.02, "bound": 0.03}
+    assert rows[1]["detail"] == expected
+
+
+def test_gpu_check_fails_when_no_curve_was_compared(tmp_path, monkeypatch):
+    (tmp_path / "training.json").write_text("{}")  # of an earlier call
+    fake_commands(monkeypatch, lambda command: 0)
+    status, rows = stage_rows(tmp_path, "--stages", "training")
+    assert status == 1 and rows[0]["status"] == "failed"
+
+
+def test_gpu_check_starts_ranks_where_there_are_some(tmp_path, monkeypatch):
+    commands = []
+    fake_commands(monkeypatch, lambda command: commands.append(command) or 0)
+    assert stage_rows(tmp_path, "--stages", "per_shard")[1][0]["status"] == "skipped" and not commands
+    assert stage_rows(tmp_path, "--stages", "per_shard", "--ranks", "4")[1][0]["detail"] == {"tp": 4}
+    assert "--nproc-per-node=4" in commands[0] and commands[0][-1] == "cpu"
+
+
+def test_gpu_check_ends_before_the_machine_does(tmp_path, monkeypatch):
+    args = gpu_check.parse(["--device", "cpu", "--tree-hash", "t", "--total-limit", "50", "--kernels-limit", "20"])
+    assert gpu_check.limit("kernels", args) == 20 and 40 < gpu_check.limit("tests", args) < 50
+    commands = []
+    fake_commands(monkeypatch, lambda command: commands.append(command) or 0)
+    status, rows = stage_rows(tmp_path, "--stages", "modules", "gemms", "--total-limit", "0")
+    assert status == 1 and not commands and [row["status"] for row in rows] == ["timeout"] * 2
+    # Ten minutes of a machine, with the time to stop a stage and to copy the results.
+    assert gpu_check.TOTAL_S + commands.GRACE_S < 540
