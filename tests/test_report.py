@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import commands, gpu_check, report
+from benchmarks import commands as run_commands
+from benchmarks import gpu_check, report
 from te_lite.testing import results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +110,7 @@ def test_gpu_check_counts_tests_and_fails_when_one_fails(tmp_path):
 
 
 def test_gpu_check_stops_a_command_at_its_limit(monkeypatch):
-    monkeypatch.setattr(commands, "GRACE_S", 2.0)
+    monkeypatch.setattr(run_commands, "GRACE_S", 2.0)
     command = [sys.executable, "-c", "import time\nprint('started', flush=True)\ntime.sleep(60)"]
     status, seconds, lines = gpu_check.run_command(command, 2.0, echo=False)
     assert status is None and seconds < 20 and lines[0] == "started"
@@ -180,4 +181,4 @@ def test_gpu_check_ends_before_the_machine_does(tmp_path, monkeypatch):
     status, rows = stage_rows(tmp_path, "--stages", "modules", "gemms", "--total-limit", "0")
     assert status == 1 and not commands and [row["status"] for row in rows] == ["timeout"] * 2
     # Ten minutes of a machine, with the time to stop a stage and to copy the results.
-    assert gpu_check.TOTAL_S + commands.GRACE_S < 540
+    assert gpu_check.TOTAL_S + run_commands.GRACE_S < 540

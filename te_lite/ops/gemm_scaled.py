@@ -151,7 +151,9 @@ def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias):
         bias=bias if fused else None,
         output_dtype=out_dtype if fused else torch.float32,
         use_fast_accum=False,
-    )[:rows]
+    )
+    if out.shape[0] != rows:
+        out = out[:rows].clone()  # no view: callers may replace what a result holds
     return out if fused else out.add_(bias).to(out_dtype)
 
 

@@ -15,7 +15,7 @@ RECIPES = pytest.mark.parametrize("recipe", BLOCKED)
 @DEVICES
 @pytest.mark.parametrize("kind", [LINEAR, LN_LINEAR, LN_MLP])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe", OPTIONS)
+@pytest.mark.parametrize("recipe", [name for name in OPTIONS if name != "current_per_shard"])  # plain on one rank
 def test_options(recipe, dtype, kind, device):
     check(Spec(kind, activation="swiglu"), recipe, dtype=dtype, device=device)
 

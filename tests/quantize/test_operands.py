@@ -6,10 +6,16 @@ import torch
 import te_lite as te
 from te_lite.quantize.blockwise import SQUARES, VECTORS, Blocks
 from te_lite.recipe import CustomRecipe, Float8CurrentScaling
+from te_lite.testing.distributed import device_params
 from tests.harness import RECIPES, under
 
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
+DEVICES = pytest.mark.parametrize("device", device_params())
+
+
+def linear(device, *features):
+    return te.Linear(*features, params_dtype=BF16, device=device)
 
 
 def run(module, x, recipe):
@@ -26,10 +32,11 @@ def close(got, want, bound=0.1):
         assert (a - b).norm() <= bound * b.norm()
 
 
+@DEVICES
 @pytest.mark.parametrize("usage", [{"columnwise": False}, {"rowwise": False}])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "blockwise"])
-def test_an_input_that_lacks_a_layout(recipe, usage):
-    module, x = te.Linear(64, 96, params_dtype=BF16), torch.randn(32, 64, dtype=BF16)
+def test_an_input_that_lacks_a_layout(recipe, usage, device):
+    module, x = linear(device, 64, 96), torch.randn(32, 64, dtype=BF16, device=device)
     quantizer = {
         "current": lambda: te.Float8CurrentScalingQuantizer(E4M3, **usage),
         "mxfp8": lambda: te.MXFP8Quantizer(E4M3, **usage),
@@ -38,18 +45,20 @@ def test_an_input_that_lacks_a_layout(recipe, usage):
     close(run(module, quantizer(x), recipe), run(module, x, "bf16"))
 
 
-def test_square_blocks_on_the_side_that_has_no_gemm():
-    module, x = te.Linear(256, 128, params_dtype=BF16), torch.randn(64, 256, dtype=BF16)
+@DEVICES
+def test_square_blocks_on_the_side_that_has_no_gemm(device):
+    module, x = linear(device, 256, 128), torch.randn(64, 256, dtype=BF16, device=device)
     recipe = CustomRecipe(lambda role: Blocks(SQUARES if role.operand != "w" else VECTORS))
     close(run(module, x, recipe), run(module, x, "bf16"))
 
 
+@DEVICES
 @pytest.mark.parametrize("flag", ["fp8_output", "fp8_grad"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_quantized_results_are_given_or_refused(recipe, flag):
-    x = torch.randn(32, 64, dtype=BF16, requires_grad=True)
+def test_quantized_results_are_given_or_refused(recipe, flag, device):
+    x = torch.randn(32, 64, dtype=BF16, device=device, requires_grad=True)
     offered = recipe in ("bf16", "delayed", "current")
-    module = te.Linear(64, 96, params_dtype=BF16)
+    module = linear(device, 64, 96)
     with under(recipe):
         if not offered:
             with pytest.raises(ValueError, match=flag):
@@ -57,14 +66,15 @@ def test_quantized_results_are_given_or_refused(recipe, flag):
             return
         y = module(x, **{flag: True})
         assert isinstance(y, te.QuantizedTensor) == (recipe != "bf16" and flag == "fp8_output")
-    misfit = te.Linear(40, 64, params_dtype=BF16)  # in high precision, and the report says why
+    misfit = linear(device, 40, 64)  # in high precision, and the report says why
     with under(recipe):
         assert type(misfit(x[:, :40], **{flag: True})) is torch.Tensor
 
 
-def test_a_cached_weight_serves_both_gemms_whatever_becomes_of_the_parameter():
+@DEVICES
+def test_a_cached_weight_serves_both_gemms_whatever_becomes_of_the_parameter(device):
     for recipe in ("current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp"):
-        module, x = te.Linear(64, 96, params_dtype=BF16), torch.randn(32, 64, dtype=BF16, requires_grad=True)
+        module, x = linear(device, 64, 96), torch.randn(32, 64, dtype=BF16, device=device, requires_grad=True)
 
         def dx(first, module=module, x=x, recipe=recipe):
             with under(recipe):
@@ -77,14 +87,15 @@ def test_a_cached_weight_serves_both_gemms_whatever_becomes_of_the_parameter():
         assert not torch.equal(dx(True), before), recipe
 
 
-def test_writing_to_a_quantized_parameter():
+@DEVICES
+def test_writing_to_a_quantized_parameter(device):
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
-        weight = te.Linear(64, 96, params_dtype=BF16).weight
+        weight = linear(device, 64, 96).weight
     with torch.no_grad():
         weight[:4] = 0.5
         assert (weight.dequantize()[:4] - 0.5).abs().max() <= 0.5 * 2**-4
         with pytest.raises(RuntimeError):
-            weight.copy_(te.Float8CurrentScalingQuantizer(E4M3)(torch.randn(64, 96, dtype=BF16)))
+            weight.copy_(te.Float8CurrentScalingQuantizer(E4M3)(torch.randn(64, 96, dtype=BF16, device=device)))
 
 
 @pytest.mark.parametrize("wrong", [3, None, E4M3])
