@@ -11,6 +11,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 SEED = 1234
+MANY_CORES = 32  # every suite of ranks has at most 8 processes
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
@@ -32,14 +33,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """Under -n, one worker runs all of tests/distributed, one after the other, so that ranks never run beside
-    other ranks; every other test goes to whichever worker is free. (--dist loadgroup would say the same, but
-    xdist 3.8 renames tests in a way that pytest 9.2 no longer sees.)
+    other ranks, unless there are cores for both; every other test goes to whichever worker is free. (--dist loadgroup
+    would say the same, but xdist 3.8 renames tests in a way that pytest 9.2 no longer sees.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "distributed" if nodeid.startswith("tests/distributed/") else nodeid
+            alone = nodeid.startswith("tests/distributed/") and (os.cpu_count() or 1) < MANY_CORES
+            return "distributed" if alone else nodeid
 
     return Scheduling(config, log)
 
