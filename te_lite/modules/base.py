@@ -215,6 +215,9 @@ class TeLiteModule(nn.Module):
                 LinearPlan(operands, schedule, self._sinks[index], tp, dtype, bias_in_gemm, self._keep_original())
             )
             plain = SHORT_NAMES[dtype]
+            gathered = operands.wgrad.b if tp.gathers_input else operands.wgrad.a if tp.gathers_grad else None
+            if gathered is not None and gathered.format.shard_multiple > 1:
+                why = f"{plain} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}"
             report.record(
                 self,
                 self.gemm_names[index],

@@ -67,7 +67,7 @@ class BlockFormat(TensorFormat):
         return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias)
 
 
-VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True)
+VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True, shard_multiple=BLOCK)
 SQUARES = BlockFormat(col_from_row=True, square=True)
 
 

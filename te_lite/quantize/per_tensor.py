@@ -113,7 +113,7 @@ class PerShardFormat(PerTensorFormat):
 
 
 FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-_PER_SHARD = {dtype: PerShardFormat(dtype=dtype) for dtype in FORMATS}
+_PER_SHARD = {dtype: PerShardFormat(dtype=dtype, shard_multiple=PAD) for dtype in FORMATS}
 
 
 def per_tensor_qtensor(format: PerTensorFormat, source: Source, result, seed: Tensor) -> QTensor:
