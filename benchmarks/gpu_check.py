@@ -42,7 +42,7 @@ TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
 MAX_TP = 4
-TAIL_LINES = 15
+TAIL_LINES = 60
 
 
 @dataclass

@@ -1,11 +1,11 @@
 """Trains the same model on the same data and seed with every recipe and plots the curves together.
 
-    python examples/compare_recipes.py                  # about 10 minutes on 2 CPU cores, 1 on an H200
+    python examples/compare_recipes.py                  # 10 to 15 minutes on 2 CPU cores
 
-All recipes run at tp 1. At tp 2, sequence parallel, run those of TP2_RECIPES, which between them have the ways in
-which quantized shards travel; they need 2 GPUs, or none. Writes docs/img/recipes.png and docs/img/recipes.json, prints
-the final losses relative to bf16 at tp 1, and exits with 1 if one is more than BOUND away. Runs that are already in
---runs with the same options are not repeated.
+All recipes run at tp 1. At tp 2, sequence parallel, only those of TP2_RECIPES run, so that the whole stays short; they
+need 2 GPUs, or none. Writes docs/img/recipes.png and docs/img/recipes.json, prints the final losses relative to bf16 at
+tp 1, and exits with 1 if one is more than BOUND away. Runs that are already in --runs with the same options are not
+repeated.
 """
 
 import argparse
