@@ -24,7 +24,7 @@ OPTIONS = {
 # More than one scale a tensor.
 BLOCKED = ("mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp", *OPTIONS)
 RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
-FP8 = ("delayed", "current")
+FP8 = RECIPES[1:]
 
 
 def under(recipe: str | te.recipe.Recipe | None, **kwargs: Any):

@@ -206,7 +206,8 @@ def test_nan_stays_nan_and_in_its_row(kind, recipe, device):
 
 
 @pytest.mark.parametrize("device", device_params())
-@pytest.mark.parametrize("recipe", FP8)
+# The largest MX value, 448 * 2^127, is inf by the E8M0 rule, and rowwise_with_gw_hp's wgrad reads x unquantized.
+@pytest.mark.parametrize("recipe", [name for name in FP8 if name not in ("mxfp8", "rowwise_with_gw_hp")])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_inf_saturates(sign, recipe, device):
     """inf becomes fp8's largest value: no nan anywhere; current scaling takes scale 1, delayed its

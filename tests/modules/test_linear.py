@@ -43,7 +43,7 @@ def test_the_bound_notices_missing_quantization(recipe):
     module = build(spec, 64, 80, parameters=p)
     got = [step(module, x, dy, recipe) for _ in range(2)][-1]
     truth, low = Oracle(spec, p, "bf16").step(x, dy)
-    for name in ("out", "dx", "weight"):
+    for name in ("out", "dx", "weight") if recipe != "rowwise_with_gw_hp" else ("out", "dx"):  # its wgrad is bf16's
         assert not measure(name, got[name], truth[name], low[name]).ok, f"{name} looks like bf16"
 
 
