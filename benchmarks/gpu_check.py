@@ -4,6 +4,8 @@
     python benchmarks/gpu_check.py --stages tests modules --workers 4
     python benchmarks/gpu_check.py --tree-hash $(git rev-parse HEAD:te_lite) --out results
 
+Calls on the same tree add up: `--stages tests training per_shard demo` on four GPUs, the others on one.
+
 Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. `training`,
 where no time is measured, runs beside `tests`. --total-limit ends the whole before a machine's own limit would. Exit
 status 1 when a test failed, none ran, or a stage failed or ran out of time.
@@ -245,7 +247,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mark", default="", help="pytest -m expression, e.g. 'gpu or multigpu'; all tests by default")
-    parser.add_argument("--workers", type=int, default=0, help="pytest-xdist processes, where it is installed")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=cores * 2 // 3, help="pytest-xdist processes, where it is there")
     parser.add_argument("--pytest-args", default="", help="what to pass to pytest in place of 'tests'")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of the benchmarks; 0 keeps their own")
     parser.add_argument("--ranks", type=int, default=0, help="of per_shard and demo; 0: number of GPUs, at most 4")
@@ -270,6 +273,18 @@ def summary(stages: Sequence[Stage]) -> str:
     return "\n".join([*failures[:40], results.text_table(("stage", "status", "time", "detail"), lines)])
 
 
+def earlier_rows(args: argparse.Namespace) -> list[dict]:
+    """Rows of an earlier call on the same tree into the same folder, of stages that this call leaves out.
+
+    So a machine with several GPUs need not be held for what one GPU can measure.
+    """
+    path = args.out / "gpu_check.json"
+    content = json.loads(path.read_text()) if path.exists() else {"tree": None}
+    if content["tree"] != args.tree_hash:
+        return []
+    return [row for row in content["rows"] if row["stage"].split()[0] not in args.stages]
+
+
 def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[Stage]]:
     """Each stage's rows as it ends; training runs beside tests where both are asked for."""
     beside = {"tests", "training"} <= set(names)
@@ -288,13 +303,13 @@ def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    stages: list[Stage] = []
+    stages, earlier = [], earlier_rows(args)
     # The order of RUNNERS: tests and training are over before anything is timed.
     for done in run_stages([name for name in RUNNERS if name in args.stages], args):
         stages += done
         # Written after every stage, so that a lost machine costs only what came after.
-        rows = [asdict(stage) for stage in stages]
-        tests = next((stage.detail for stage in stages if stage.stage == "tests"), None)
+        rows = earlier + [{**asdict(stage), "gpus": gpu_count(args)} for stage in stages]
+        tests = next((row["detail"] for row in rows if row["stage"] == "tests"), None)
         results.write_results(
             args.out / "gpu_check.json",
             "gpu_check",

@@ -182,3 +182,14 @@ def test_gpu_check_ends_before_the_machine_does(tmp_path, monkeypatch):
     assert status == 1 and not commands and [row["status"] for row in rows] == ["timeout"] * 2
     # Ten minutes of a machine, with the time to stop a stage and to copy the results.
     assert gpu_check.TOTAL_S + run_commands.GRACE_S < 540
+
+
+def test_gpu_check_adds_up_over_calls_on_one_tree(tmp_path, monkeypatch):
+    fake_commands(monkeypatch, lambda command: 0)
+    stage_rows(tmp_path, "--stages", "kernels", "gemms")
+    assert [row["stage"] for row in stage_rows(tmp_path, "--stages", "gemms", "modules")[1]] == [
+        "kernels",
+        "modules",
+        "gemms",
+    ]
+    assert [row["stage"] for row in stage_rows(tmp_path, "--stages", "gemms", "--tree-hash", "u")[1]] == ["gemms"]
