@@ -12,8 +12,8 @@ from te_lite.autocast import Pass, State, current
 from te_lite.modules.checks import DTYPES
 from te_lite.modules.linear import Linear
 from te_lite.quantize import replay
-from te_lite.quantize.statistics import aligned
 from te_lite.recipe import Recipe, as_recipe
+from te_lite.tables import aligned
 
 Filter = Callable[[nn.Module, str], bool]
 

@@ -18,6 +18,7 @@ LEVELS = {
     "recipe": 0,  # plain values, for everyone
     "recipe_base": 0,
     "parallel": 0,
+    "tables": 0,
     "_C": 1,
     "_requirements": 1,
     "ops": 2,

@@ -32,7 +32,7 @@ from te_lite.overlap.collective import Collective
 from te_lite.overlap.schedule import Local
 from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay, statistics
-from te_lite.quantize.params import as_operand
+from te_lite.quantize.params import parameter_operand
 from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import HighPrecision, Recipe
@@ -258,7 +258,7 @@ class TeLiteModule(nn.Module):
         cached: tuple = (None,) * len(weights)
         if self._quantized:
             together = zip(weights, self._plans, strict=True)
-            cached = tuple(as_operand(weight, plan.operands, grad) for weight, plan in together)
+            cached = tuple(parameter_operand(weight, plan.operands, grad) for weight, plan in together)
         elif first_microbatch is not None:
             # A recomputed call takes what its first run took, whatever has become of the caches since.
             cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first_microbatch, weights))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from te_lite.tables import aligned
+
 _rows: weakref.WeakKeyDictionary[Any, dict[str, dict[str, str]]] = weakref.WeakKeyDictionary()
 
 
@@ -43,7 +45,4 @@ def format_report(rows: list[dict[str, str]]) -> str:
         key = tuple(row[column] for column in head)
         counts[key] = counts.get(key, 0) + 1
     table = [(*head, "count"), *((*key, str(count)) for key, count in counts.items())]
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
-    )
+    return aligned(table)

@@ -41,7 +41,7 @@ def weight_quantizer(recipe: Recipe) -> Quantizer:
     )
 
 
-def as_operand(weight: Tensor, operands: GemmOperands, grad: bool) -> QTensor | None:
+def parameter_operand(weight: Tensor, operands: GemmOperands, grad: bool) -> QTensor | None:
     """A quantized parameter as the GEMMs take it, None for any other.
 
     Its own bytes where fprop reads it in its format, else its numbers quantized for this call.

@@ -20,6 +20,7 @@ from te_lite.ops.cast import transform
 from te_lite.ops.source import Source
 from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.quantize.quantizer import GemmOperands, Quantizer
+from te_lite.tables import aligned
 
 # A scale of amax / largest is rounded to fp32, so is its inverse, and so are products with them (2^-24 each): current
 # scaling may seem to put the amax that far above the largest value.
@@ -177,13 +178,6 @@ class Statistics:
         figure.axes[0].set_yscale("log")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
         figure.savefig(path)
-
-
-def aligned(table: list[Any]) -> str:
-    """Rows of strings as columns padded to their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 _collecting: Statistics | None = None
