@@ -12,12 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from te_lite.ops.block_kernels import (
-    BLOCK_CONFIGS,
-    DEQUANTIZE_CONFIG,
-    block_kernel,
-    dequantize_kernel,
-)
+from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_kernel, dequantize_kernel
 from te_lite.ops.cast import saturate_, scale_from_amax_ref, transform
 from te_lite.ops.cast_kernels import MOST_SPLITS
 from te_lite.ops.launch import launch
@@ -194,7 +189,7 @@ def _block_cast_cuda(
     rows, width = x.shape
     base, glu = ACTIVATIONS[activation]
     cols = width // 2 if glu else width
-    block_m, block_n, num_warps, registers, _ = BLOCK_CONFIGS[block, square, row is not None, col is not None]
+    block_m, block_n, num_warps, registers = block_config(block, square, row is not None, col is not None, kind)
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     if not tiles_n * tiles_m:
         if bias_grad is not None:

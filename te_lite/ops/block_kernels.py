@@ -32,6 +32,20 @@ BLOCK_CONFIGS: dict[tuple[int, bool, bool, bool], Config] = {
     (128, True, False, True): Config(128, 128, 4),
     (128, True, True, True): Config(128, 128, 4),
 }
+
+
+def block_config(block: int, square: bool, row: bool, col: bool, kind: str) -> tuple[int, int, int, int | None]:
+    """(rows, columns, warps, registers at most) of a tile.
+
+    Sources that are computed get a warp for 1024 values: with a plain tensor's, the two tiles of a gated activation's
+    gradient spill up to 6 KB a thread (read from the compiler for sm_90; not timed).
+    """
+    block_m, block_n, num_warps, registers, _ = BLOCK_CONFIGS[block, square, row, col]
+    if kind != "plain":
+        num_warps, registers = block_m * block_n // 1024, None
+    return block_m, block_n, num_warps, registers
+
+
 VECTOR_AMAX_CONFIG = Config(16, 128, 1)
 MOST_COLUMNS = 32768  # a row that one program holds
 ROW_WARPS = (4, 8)  # of a plain tensor, of a source that is computed

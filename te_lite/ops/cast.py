@@ -227,6 +227,7 @@ def _transform_cuda(
     cols = width // 2 if glu else width  # of the tiles: a gated activation's halves are read side by side
     config = CONFIGS[col is not None, kind != "plain", rows * cols <= FEW]
     block_m, block_n, num_warps, registers, _ = config
+    registers = registers if x.element_size() == 2 else None  # fp32 tiles would spill
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     splits, partial = max(1, tiles_m), None
     if bias_grad is not None:

@@ -49,7 +49,7 @@ CONFIGS: dict[tuple[bool, bool, bool], Config] = {
     (False, False, True): Config(16, 256, 4),
     (False, True, False): Config(32, 128, 4),
     (False, True, True): Config(16, 128, 4),
-    (True, False, False): Config(128, 64, 4, registers=104),
+    (True, False, False): Config(128, 64, 4, registers=112),
     (True, False, True): Config(64, 64, 4),
     (True, True, False): Config(64, 64, 4),
     (True, True, True): Config(64, 64, 4),

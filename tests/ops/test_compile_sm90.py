@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from te_lite.ops import block_kernels as B
 from te_lite.ops import cast_kernels as K
 from te_lite.ops import transpose
 from tests.ops.interpreted import ACTIVE
@@ -21,7 +22,9 @@ SM90 = GPUTarget("cuda", 90, 32)
 SIZES = {"eps": "fp32", "rows": "i32", "cols": "i32", "padded": "i32", "count": "i32"}
 
 
-def compile_sm90(kernel, types: dict[str, str], constants: dict, num_warps: int, aligned: bool = True):
+def compile_sm90(
+    kernel, types: dict[str, str], constants: dict, num_warps: int, aligned: bool = True, registers: int | None = None
+):
     """types: those of the arguments that are given; the others, constants aside, are None.
 
     aligned: pointers and sizes are multiples of 16, as Triton finds out by itself at a launch.
@@ -36,7 +39,7 @@ def compile_sm90(kernel, types: dict[str, str], constants: dict, num_warps: int,
         if aligned and name not in ("amax_out", "eps"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=SM90, options={"num_warps": num_warps})
+    return triton.compile(source, target=SM90, options={"num_warps": num_warps, "maxnreg": registers})
 
 
 def local_memory(compiled, folder: Path) -> int | None:
@@ -96,13 +99,15 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.kind}-{c.act}-{c.x[1:]}-{c.fp8[1:]}-col{c.col}")
 def test_transform(case, tmp_path):
-    block_m, block_n, num_warps, *_ = K.CONFIGS[case.col, case.kind != "plain", case.few]
+    block_m, block_n, num_warps, registers, _ = K.CONFIGS[case.col, case.kind != "plain", case.few]
     constants = {
         "KIND": case.kind, "ACT": case.act, "GLU": case.glu, "ZERO_CENTERED": False, "POW2": False,
         "FP8_MAX": 57344.0 if case.fp8 == E5M2 else 448.0, "E5M2": case.fp8 == E5M2,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
-    compiled = compile_sm90(K.transform_kernel, case.types, constants, num_warps)
+    compiled = compile_sm90(
+        K.transform_kernel, case.types, constants, num_warps, registers=None if case.x == "*fp32" else registers
+    )
     ptx = compiled.asm["ptx"]
     name = "e5m2x2" if case.fp8 == E5M2 else "e4m3x2"
     assert re.search(rf"cvt\.rn\.satfinite\.{name}\.f32", ptx), "the hardware's own fp8 conversion is not used"
@@ -147,3 +152,30 @@ def test_transpose(tmp_path):
     ptx = compiled.asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v4\.b32", ptx)
     assert local_memory(compiled, tmp_path) in (0, None), "registers spill"
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "act", "dact"])
+@pytest.mark.parametrize("block, square, row, col", list(B.BLOCK_CONFIGS))
+def test_blocks(block, square, row, col, kind, tmp_path):
+    """With column sums, the most that a tile can be asked for. Squares are of weights, which are plain."""
+    if square and kind != "plain":
+        pytest.skip("weights are plain")
+    block_m, block_n, num_warps, registers = B.block_config(block, square, row, col, kind)
+    types = {"eps": "fp32", "x": "*bf16", "partial": "*fp32"}
+    sizes = ("rows", "cols", "padded", "row_scale_m", "row_scale_n", "col_scale_m", "col_scale_n")
+    types |= dict.fromkeys(sizes, "i32")
+    scale = "*u8" if block == 32 else "*fp32"
+    types |= {"row": E4M3, "row_scale": scale} if row else {}
+    types |= {"col": E4M3, "col_scale": scale} if col else {}
+    types |= {"dy": "*bf16"} if kind == "dact" else {}
+    types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": "*bf16", "beta": "*bf16"} if kind == "norm" else {}
+    constants = {
+        "KIND": kind, "ACT": "silu" if "act" in kind else "", "GLU": "act" in kind, "ZERO_CENTERED": False, "B": block,
+        "SQUARE": square, "E8M0": block == 32, "CAP": 0, "POW2": True, "FLAT": block == 32, "BLOCK_M": block_m,
+        "BLOCK_N": block_n, "LOOP": False,
+    }  # fmt: skip
+    compiled = compile_sm90(B.block_kernel, types, constants, num_warps, registers=registers)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+    # Two tiles of 128 x 128 with scales along both sides do not fit; 6 KB a thread was the alternative.
+    most = 256 if (block, row, col, kind) == (128, True, True, "dact") else 64
+    assert (local_memory(compiled, tmp_path) or 0) <= most, "registers spill"
