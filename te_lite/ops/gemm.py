@@ -6,6 +6,7 @@ bits of a sum of fp8 products; split accumulation promotes it to fp32 registers 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -64,23 +65,33 @@ def gemm_fp8_ref(
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum):
+def with_epilogue(
+    multiply: Callable[[Tensor | None, torch.dtype], Tensor],
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fused: tuple[torch.dtype, ...],
+) -> Tensor:
+    """multiply(bias, dtype), a[M, K] @ b[N, K]^T by cuBLAS, for empty operands and any bias too.
+
+    fused: types of output and bias that cuBLAS's epilogue adds; any other bias is added in fp32 before rounding.
+    """
     if not (a.shape[0] and a.shape[1] and b.shape[0]):
         # cuBLAS refuses empty operands. A sum over nothing is 0, and what is left is the bias.
         out = torch.zeros((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
         return out if bias is None else out + bias.to(out_dtype)
-    # The epilogue adds a bias of the output's own 16-bit type; any other is added in fp32 before rounding.
-    fused = bias is None or (bias.dtype == out_dtype and out_dtype in _LOW)
-    out = torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale_inv,
-        scale_b=b_scale_inv,
-        bias=bias if fused else None,
-        out_dtype=out_dtype if fused else torch.float32,
-        use_fast_accum=fast_accum,
-    )
-    return out if fused else out.add_(bias).to(out_dtype)
+    if bias is None or (bias.dtype == out_dtype and out_dtype in fused):
+        return multiply(bias, out_dtype)
+    return multiply(None, torch.float32).add_(bias).to(out_dtype)
+
+
+def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum):
+    def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        scales = {"scale_a": a_scale_inv, "scale_b": b_scale_inv}
+        return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
+
+    return with_epilogue(multiply, a, b, out_dtype, bias, _LOW)
 
 
 _gemm_fp8_op = register(

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_lite.ops.gemm import FP8_ALIGNMENT
+from te_lite.ops.gemm import FP8_ALIGNMENT, with_epilogue
 from te_lite.ops.registry import register
 
 BLOCK = 128
+_FUSED = (torch.bfloat16,)
 _ROWS_OF_SCALES = 4  # cuBLAS reads the scales of 1 x 128 blocks in 16-byte steps along M and N
 
 
@@ -33,12 +34,6 @@ def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, shapes: tuple
         )
 
 
-def _nothing(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A GEMM of empty operands, which cuBLAS refuses: a sum over nothing is 0, and what is left is the bias."""
-    out = torch.zeros((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
-    return out if bias is None else out + bias.to(dtype)
-
-
 def _fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype, *rest) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -52,21 +47,14 @@ def gemm_fp8_rowwise_ref(
 
 
 def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum):
-    if not (a.shape[0] and a.shape[1] and b.shape[0]):
-        return _nothing(a, b, bias, out_dtype)
-    a_scale = a_scale.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
-    b_scale = b_scale.reshape(1, -1).expand(1, b.shape[0]).contiguous()
-    fused = bias is None or (bias.dtype == out_dtype == torch.bfloat16)
-    out = torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale,
-        scale_b=b_scale,
-        bias=bias if fused else None,
-        out_dtype=out_dtype if fused else torch.float32,
-        use_fast_accum=fast_accum,
-    )
-    return out if fused else out.add_(bias).to(out_dtype)
+    def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        scales = {
+            "scale_a": a_scale.reshape(-1, 1).expand(a.shape[0], 1).contiguous(),
+            "scale_b": b_scale.reshape(1, -1).expand(1, b.shape[0]).contiguous(),
+        }
+        return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
+
+    return with_epilogue(multiply, a, b, out_dtype, bias, _FUSED)
 
 
 _rowwise_op = register(
@@ -133,28 +121,25 @@ def _squares(scale: Tensor) -> Tensor:
 
 
 def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias):
-    rows, n = a.shape[0], b.shape[0]
-    if not (rows and a.shape[1] and n):
-        return _nothing(a, b, bias, out_dtype)
-    kinds = F.ScalingType
-    a, a_scale = _vectors(a, a_scale)
-    square = b_scale.shape[0] != n
-    b_scale = _squares(b_scale) if square else _vectors(b, b_scale)[1]
-    fused = bias is None or (bias.dtype == out_dtype == torch.bfloat16)
-    out = F.scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale,
-        scale_recipe_a=kinds.BlockWise1x128,
-        scale_b=b_scale,
-        scale_recipe_b=kinds.BlockWise128x128 if square else kinds.BlockWise1x128,
-        bias=bias if fused else None,
-        output_dtype=out_dtype if fused else torch.float32,
-        use_fast_accum=False,
-    )
-    if out.shape[0] != rows:
-        out = out[:rows].clone()  # no view: callers may replace what a result holds
-    return out if fused else out.add_(bias).to(out_dtype)
+    kinds, square = F.ScalingType, b_scale.shape[0] != b.shape[0]
+
+    def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        padded, scale = _vectors(a, a_scale)
+        out = F.scaled_mm(
+            padded,
+            b.t(),
+            scale_a=scale,
+            scale_recipe_a=kinds.BlockWise1x128,
+            scale_b=_squares(b_scale) if square else _vectors(b, b_scale)[1],
+            scale_recipe_b=kinds.BlockWise128x128 if square else kinds.BlockWise1x128,
+            bias=bias,
+            output_dtype=dtype,
+            use_fast_accum=False,
+        )
+        # No view: callers may replace what a result holds.
+        return out if len(out) == len(a) else out[: len(a)].clone()
+
+    return with_epilogue(multiply, a, b, out_dtype, bias, _FUSED)
 
 
 _blockwise_op = register(
