@@ -35,3 +35,104 @@ class Kernel:
     def __init__(self, function: int, threads: int, shared_bytes: int, kinds: str) -> None: ...
     def launch(self, programs: int, stream: int, arguments: tuple[int | float | None, ...]) -> None:
         """Launches (programs, 1, 1) on the stream handle. RuntimeError when the driver refuses."""
+
+def dlpack(address: int, bytes: int, device: int, owner: object) -> object:
+    """A "dltensor" capsule: uint8 [bytes] at address, which owner keeps alive. device -1: CPU, else that CUDA device,
+    also for memory of a peer that is mapped here."""
+
+CONTROL_BYTES: int  # a rank's block of shared memory for Control
+
+class GroupBroken(RuntimeError):
+    """The group cannot go on, on any rank. The message is the first reason that any rank gave."""
+
+class Control:
+    """What the ranks of a group tell each other beside the work: that they live, what they run, why they stopped.
+
+    addresses[r]: rank r's block in shared host memory that owner keeps alive and that began as zeros. timeout: seconds
+    that a wait may take. silence: seconds that a peer may show no sign of life. A thread compares the operations that
+    the ranks announce; a forked child has neither the thread nor a say.
+    """
+
+    def __init__(
+        self, rank: int, size: int, addresses: list[int], owner: object, timeout: float, silence: float = 5.0
+    ) -> None: ...
+    def announce(self, operation: str, value: int) -> None:
+        """The next operation begins: its text and a hash of what must agree. GroupBroken."""
+
+    def break_group(self, message: str) -> None:
+        """Stops all ranks. The first message stays."""
+
+    @property
+    def broken(self) -> str | None: ...
+    def check(self) -> None:
+        """GroupBroken when broken."""
+
+    def close(self) -> None:
+        """This rank leaves in order; peers that still wait for it run into the time-out."""
+
+    @property
+    def timeout(self) -> float: ...
+
+class Program:
+    """Steps over buffers and flags, written down once and issued a segment at a time. Stream 0 is the main one.
+
+    A place is (argument, offset): an index into issue()'s arguments, or -1 for an address. A flag is an aligned 32-bit
+    word that only grows, modulo 2^32.
+    """
+
+    def __init__(self, name: str) -> None: ...
+    def copy(self, stream: int, dst_arg: int, dst_off: int, src_arg: int, src_off: int, bytes: int) -> None: ...
+    def set(self, stream: int, flag_address: int, delta: int) -> None:
+        """flag = epoch + delta, after what the stream did before."""
+
+    def wait(self, stream: int, flag_address: int, delta: int, rank: int, kind: str) -> None:
+        """Until flag has reached epoch + delta. For messages: kind ("data from", "room at") and who sets it."""
+
+    def after(self, stream: int, other: int) -> None:
+        """What follows on stream starts after all that was issued to other so far."""
+
+    def cut(self) -> int:
+        """Ends a segment; the index of the one that begins."""
+
+class Executor:
+    """Issues programs. device -1: the host, where len(streams) threads play streams 1 and up and stream 0 is the
+    calling thread, synchronous. Else a CUDA device with the raw handles of streams 1 and up.
+    """
+
+    def __init__(self, device: int, streams: list[int], control: Control) -> None: ...
+    def issue(
+        self,
+        program: Program,
+        segment: int,
+        epoch: int,
+        main_stream: int,
+        arguments: tuple[int, ...],
+        epoch_word: int = 0,
+    ) -> None:
+        """One segment for one epoch. GroupBroken; ValueError for what does not fit the program.
+
+        epoch_word: the address of a device word with the epoch, needed under CUDA stream capture, where a number would
+        be frozen: sets copy that word (their delta must be 0) and waits launch wait_kernel.
+        """
+
+    def synchronize(self) -> None:
+        """Host: until the threads have done all that was issued, or dropped it because the group is broken. CUDA:
+        nothing."""
+
+    def close(self) -> None:
+        """Ends the threads; what is issued and not done is dropped, so synchronize first."""
+
+    def set_flags(self, address: int, bytes: int) -> None:
+        """CUDA: the memory of the flags this rank waits for, needed before the first wait."""
+
+    def set_abort(self, address: int) -> None:
+        """CUDA: a device word that becomes 1 when the group breaks."""
+
+    # CUDA, write only: flag "p", word "p", delta "i", abort "p"; ends when flag has reached word + delta, or on abort.
+    wait_kernel: Kernel
+
+    def set_delays(self, seed: int, max_microseconds: int) -> None:
+        """For tests, host: a random sleep before each queued copy and each wait on stream 0; 0 is none."""
+
+    def set_ignore_free(self, ignore: bool) -> None:
+        """For tests: waits of the kind "room at" return at once."""

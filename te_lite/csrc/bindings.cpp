@@ -8,6 +8,8 @@
 
 namespace py = pybind11;
 
+void bind_userbuffers(py::module_& m);  // userbuffers.cpp
+
 namespace {
 
 py::dict to_python(const te_lite::DeviceInfo& device) {
@@ -80,4 +82,5 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<uint64_t, int, int, std::string>(), py::arg("function"), py::arg("threads"),
            py::arg("shared_bytes"), py::arg("kinds"))
       .def("launch", &launch, py::arg("programs"), py::arg("stream"), py::arg("arguments"));
+  bind_userbuffers(m);
 }

@@ -1,0 +1,161 @@
+#include "control.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+
+namespace te_lite {
+namespace {
+
+constexpr std::chrono::milliseconds kPeriod{20};
+
+// Cut to what fits, never inside a UTF-8 character: Python decodes what it reads.
+template <size_t capacity>
+void copy_text(char (&to)[capacity], const std::string& from) {
+  size_t length = std::min(from.size(), capacity - 1);
+  if (length < from.size()) {
+    while (length > 0 && (from[length] & 0xC0) == 0x80) --length;
+  }
+  std::memcpy(to, from.data(), length);
+  to[length] = 0;
+}
+
+struct Operation {
+  uint64_t hash;
+  std::string text;
+};
+
+// Nothing when the entry holds another operation, or is overwritten while it is read.
+std::optional<Operation> read(const ControlBlock& block, uint64_t sequence) {
+  const ControlBlock::Entry& entry = block.ring[sequence % kRing];
+  if (entry.sequence.load(std::memory_order_acquire) != sequence) return std::nullopt;
+  char text[sizeof entry.text];
+  std::memcpy(text, entry.text, sizeof text);
+  const Operation operation{entry.hash.load(std::memory_order_relaxed), std::string(text, strnlen(text, sizeof text))};
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (entry.sequence.load(std::memory_order_relaxed) != sequence) return std::nullopt;
+  return operation;
+}
+
+ControlBlock& block_of(int rank, int size, const std::vector<uint64_t>& addresses) {
+  if (rank < 0 || rank >= size || addresses.size() != static_cast<size_t>(size)) {
+    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size) + " with " +
+                                std::to_string(addresses.size()) +
+                                " addresses: a rank lies in [0, size), with one block's address for each rank");
+  }
+  return *reinterpret_cast<ControlBlock*>(addresses[rank]);
+}
+
+}  // namespace
+
+std::string one_decimal(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f", seconds);
+  return text;
+}
+
+Control::Control(int rank, int size, const std::vector<uint64_t>& addresses, double timeout, double silence)
+    : rank(rank), timeout(timeout), silence_(silence), process_(getpid()), own_(block_of(rank, size, addresses)) {
+  for (uint64_t address : addresses) peers_.push_back({reinterpret_cast<ControlBlock*>(address)});
+  own_.state.store(ControlBlock::kUp, std::memory_order_release);
+  watcher_ = std::make_unique<std::thread>(&Control::watch, this);
+}
+
+void Control::announce(const std::string& operation, uint64_t hash) {
+  check();
+  std::lock_guard<std::mutex> lock(writing_);
+  const uint64_t sequence = announced_.load(std::memory_order_relaxed) + 1;
+  ControlBlock::Entry& entry = own_.ring[sequence % kRing];
+  entry.sequence.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  entry.hash.store(hash, std::memory_order_relaxed);
+  copy_text(entry.text, operation);
+  entry.sequence.store(sequence, std::memory_order_release);
+  announced_.store(sequence, std::memory_order_release);
+}
+
+std::string Control::describe(uint64_t sequence) const {
+  const std::optional<Operation> operation = read(own_, sequence);
+  return "operation " + std::to_string(sequence) + (operation ? " (" + operation->text + ")" : "");
+}
+
+void Control::break_group(const std::string& message) {
+  std::lock_guard<std::mutex> lock(writing_);
+  if (is_broken()) return;
+  copy_text(own_.message, message);
+  own_.broken.store(1, std::memory_order_release);
+}
+
+std::optional<std::string> Control::broken() const {
+  if (!is_broken()) return std::nullopt;
+  return own_.message;
+}
+
+void Control::check() const {
+  if (is_broken()) throw GroupBroken(own_.message);
+}
+
+void Control::close() {
+  if (process_ != getpid()) {
+    (void)watcher_.release();  // leaked: joining a thread that the fork left behind would hang
+    return;
+  }
+  if (!watcher_) return;
+  stop_ = true;
+  watcher_->join();
+  watcher_.reset();
+  own_.state.store(ControlBlock::kGone, std::memory_order_release);
+}
+
+void Control::watch() {
+  auto last = std::chrono::steady_clock::now();
+  while (!stop_) {
+    std::this_thread::sleep_for(kPeriod);
+    own_.heartbeat.fetch_add(1, std::memory_order_relaxed);
+    const auto now = std::chrono::steady_clock::now();
+    // Capped: after a pause of this process (a debugger, job control) the peers had no chance to show their heartbeat.
+    const auto passed = std::min<std::chrono::duration<double>>(now - last, 5 * kPeriod);
+    last = now;
+    for (int peer = 0; peer < static_cast<int>(peers_.size()) && !is_broken(); ++peer) {
+      if (peer != rank) look_at(peer, passed.count());
+    }
+  }
+}
+
+void Control::look_at(int rank_of_peer, double passed) {
+  Peer& peer = peers_[rank_of_peer];
+  if (peer.block->broken.load(std::memory_order_acquire)) return break_group(peer.block->message);
+  compare_with(rank_of_peer);
+  const uint32_t heartbeat = peer.block->heartbeat.load(std::memory_order_relaxed);
+  // One that is starting may take its time, one that is gone left in order.
+  const bool up = peer.block->state.load(std::memory_order_acquire) == ControlBlock::kUp;
+  peer.silent = up && heartbeat == peer.heartbeat ? peer.silent + passed : 0;
+  peer.heartbeat = heartbeat;
+  if (peer.silent < silence_) return;
+  break_group("rank " + std::to_string(rank_of_peer) + " has stopped: no heartbeat for " +
+              one_decimal(peer.silent) + " s (its process died or is suspended). See its output; the group's ranks " +
+              "must be started again");
+}
+
+void Control::compare_with(int rank_of_peer) {
+  Peer& peer = peers_[rank_of_peer];
+  const uint64_t newest = announced();
+  if (newest >= kRing) peer.compared = std::max(peer.compared, newest - kRing);
+  for (uint64_t sequence = peer.compared + 1; sequence <= newest; peer.compared = sequence++) {
+    if (peer.block->ring[sequence % kRing].sequence.load(std::memory_order_acquire) < sequence) return;  // not yet
+    const std::optional<Operation> mine = read(own_, sequence);
+    const std::optional<Operation> theirs = read(*peer.block, sequence);
+    if (!mine || !theirs || mine->hash == theirs->hash) continue;
+    std::string low = "rank " + std::to_string(rank) + " runs " + mine->text;
+    std::string high = "rank " + std::to_string(rank_of_peer) + " runs " + theirs->text;
+    if (rank > rank_of_peer) std::swap(low, high);  // the same words on both sides
+    break_group("the ranks do not run the same program: " + low + ", " + high + " as operation " +
+                std::to_string(sequence) +
+                ". All ranks must call the same modules in the same order with the same shapes and recipe");
+  }
+}
+
+}  // namespace te_lite

@@ -1,0 +1,83 @@
+// What the ranks of a group tell each other beside the work: that they live, what they run, and why they stopped.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace te_lite {
+
+// The group cannot go on, on any rank. what() is the first reason that any rank gave.
+class GroupBroken : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+std::string one_decimal(double seconds);  // "2.5"
+
+constexpr int kRing = 64;  // operations a rank may be ahead of another and still be compared with it
+
+// One rank's block of shared host memory, written by that rank alone. Starts as zeros.
+struct alignas(64) ControlBlock {
+  enum State : uint32_t { kStarting, kUp, kGone };
+  struct Entry {
+    std::atomic<uint64_t> sequence;  // 0 while the entry is being written
+    std::atomic<uint64_t> hash;
+    char text[120];
+  };
+  std::atomic<uint32_t> heartbeat;
+  std::atomic<uint32_t> state;
+  std::atomic<uint32_t> broken;  // once set, message is there and stays
+  char message[512];
+  Entry ring[kRing];  // operation n is entry n % kRing
+};
+
+class Control {
+ public:
+  // addresses[r]: rank r's block; the memory outlives this. timeout, silence: seconds that a wait may take and that
+  // a peer may show no heartbeat.
+  Control(int rank, int size, const std::vector<uint64_t>& addresses, double timeout, double silence);
+  ~Control() { close(); }
+
+  // Tells the peers that the next operation begins. Throws GroupBroken.
+  void announce(const std::string& operation, uint64_t hash);
+  uint64_t announced() const { return announced_.load(std::memory_order_acquire); }
+  std::string describe(uint64_t sequence) const;  // "operation 17 (its text)"
+
+  void break_group(const std::string& message);  // the first reason stays
+  bool is_broken() const { return own_.broken.load(std::memory_order_acquire) != 0; }
+  std::optional<std::string> broken() const;
+  void check() const;  // throws GroupBroken
+  void close();
+
+  const int rank;
+  const double timeout;
+
+ private:
+  struct Peer {
+    ControlBlock* block;
+    uint64_t compared = 0;  // operations up to this one agree or can no longer be compared
+    uint32_t heartbeat = 0;
+    double silent = 0;  // seconds
+  };
+  void watch();
+  void look_at(int peer, double passed);
+  void compare_with(int peer);
+
+  const double silence_;
+  const int process_;  // a forked child has this object, but not its thread
+  std::vector<Peer> peers_;
+  ControlBlock& own_;
+  std::mutex writing_;  // own_
+  std::atomic<uint64_t> announced_{0};
+  std::atomic<bool> stop_{false};
+  std::unique_ptr<std::thread> watcher_;
+};
+
+}  // namespace te_lite

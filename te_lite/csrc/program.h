@@ -1,0 +1,102 @@
+// What an overlapped operation does with its buffers, written down once and issued in one call a segment.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace te_lite {
+
+// A wait in words, for the message when it takes too long.
+struct Waiting {
+  std::string buffer;
+  std::string kind;  // "data from" or "room at"
+  int rank;
+};
+
+// One step. In a program, `to` and `from` are offsets from the arguments of issue() (-1: addresses already) and value
+// is a distance from the epoch; Executor::issue resolves both.
+struct Step {
+  enum Kind { kCopy, kSet, kWait, kAfter };
+  Kind kind = kCopy;
+  int stream = 0;
+  int other = 0;  // the stream that kAfter waits for
+  int to_argument = -1;
+  int from_argument = -1;
+  uint64_t to = 0;  // a copy's destination; the flag of a set or wait
+  uint64_t from = 0;
+  size_t bytes = 0;
+  uint32_t delta = 0;
+  uint32_t value = 0;
+  uint64_t operation = 0;  // announced when it was issued
+  uint64_t ticket = 0;     // host: how much of `other` must be done
+  std::shared_ptr<const Waiting> waiting;
+};
+
+class Program {
+ public:
+  explicit Program(std::string name) : name_(std::move(name)) {}
+
+  void copy(int stream, int to_argument, uint64_t to, int from_argument, uint64_t from, size_t bytes) {
+    if (std::min(to_argument, from_argument) < -1) {
+      throw std::invalid_argument("a copy between arguments " + std::to_string(from_argument) + " and " +
+                                  std::to_string(to_argument) + ": an argument is an index or -1 for an address");
+    }
+    arguments_ = std::max({arguments_, to_argument + 1, from_argument + 1});
+    Step& step = add(Step::kCopy, stream);
+    step.to_argument = to_argument;
+    step.to = to;
+    step.from_argument = from_argument;
+    step.from = from;
+    step.bytes = bytes;
+  }
+  void set(int stream, uint64_t flag, int64_t delta) { add_flag(Step::kSet, stream, flag, delta); }
+  void wait(int stream, uint64_t flag, int64_t delta, int rank, const std::string& kind) {
+    add_flag(Step::kWait, stream, flag, delta).waiting = std::make_shared<Waiting>(Waiting{name_, kind, rank});
+  }
+  void after(int stream, int other) {
+    if (other < 0) throw std::invalid_argument("after stream " + std::to_string(other) + ": streams count from 0");
+    streams_ = std::max(streams_, other);
+    add(Step::kAfter, stream).other = other;
+  }
+  int cut() {
+    begins_.push_back(steps_.size());
+    return static_cast<int>(begins_.size()) - 1;
+  }
+
+  const std::string& name() const { return name_; }
+  int streams() const { return streams_; }      // numbered from 1, beside the main one
+  int arguments() const { return arguments_; }  // that issue() must pass at least
+  int segments() const { return static_cast<int>(begins_.size()); }
+  const Step* begin(int segment) const { return steps_.data() + begins_[segment]; }
+  const Step* end(int segment) const {
+    return steps_.data() + (segment + 1 < segments() ? begins_[segment + 1] : steps_.size());
+  }
+
+ private:
+  Step& add(Step::Kind kind, int stream) {
+    if (stream < 0) throw std::invalid_argument("stream " + std::to_string(stream) + ": streams count from 0");
+    streams_ = std::max(streams_, stream);
+    steps_.emplace_back();
+    steps_.back().kind = kind;
+    steps_.back().stream = stream;
+    return steps_.back();
+  }
+  Step& add_flag(Step::Kind kind, int stream, uint64_t flag, int64_t delta) {
+    Step& step = add(kind, stream);
+    step.to = flag;
+    step.delta = static_cast<uint32_t>(delta);
+    return step;
+  }
+
+  std::string name_;
+  std::vector<Step> steps_;
+  std::vector<size_t> begins_{0};
+  int streams_ = 0;
+  int arguments_ = 0;
+};
+
+}  // namespace te_lite
