@@ -25,7 +25,9 @@ from te_lite.modules.layernorm_linear import LayerNormLinear  # noqa: E402
 from te_lite.modules.layernorm_mlp import LayerNormMLP  # noqa: E402
 from te_lite.modules.linear import Linear  # noqa: E402
 from te_lite.modules.norm import LayerNorm, RMSNorm  # noqa: E402
+from te_lite.overlap.config import UserBufferQuantizationMode  # noqa: E402
 from te_lite.overlap.report import format_report, overlap_report  # noqa: E402
+from te_lite.overlap.userbuffers import destroy_ub, initialize_ub  # noqa: E402
 from te_lite.parallel import reduce_sequence_parallel_grads  # noqa: E402
 from te_lite.quantize.callers import (  # noqa: E402
     Float8BlockQuantizer,
@@ -54,16 +56,19 @@ __all__ = [
     "MXFP8Quantizer",
     "QuantizedTensor",
     "RMSNorm",
+    "UserBufferQuantizationMode",
     "autocast",
     "check_recipe_support",
     "checkpoint",
     "checkpoint_context_fn",
     "collect_statistics",
     "convert_to_float8_training",
+    "destroy_ub",
     "format_report",
     "fp8_autocast",
     "fp8_model_init",
     "free_caches",
+    "initialize_ub",
     "overlap_report",
     "quantized_model_init",
     "recipe",

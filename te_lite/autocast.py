@@ -32,12 +32,14 @@ class Pass:
 class State:
     """What one autocast says. key: what a module's plan depends on."""
 
-    __slots__ = ("calibrating", "enabled", "group", "key", "one_pass", "recipe")
+    __slots__ = ("calibrating", "enabled", "group", "key", "one_pass", "recipe", "strict")
 
-    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, group: Any, one_pass: Pass) -> None:
+    def __init__(
+        self, enabled: bool, calibrating: bool, recipe: Recipe, group: Any, one_pass: Pass, strict: bool
+    ) -> None:
         self.enabled, self.calibrating, self.recipe, self.group = enabled, calibrating, recipe, group
-        self.one_pass = one_pass
-        self.key = (recipe, group, enabled)
+        self.one_pass, self.strict = one_pass, strict
+        self.key = (recipe, group, enabled, strict)
 
 
 class ModelInit(NamedTuple):
@@ -76,6 +78,7 @@ class autocast(ContextDecorator):
     recipe: a te.recipe object or a name; default DelayedScaling().
     amax_reduction_group: ranks that share delayed scaling's amaxes; None: each module's tensor-parallel group. The
     world is never assumed (pass torch.distributed.group.WORLD for it).
+    strict: a module inside whose communication was to overlap and does not raises RuntimeError with the reason.
 
     Delayed scaling's forward scales take a step when the outermost autocast ends, if gradients are enabled.
     """
@@ -86,7 +89,10 @@ class autocast(ContextDecorator):
         calibrating: bool = False,
         recipe: Recipe | str | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
+        self.strict = strict
         self.recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
             raise TypeError(f"amax_reduction_group={amax_reduction_group!r}: must be a process group or None")
@@ -100,7 +106,7 @@ class autocast(ContextDecorator):
             return self
         outer = next((state for state in reversed(_open.stack) if state is not None), None)
         one_pass = outer.one_pass if outer is not None else Pass()
-        _open.stack.append(State(self.enabled, self.calibrating, self.recipe, self.group, one_pass))
+        _open.stack.append(State(self.enabled, self.calibrating, self.recipe, self.group, one_pass, self.strict))
         return self
 
     def __exit__(self, exc_type: Any, *_: Any) -> None:
@@ -118,9 +124,11 @@ def fp8_autocast(
     calibrating: bool = False,
     fp8_recipe: Recipe | str | None = None,
     fp8_group: dist.ProcessGroup | None = None,
+    *,
+    strict: bool = False,
 ) -> autocast:
     """autocast under its older name and argument names."""
-    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, strict=strict)
 
 
 class restored:

@@ -124,12 +124,23 @@ UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dg
 
 @pytest.mark.parametrize("flag", UB_FLAGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_userbuffer_flags_say_what_is_missing(kind, flag):
+def test_userbuffer_flags_before_initialize_ub(kind, flag):
     """Not silently ignored: the flag and what it wants are named."""
-    name = {} if kind == LN_MLP else {"ub_name": "qkv"}
-    with pytest.raises((NotImplementedError, RuntimeError), match=flag) as caught:
-        getattr(te, kind)(64, 96, device="cpu", **{flag: True}, **name)
-    assert "userbuffer" in str(caught.value).lower()
+    mode = {"set_parallel_mode": True} if kind == LN_MLP else {"parallel_mode": "column", "ub_name": "qkv"}
+    with pytest.raises(RuntimeError, match=f"{flag}=True.*before te.initialize_ub"):
+        getattr(te, kind)(64, 96, device="cpu", tp_size=2, sequence_parallel=True, **{flag: True}, **mode)
+
+
+@pytest.mark.parametrize("flag", UB_FLAGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_userbuffer_flags_without_tensor_parallelism(kind, flag):
+    """As in Transformer Engine they then mean nothing, but the report says so, and strict refuses."""
+    module = getattr(te, kind)(64, 96, device="cpu", name=f"{kind} {flag}", **{flag: True})
+    module(torch.randn(4, 64))
+    rows = [row for row in te.overlap_report() if row["module"] == module.name]
+    assert rows and all(row["reason"] == "tensor parallelism is off" for row in rows)
+    with pytest.raises(RuntimeError, match="tensor parallelism is off"), te.autocast(recipe="current", strict=True):
+        module(torch.randn(4, 64))
 
 
 @pytest.mark.parametrize("recipe", FP8)

@@ -14,9 +14,10 @@ from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
+from te_lite.overlap.schedule import Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize import delayed
-from te_lite.quantize.qtensor import QTensor, matmul
+from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.quantize.tensor import QuantizedTensor
 
@@ -66,12 +67,9 @@ def linear_forward(
     if bias is not None:
         bias = bias.to(plan.dtype)
 
-    def gemm(x_full: QTensor) -> Tensor:
-        with nvtx_range("te_lite.fprop"):
-            b = bias if plan.bias_in_gemm else None
-            return matmul(x_full, "row", wq, "row", plan.dtype, b, fprop.fast_accum)
-
-    y = plan.schedule.fprop(gemm, xq)
+    plan.schedule.rows = xq.shape[0] * (plan.tp.size if plan.tp.gathers_input else 1)
+    gemm_bias = bias if plan.bias_in_gemm else None
+    y = plan.schedule.fprop(Product(wq, "row", plan.dtype, gemm_bias, fprop.fast_accum, "te_lite.fprop"), xq)
     if bias is not None and not plan.bias_in_gemm:
         y.add_(bias)
     if not keep_w:
@@ -128,15 +126,14 @@ def linear_backward(
     if not (need_x or need_w):
         return None, None, db
 
-    def dgrad(dy_full: QTensor) -> Tensor:
-        with nvtx_range("te_lite.dgrad"):
-            return matmul(dy_full, "row", wq, "col", plan.dtype, None, plan.operands.dgrad.fast_accum)
-
     def wgrad(dy_full: QTensor, x_full: QTensor) -> Tensor | None:
         with nvtx_range("te_lite.wgrad"):
             return plan.sink(param, dy_full, x_full, plan.operands.wgrad.fast_accum)
 
-    dx, dw = plan.schedule.backward(dgrad if need_x else None, wgrad if need_w else None, dq, dq_wgrad, kept.x)
+    dgrad = None
+    if need_x:
+        dgrad = Product(wq, "col", plan.dtype, None, plan.operands.dgrad.fast_accum, "te_lite.dgrad")
+    dx, dw = plan.schedule.backward(dgrad, wgrad if need_w else None, dq, dq_wgrad, kept.x)
     return dx, dw, db
 
 

@@ -56,6 +56,8 @@ class DelayedWgrads(WgradSink):
         self.queue: deque[Callable[[], None]] = deque()
 
     def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
+        dy, x = dy.keep(), x.keep()
+
         def run() -> None:
             dw = self.sink(weight, dy, x, fast_accum)
             if isinstance(self.sink, MainGrad):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,23 +21,18 @@ from te_lite.modules.checks import (
     check_input,
     check_main_grad,
     check_offered,
-    check_recipe,
     check_recomputation,
     check_scatter,
+    check_userbuffers,
 )
+from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
-from te_lite.modules.weights import ParamSpec, WeightCache, check_still_quantized, default_device
-from te_lite.overlap import report
-from te_lite.overlap.collective import Collective
-from te_lite.overlap.schedule import Local
-from te_lite.parallel import TensorParallel, group_size
+from te_lite.modules.weights import ParamSpec, WeightCache, default_device
+from te_lite.overlap.userbuffers import generation
+from te_lite.parallel import group_size
 from te_lite.quantize import replay, statistics
 from te_lite.quantize.params import parameter_operand
-from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
-from te_lite.recipe import HighPrecision, Recipe
-
-SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def free_caches(module: nn.Module) -> None:
@@ -74,6 +69,9 @@ class TeLiteModule(nn.Module):
         rng_tracker_name: str | None,
         name: str | None,
         sizes: dict[str, int],
+        userbuffers: Mapping[str, bool],
+        ub_names: tuple[str | None, ...],
+        symmetric_ar_type: str | None,
     ) -> None:
         super().__init__()
         check_construction(type(self).__name__, modes, tp_size, params_dtype, sizes)
@@ -85,6 +83,8 @@ class TeLiteModule(nn.Module):
         self.delay_wgrad_compute = delay_wgrad_compute
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.name = name
+        self._ub_flags, self._ub_names = dict(userbuffers), ub_names
+        check_userbuffers(self, ub_names, symmetric_ar_type)
         self._device = default_device(device)
         self._rng_tracker, self._rng_name = rng_tracker, rng_tracker_name or "model-parallel-rng"
         self._specs: dict[str, ParamSpec] = {}
@@ -190,44 +190,6 @@ class TeLiteModule(nn.Module):
         """What the next call follows; ConvertedLinear has a recipe of its own where no autocast is open."""
         return current()
 
-    def _build_plans(self, state: State | None, dtype: torch.dtype, device: torch.device) -> None:
-        recipe = HighPrecision() if state is None else state.recipe
-        check_recipe(recipe, device, self._keep_original())
-        for name, spec in self._specs.items():
-            check_still_quantized(type(self).__name__, spec, name, getattr(self, name))
-        self._quantized = any(isinstance(param, QuantizedTensor) for param in self.parameters(recurse=False))
-        calibrating = state is not None and not state.enabled
-        plans = []
-        for index, (mode, shape) in enumerate(zip(self._modes, self._linear_shapes(), strict=True)):
-            tp = TensorParallel(mode, self.tp_size, self.tp_group, self.sequence_parallel)
-            multiple = recipe.feature_multiple
-            fits = all(size % multiple == 0 for size in shape)
-            used: Recipe = recipe if fits or not recipe.is_fp8 else HighPrecision()
-            why = "" if fits or not recipe.is_fp8 else f"features {shape} are not multiples of {multiple}"
-            group = self.tp_group if state is None or state.group is None else state.group
-            site = Site(index, dtype, tp, self._scales.getter(recipe, group, device), group, calibrating)
-            schedule = Collective(tp) if tp.active else Local()
-            bias_in_gemm = not (tp.active and mode == "row")
-            operands = operands_for(used, site)
-            if (stats := statistics.collecting()) is not None:
-                operands = stats.watch(operands, self, self.gemm_names[index])
-            plans.append(
-                LinearPlan(operands, schedule, self._sinks[index], tp, dtype, bias_in_gemm, self._keep_original())
-            )
-            plain = SHORT_NAMES[dtype]
-            gathered = operands.wgrad.b if tp.gathers_input else operands.wgrad.a if tp.gathers_grad else None
-            if gathered is not None and gathered.format.shard_multiple > 1:
-                why = f"{plain} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}"
-            report.record(
-                self,
-                self.gemm_names[index],
-                schedule=schedule.name,
-                recipe=plain if calibrating or not used.is_fp8 else used.name,
-                formats=operands.labels(plain),
-                reason=why,
-            )
-        self._plans = tuple(plans)
-
     def _begin(
         self,
         inp: Tensor,
@@ -249,9 +211,9 @@ class TeLiteModule(nn.Module):
             backward_on_calling_thread()
         if replay.in_foreign_recomputation():
             check_recomputation(self, state, self._ran_fp8)
-        key = (None if state is None else state.key, dtype, inp.device, statistics.collecting())
+        key = (None if state is None else state.key, dtype, inp.device, statistics.collecting(), generation())
         if self._plan_key != key:
-            self._build_plans(state, dtype, inp.device)
+            self._plans = build_plans(self, state, dtype, inp.device)
             self._plan_key = key
             self.clear_caches()
         self._ran_fp8 |= state is not None and state.enabled

@@ -8,21 +8,30 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.autocast import State
+from te_lite.overlap import userbuffers
+from te_lite.overlap.config import LAYERS
 from te_lite.parallel import MODES
 from te_lite.recipe import Recipe, check_recipe_support
 
-UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def refuse_missing(owner: str, flags: dict[str, Any]) -> None:
-    """Constructor arguments that ask for what is not there yet."""
-    asked = [name for name, value in flags.items() if value]
-    if asked:
+def check_userbuffers(module: nn.Module, names: tuple[str | None, ...], symmetric_ar_type: str | None) -> None:
+    """What ub_* flags need is there. names: of the module's linears, as ub_cfgs calls them."""
+    owner = type(module).__name__
+    if symmetric_ar_type is not None:
         raise NotImplementedError(
-            f"{owner}({', '.join(f'{name}={flags[name]!r}' for name in asked)}): userbuffers and their overlap are not "
-            "in this version of te_lite (nor another all-reduce than torch's); leave these arguments at their defaults"
+            f"{owner}(symmetric_ar_type={symmetric_ar_type!r}): te_lite has no other all-reduce than torch's; leave it "
+            "None"
         )
+    asked = [flag for flag, value in module._ub_flags.items() if value]
+    if not asked or not (module.sequence_parallel and module.tp_size > 1):
+        return
+    if not userbuffers.initialised():
+        raise RuntimeError(f"{owner}({asked[0]}=True) before te.initialize_ub: call it first, on all ranks")
+    for name in names:
+        if name not in LAYERS:
+            raise ValueError(f"{owner}({asked[0]}=True) with ub_name={name!r}: must be one of {LAYERS}")
 
 
 def check_dtype(owner: str, params_dtype: torch.dtype | None) -> None:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.functional.layernorm_linear import LayerNormLinearFunction
-from te_lite.modules.checks import UB_FLAGS, refuse_missing
 from te_lite.modules.linear import Split, _OneLinear
 from te_lite.modules.norm import norm_params, norm_spec
 from te_lite.modules.weights import Init
+from te_lite.overlap.userbuffers import UB_FLAGS
 
 
 class LayerNormLinear(_OneLinear):
@@ -56,7 +56,6 @@ class LayerNormLinear(_OneLinear):
         name: str | None = None,
     ) -> None:
         given = locals()
-        refuse_missing("LayerNormLinear", {flag: given[flag] for flag in (*UB_FLAGS, "symmetric_ar_type")})
         if parallel_mode == "row":
             raise ValueError("LayerNormLinear(parallel_mode='row'): the norm needs whole rows; use 'column' or None")
         super().__init__(
@@ -71,6 +70,9 @@ class LayerNormLinear(_OneLinear):
             rng_tracker=get_rng_state_tracker,
             rng_tracker_name=None,
             name=name or ub_name,
+            userbuffers={flag: given[flag] for flag in UB_FLAGS},
+            ub_names=(ub_name,),
+            symmetric_ar_type=symmetric_ar_type,
             sizes={"in_features": in_features, "out_features": out_features},
         )
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma

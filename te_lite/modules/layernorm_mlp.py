@@ -12,11 +12,11 @@ from torch import Tensor
 from te_lite.checkpoint import checkpoint as recompute
 from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
 from te_lite.modules.base import TeLiteModule
-from te_lite.modules.checks import UB_FLAGS, refuse_missing
 from te_lite.modules.linear import linear_specs
 from te_lite.modules.norm import norm_params, norm_spec
 from te_lite.modules.weights import Init, default_init
 from te_lite.ops.source import is_glu
+from te_lite.overlap.userbuffers import UB_FLAGS
 
 
 class LayerNormMLP(TeLiteModule):
@@ -67,7 +67,6 @@ class LayerNormMLP(TeLiteModule):
         checkpoint: bool = False,
     ) -> None:
         given = locals()
-        refuse_missing("LayerNormMLP", {flag: given[flag] for flag in (*UB_FLAGS, "symmetric_ar_type")})
         if activation_params:
             raise ValueError(
                 f"activation_params={activation_params}: activation {activation!r} takes none; leave it None"
@@ -84,6 +83,9 @@ class LayerNormMLP(TeLiteModule):
             rng_tracker=get_rng_state_tracker,
             rng_tracker_name=None,
             name=name,
+            userbuffers={flag: given[flag] for flag in UB_FLAGS},
+            ub_names=("fc1", "fc2"),
+            symmetric_ar_type=symmetric_ar_type,
             sizes={"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size},
         )
         self.activation, self.normalization, self.zero_centered_gamma = activation, normalization, zero_centered_gamma

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from te_lite.autocast import model_init
 from te_lite.functional.linear import LinearFunction
 from te_lite.modules.base import TeLiteModule
-from te_lite.modules.checks import UB_FLAGS, refuse_missing
 from te_lite.modules.weights import Init, ParamSpec, adjacent, default_init, join
+from te_lite.overlap.userbuffers import UB_FLAGS
 
 Split = tuple[str, ...] | dict[str, int] | None
 
@@ -189,7 +189,6 @@ class Linear(_OneLinear):
         name: str | None = None,
     ) -> None:
         given = locals()
-        refuse_missing("Linear", {flag: given[flag] for flag in (*UB_FLAGS, "symmetric_ar_type")})
         super().__init__(
             tp_group=tp_group,
             tp_size=tp_size,
@@ -202,6 +201,9 @@ class Linear(_OneLinear):
             rng_tracker=get_rng_state_tracker,
             rng_tracker_name=rng_tracker_name,
             name=name or ub_name,
+            userbuffers={flag: given[flag] for flag in UB_FLAGS},
+            ub_names=(ub_name,),
+            symmetric_ar_type=symmetric_ar_type,
             sizes={"in_features": in_features, "out_features": out_features},
         )
         self.save_original_input = save_original_input

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.nvtx import nvtx_range
-from te_lite.overlap.schedule import Dgrad, Fprop, Schedule, Wgrad
+from te_lite.overlap.schedule import Note, Product, Schedule, Wgrad
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import Layout, QTensor
 
@@ -67,39 +67,48 @@ class Collective(Schedule):
     name = "collective"
 
     def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
         self.tp = tp
         self.regathers = tp.gathers_input
 
-    def gather(self, q: QTensor, layout: Layout) -> QTensor:
-        """The whole tensor from every rank's shard, moved as its wire format."""
-        parts = tuple(all_gather(part, self.tp.group) for part in q.wire(layout))
+    def _note(self, gemm: str, sent: int) -> None:
+        """What `gemm` moved, with the reason that was noted for this call, if any."""
+        old = self.notes.get(gemm)
+        self.notes[gemm] = Note("collective", sent, old.reason if old is not None and not old.sent else "")
+
+    def gather(self, gemm: str, q: QTensor, layout: Layout) -> QTensor:
+        """The whole tensor from every rank's shard, moved as its wire format. gemm: which one needs it."""
+        shards = q.wire(layout)
+        self._note(gemm, sum(part.nbytes for part in shards) * (self.tp.size - 1))
+        parts = tuple(all_gather(part, self.tp.group) for part in shards)
         return q.from_wire(parts, layout, q.shape[0] * self.tp.size)
 
     def _regather(self, q: QTensor) -> QTensor:
-        return self.gather(q, "row" if q.format.col_from_row else "col")
+        return self.gather("wgrad", q, "row" if q.format.col_from_row else "col")
 
-    def _sum(self, partial: Tensor) -> Tensor:
-        reduce = reduce_scatter if self.tp.sequence_parallel else all_reduce
-        return reduce(partial, self.tp.group)
+    def _sum(self, gemm: str, partial: Tensor) -> Tensor:
+        scatters = self.tp.sequence_parallel
+        self._note(gemm, partial.nbytes * (self.tp.size - 1) // self.tp.size * (1 if scatters else 2))
+        return (reduce_scatter if scatters else all_reduce)(partial, self.tp.group)
 
-    def fprop(self, gemm: Fprop, x: QTensor) -> Tensor:
+    def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         if self.tp.mode == "column":
-            return gemm(self.gather(x, "row") if self.tp.sequence_parallel else x)
-        return self._sum(gemm(x))
+            return gemm(self.gather("fprop", x, "row") if self.tp.sequence_parallel else x)
+        return self._sum("fprop", gemm(x))
 
     def backward(
-        self, dgrad: Dgrad | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         if self.tp.gathers_grad:
             one_gather = dy_wgrad is dy and dy.format.col_from_row
             if dgrad is not None or one_gather:
-                dy_rows = self.gather(dy, "row")
+                dy_rows = self.gather("dgrad", dy, "row")
             if wgrad is not None:
                 dy_wgrad = dy_rows if one_gather else self._regather(dy_wgrad)
             dy = dy_rows if dgrad is not None else None
         dx = None if dgrad is None else dgrad(dy)
         if dx is not None and self.tp.mode == "column":
-            dx = self._sum(dx)
+            dx = self._sum("dgrad", dx)
         if wgrad is None:
             return dx, None
         return dx, wgrad(dy_wgrad, self._regather(x) if self.tp.gathers_input else x)

@@ -1,20 +1,30 @@
-"""overlap_report(): which schedule and recipe every GEMM of every module uses, and why not another."""
+"""overlap_report(): how every GEMM of every module communicates, what it moves, and why not as asked."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+from te_lite.overlap.schedule import Note, Schedule
 from te_lite.tables import aligned
 
-_rows: weakref.WeakKeyDictionary[Any, dict[str, dict[str, str]]] = weakref.WeakKeyDictionary()
-
+_rows: weakref.WeakKeyDictionary[Any, dict[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 GEMMS = ("fprop", "dgrad", "wgrad")
+COLUMNS = ("module", "gemm", "schedule", "recipe", "operands", "shape", "sent", "reason")
 
 
-def record(module: Any, linear: str, *, schedule: str, recipe: str, formats: tuple[str, ...], reason: str) -> None:
-    """Notes what the newest plan of one linear of `module` does; formats: of the operands of its three GEMMs.
+def record(
+    module: Any,
+    linear: str,
+    *,
+    schedule: Schedule,
+    recipe: str,
+    formats: tuple[str, ...],
+    features: tuple[int, int],
+    reason: str,
+) -> None:
+    """Notes the newest plan of one linear of `module`. formats: of the operands of its three GEMMs. features: (K, N).
 
     linear: "" for a module that is one linear, "fc1" or "fc2"; a GEMM is then called "fprop" or "fc1_fprop" and so on.
     """
@@ -27,22 +37,41 @@ def record(module: Any, linear: str, *, schedule: str, recipe: str, formats: tup
             "schedule": schedule,
             "recipe": recipe,
             "operands": operands,
+            "shape": features,
             "reason": reason,
         }
 
 
-def overlap_report() -> list[dict[str, str]]:
-    """One row for each GEMM of each module that has run: module, gemm, schedule, recipe, the number formats of its two
-    operands, and the reason where something is not as asked."""
-    return [dict(row) for rows in _rows.values() for row in rows.values()]
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with what the newest call has added."""
+    schedule: Schedule = row["schedule"]
+    note = schedule.notes.get(row["gemm"].rpartition("_")[2], Note(schedule.name, 0, ""))
+    told = {
+        **row,
+        "schedule": note.method,
+        "shape": (schedule.rows, *row["shape"]),
+        "sent": note.sent,
+        "reason": "; ".join(filter(None, (row["reason"], note.reason))),
+    }
+    return {column: told[column] for column in COLUMNS}
 
 
-def format_report(rows: list[dict[str, str]]) -> str:
+def overlap_report() -> list[dict[str, Any]]:
+    """One row for each GEMM of each module that has run, of its newest call.
+
+    module, gemm; schedule: "local", "collective", "ring", "pipeline", "fused", "bulk", "external" (of wgrad: of the
+    exchange beside it); recipe and the number formats of the two operands; shape: (M, K, N) of the forward GEMM on this
+    rank; sent: bytes that this rank sent to others; reason: where something is not as asked, why.
+    """
+    return [_told(row) for rows in _rows.values() for row in rows.values()]
+
+
+def format_report(rows: list[dict[str, Any]]) -> str:
     """The rows as an aligned table; equal rows are counted in the last column."""
     counts: dict[tuple[str, ...], int] = {}
-    head = ("module", "gemm", "schedule", "recipe", "operands", "reason")
     for row in rows:
-        key = tuple(row[column] for column in head)
+        cells = {**row, "shape": " x ".join(map(str, row["shape"])), "sent": f"{row['sent'] / 2**20:.2f} MiB"}
+        key = tuple(cells[column] for column in COLUMNS)
         counts[key] = counts.get(key, 0) + 1
-    table = [(*head, "count"), *((*key, str(count)) for key, count in counts.items())]
+    table = [(*COLUMNS, "count"), *((*key, str(count)) for key, count in counts.items())]
     return aligned(table)

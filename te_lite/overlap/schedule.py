@@ -1,34 +1,78 @@
 """Schedules: who communicates what, and when, for one linear's whole forward and backward.
 
 A schedule is handed the GEMMs as functions of quantized tensors and owns every byte that travels between ranks. The
-program of a linear without communication is `Local`; `Collective` (collective.py) is the specification with it.
+program of a linear without communication is `Local`; `Collective` (collective.py) is the specification with it, and
+`Overlapped` (overlapped.py) hides it behind the GEMMs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from te_lite.quantize.qtensor import QTensor
+from te_lite.ops.nvtx import nvtx_range
+from te_lite.quantize.qtensor import Layout, QTensor, matmul
 
-Fprop = Callable[[QTensor], Tensor]
-Dgrad = Callable[[QTensor], Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A GEMM with its second operand in place: product(a) = a.row[M, k] @ b^T[k, n] (+ bias[n]), in `dtype`.
+
+    b_layout: the layout of b whose last dimension is k. label: of its range in profilers.
+    """
+
+    b: QTensor
+    b_layout: Layout
+    dtype: torch.dtype
+    bias: Tensor | None
+    fast_accum: bool
+    label: str
+
+    @property
+    def columns(self) -> int:
+        """n."""
+        return self.b.shape[0 if self.b_layout == "row" else 1]
+
+    def __call__(self, a: QTensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The product, in another dtype where one is given."""
+        with nvtx_range(self.label):
+            return matmul(a, "row", self.b, self.b_layout, dtype or self.dtype, self.bias, self.fast_accum)
+
+
 Wgrad = Callable[[QTensor, QTensor], Tensor | None]
 
 
+class Note(NamedTuple):
+    """What a GEMM's communication was like in the newest call. sent: bytes that this rank sent to others."""
+
+    method: str
+    sent: int
+    reason: str = ""
+
+
 class Schedule:
-    """name: shown by overlap_report(). regathers: backward gathers x again, so forward keeps only the local shard."""
+    """name: shown by overlap_report(). regathers: backward gathers x again, so forward keeps only the local shard.
+
+    For the report, of the newest call: notes of its GEMMs, rows: M of the forward GEMM.
+    """
 
     name: str
     regathers: bool = False
 
-    def fprop(self, gemm: Fprop, x: QTensor) -> Tensor:
+    def __init__(self) -> None:
+        self.notes: dict[str, Note] = {}
+        self.rows = 0
+
+    def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         """y of this rank from x of this rank; gemm(x) is x.row @ w.row^T."""
         raise NotImplementedError
 
     def backward(
-        self, dgrad: Dgrad | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """(dx of this rank, whatever wgrad returned). dy_wgrad is dy itself unless wgrad uses another number format.
 
@@ -42,11 +86,11 @@ class Local(Schedule):
 
     name = "local"
 
-    def fprop(self, gemm: Fprop, x: QTensor) -> Tensor:
+    def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         return gemm(x)
 
     def backward(
-        self, dgrad: Dgrad | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         dx = None if dgrad is None else dgrad(dy)
         dw = None if wgrad is None else wgrad(dy_wgrad, x)

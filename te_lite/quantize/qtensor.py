@@ -125,6 +125,21 @@ class QTensor:
             layout = "col" if self.row is None else "row"
         return self.format.dequantize(self, layout)
 
+    def rows(self, start: int, stop: int) -> QTensor:
+        """v[start:stop], the row layout alone; views."""
+        scale = self.row_scale
+        if scale is not None and scale.shape[0] == self.shape[0]:
+            scale = scale[start:stop]
+        row = self.row[start:stop]
+        return QTensor(self.format, (row.shape[0], self.shape[1]), self.dtype, row, scale, borrowed=self.borrowed)
+
+    def keep(self) -> QTensor:
+        """A tensor that may outlive the call: itself, or a copy where its memory belongs to a userbuffer."""
+        if not self.borrowed:
+            return self
+        copies = (t if t is None else t.clone(memory_format=torch.preserve_format) for t in self.tensors)
+        return QTensor(self.format, self.shape, self.dtype, *copies)
+
     def wire(self, layout: Layout) -> tuple[Tensor, ...]:
         return self.format.wire(self, layout)
 

@@ -47,6 +47,11 @@ CASES = [
     (te.LayerNormLinear.forward, FORWARD),
     (te.LayerNormMLP.forward, "inp is_first_microbatch=None"),
     (te.autocast.__init__, AUTOCAST),
+    (
+        te.initialize_ub,
+        "shape tp_size use_fp8=False quantization_modes=None dtype=torch.bfloat16 ub_cfgs=None bootstrap_backend=None",
+    ),
+    (te.destroy_ub, ""),
     (te.fp8_autocast, "enabled=True calibrating=False fp8_recipe=None fp8_group=None"),
     (
         te.recipe.DelayedScaling,
@@ -57,10 +62,10 @@ CASES = [
 
 
 def spelled(function) -> str:
-    """Names and defaults in positional order."""
+    """Names and defaults in positional order; what te_lite adds is keyword-only and left out."""
     words = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name == "self":
+        if name == "self" or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             continue
         default = getattr(parameter.default, "name", None) or repr(parameter.default)
         words.append(name if parameter.default is inspect.Parameter.empty else f"{name}={default}")

@@ -1,0 +1,70 @@
+"""From a module, a recipe and a mesh to the plans of its linears: every decision about a step falls here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_lite.autocast import State
+from te_lite.functional.plan import LinearPlan
+from te_lite.modules.checks import check_recipe
+from te_lite.modules.weights import check_still_quantized
+from te_lite.overlap import report
+from te_lite.overlap.userbuffers import schedule_for
+from te_lite.parallel import TensorParallel
+from te_lite.quantize import statistics
+from te_lite.quantize.quantizer import Site, operands_for
+from te_lite.quantize.tensor import QuantizedTensor
+from te_lite.recipe import HighPrecision, Recipe
+
+if TYPE_CHECKING:
+    from te_lite.modules.base import TeLiteModule
+
+SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def build_plans(
+    module: TeLiteModule, state: State | None, dtype: torch.dtype, device: torch.device
+) -> tuple[LinearPlan, ...]:
+    """One plan for each linear of `module`, noted for overlap_report(). dtype: of activations."""
+    recipe = HighPrecision() if state is None else state.recipe
+    check_recipe(recipe, device, module._keep_original())
+    for name, spec in module._specs.items():
+        check_still_quantized(type(module).__name__, spec, name, getattr(module, name))
+    module._quantized = any(isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False))
+    return tuple(_build_plan(module, index, recipe, state, dtype, device) for index in range(len(module._modes)))
+
+
+def _build_plan(
+    module: TeLiteModule, index: int, recipe: Recipe, state: State | None, dtype: torch.dtype, device: torch.device
+) -> LinearPlan:
+    mode, shape, gemm_name = module._modes[index], module._linear_shapes()[index], module.gemm_names[index]
+    tp = TensorParallel(mode, module.tp_size, module.tp_group, module.sequence_parallel)
+    multiple = recipe.feature_multiple
+    fits = not recipe.is_fp8 or all(size % multiple == 0 for size in shape)
+    used: Recipe = recipe if fits else HighPrecision()
+    reasons = [] if fits else [f"features {shape} are not multiples of {multiple}"]
+    group = module.tp_group if state is None or state.group is None else state.group
+    calibrating = state is not None and not state.enabled
+    site = Site(index, dtype, tp, module._scales.getter(recipe, group, device), group, calibrating)
+    strict = state is not None and state.strict
+    schedule, alone = schedule_for(tp, module._ub_flags, module._ub_names[index] or "", strict)
+    operands = operands_for(used, site)
+    if (stats := statistics.collecting()) is not None:
+        operands = stats.watch(operands, module, gemm_name)
+    plain = SHORT_NAMES[dtype]
+    gathered = operands.wgrad.b if tp.gathers_input else operands.wgrad.a if tp.gathers_grad else None
+    if gathered is not None and gathered.format.shard_multiple > 1:
+        reasons.append(f"{plain} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}")
+    report.record(
+        module,
+        gemm_name,
+        schedule=schedule,
+        recipe=plain if calibrating or not used.is_fp8 else used.name,
+        formats=operands.labels(plain),
+        features=shape,
+        reason="; ".join([*reasons, *([alone] if alone else [])]),
+    )
+    bias_in_gemm = not (tp.active and mode == "row")
+    return LinearPlan(operands, schedule, module._sinks[index], tp, dtype, bias_in_gemm, module._keep_original())

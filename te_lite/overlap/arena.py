@@ -1,0 +1,156 @@
+"""Arena: one block of memory a rank, mapped by all ranks of a group, cut into named buffers with slots.
+
+    arena = Arena(rank, size, device)
+    arena.reserve("gather", bytes, slots)        # any number of these
+    arena.commit(exchange)                       # collective: allocate, exchange handles, map
+    arena.view("gather", slot, rank)             # rank's memory as uint8, also a peer's
+
+Host memory is anonymous shared memory (memfd): nothing is left behind by a process that is killed. GPU memory comes
+from the driver, exported as file descriptors, or by CUDA's IPC handles where that fails. Peers' memory is reached by
+plain loads, stores and copies; no multicast object is made and no stride between ranks is assumed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_lite import _C
+from te_lite.overlap.bootstrap import BootstrapError, Exchange, close_fds, share_fds
+
+ALIGNMENT = 256  # bytes, of every slot: whatever a copy engine or a GEMM asks for
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class HostMemory:
+    """Shared host memory behind a file descriptor, zero-filled when made. Unmapped when nothing refers to it."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.bytes = size
+        self._map = mmap.mmap(fd, size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @staticmethod
+    def make(size: int) -> tuple[HostMemory, int]:
+        """(memory of this process, descriptor for its peers; the caller closes it)."""
+        fd = os.memfd_create("te_lite", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            return HostMemory(fd, size), fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+
+def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:
+    """`size` bytes of every rank, mapped here, in the order of ranks. Collective."""
+    fd = -1
+    received: list[list[int]] = []
+
+    def make() -> HostMemory:
+        nonlocal fd
+        memory, fd = HostMemory.make(size)
+        return memory
+
+    try:
+        own = exchange.step("allocating shared host memory", make)
+        received = share_fds(exchange, [fd])
+        return exchange.step(
+            "mapping the peers' host memory",
+            lambda: [HostMemory(fds[0], size) if fds else own for fds in received],
+        )
+    finally:
+        close_fds([*received, [fd] if fd >= 0 else []])
+
+
+def share_vmm_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
+    """As share_host_memory, in GPU memory of the driver's, by file descriptors."""
+    fds: list[int] = []
+    received: list[list[int]] = []
+
+    def make() -> Any:
+        memory = _C.CudaMemory.vmm(device, size)
+        fds.append(memory.export_fd())
+        return memory
+
+    try:
+        own = exchange.step("allocating GPU memory for peers", make)
+        received = share_fds(exchange, fds)
+        return exchange.step(
+            "mapping the peers' GPU memory",
+            lambda: [_C.CudaMemory.import_fd(device, fd[0], own.bytes) if fd else own for fd in received],
+        )
+    finally:
+        close_fds([*received, fds])
+
+
+def share_ipc_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
+    """As share_vmm_memory, by CUDA's IPC handles: works where descriptors cannot be passed."""
+    own = exchange.step("allocating GPU memory for peers", lambda: _C.CudaMemory.ipc(device, size))
+    handles = exchange.all(own.ipc_handle())
+    return exchange.step(
+        "opening the peers' GPU memory",
+        lambda: [
+            own if rank == exchange.rank else _C.CudaMemory.open_ipc(device, handle, size)
+            for rank, handle in enumerate(handles)
+        ],
+    )
+
+
+class Arena:
+    """See the module docstring. device: where this rank's memory lies ("cpu" or "cuda:n")."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.way = ""  # how memory is shared: "host", "vmm" or "ipc"
+        self.bytes = 0
+        self._places: dict[str, tuple[int, int, int]] = {}  # name -> (offset, bytes of a slot, slots)
+        self._memory: list[Any] = []
+        self._views: list[Tensor] = []
+
+    def reserve(self, name: str, size: int, slots: int = 1) -> None:
+        """Room for `slots` slots of `size` bytes each, before commit."""
+        assert not self._memory and name not in self._places
+        slot = aligned(size)
+        self._places[name] = (self.bytes, slot, slots)
+        self.bytes += slot * slots
+
+    def commit(self, exchange: Exchange) -> None:
+        """Allocates and maps on all ranks, or raises BootstrapError on all of them. Collective."""
+        size = max(self.bytes, ALIGNMENT)
+        if self.device.type == "cpu":
+            self._memory, self.way = share_host_memory(exchange, size), "host"
+        else:
+            try:
+                self._memory, self.way = share_vmm_memory(exchange, self.device.index, size), "vmm"
+            except BootstrapError:  # on every rank alike
+                self._memory, self.way = share_ipc_memory(exchange, self.device.index, size), "ipc"
+        # A peer's memory too is used by this rank's device; torch would ask the pointer and take the peer's.
+        ordinal = -1 if self.device.type == "cpu" else self.device.index
+        self._views = [torch.from_dlpack(_C.dlpack(m.address, size, ordinal, m)) for m in self._memory]
+
+    def slot_bytes(self, name: str) -> int:
+        """Bytes of one slot of buffer `name`."""
+        return self._places[name][1]
+
+    def address(self, name: str, slot: int, rank: int) -> int:
+        """Where a slot of `rank` lies in this process."""
+        offset, size, slots = self._places[name]
+        assert 0 <= slot < slots
+        return self._memory[rank].address + offset + slot * size
+
+    def view(self, name: str, slot: int, rank: int) -> Tensor:
+        """A slot of `rank` as uint8 [bytes]. It keeps the memory mapped for as long as it lives."""
+        offset, size, slots = self._places[name]
+        assert 0 <= slot < slots
+        start = offset + slot * size
+        return self._views[rank][start : start + size]

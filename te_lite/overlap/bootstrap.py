@@ -1,0 +1,181 @@
+"""What ranks tell each other before a userbuffer exists: small objects, file descriptors, and whether all went well."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+BACKENDS = (None, "gloo", "nccl", "mpi")
+SOCKET_TIMEOUT_S = 60.0
+
+
+class BootstrapError(RuntimeError):
+    """A step of the set-up failed on at least one rank; every rank raises it, with every rank's reason."""
+
+
+class Exchange:
+    """all_gather of small Python objects among the ranks of one tensor-parallel group.
+
+    tp_group None: the world is cut into blocks of tp_size neighbours, and every rank of the world takes part.
+    backend: "gloo", "nccl" (torch.distributed), "mpi" (mpi4py, with the world's ranks) or None: what is there.
+    """
+
+    def __init__(self, tp_size: int, tp_group: dist.ProcessGroup | None, backend: str | None) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "userbuffers need torch.distributed: start under torchrun or mpirun and call "
+                "torch.distributed.init_process_group first"
+            )
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if tp_group is not None:
+            self.ranks = tuple(dist.get_process_group_ranks(tp_group))
+            if len(self.ranks) != tp_size:
+                raise ValueError(f"tp_size={tp_size} but tp_group has {len(self.ranks)} ranks; pass its size")
+        else:
+            if tp_size < 1 or world % tp_size:
+                raise ValueError(f"tp_size={tp_size} does not divide the world of {world} ranks; pass tp_group")
+            first = rank // tp_size * tp_size
+            self.ranks = tuple(range(first, first + tp_size))
+        self.rank, self.size = self.ranks.index(rank), tp_size
+        self._group = tp_group
+        self._made = None
+        self._world = self._all_of_mpi() if backend == "mpi" else None
+        if backend in ("gloo", "nccl") and backend not in str(dist.get_backend(tp_group)):
+            # Every rank of the world makes every group, in the same order.
+            blocks = [None] * world
+            dist.all_gather_object(blocks, self.ranks)
+            for ranks in sorted(set(blocks)):
+                made = dist.new_group(list(ranks), backend=backend)
+                if ranks == self.ranks:
+                    self._group = self._made = made
+
+    @staticmethod
+    def _all_of_mpi() -> Any:
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise RuntimeError(
+                f"bootstrap_backend='mpi' needs mpi4py ({error}); install it, or pass 'gloo': plain torchrun is enough"
+            ) from error
+        return MPI.COMM_WORLD
+
+    def all(self, value: T) -> list[T]:
+        """`value` of every rank of the group, in the order of its ranks. Collective."""
+        if self._world is not None:
+            pairs = dict(self._world.allgather((dist.get_rank(), value)))
+            return [pairs[rank] for rank in self.ranks]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered if len(gathered) == self.size else [gathered[rank] for rank in self.ranks]
+
+    def step(self, what: str, run: Callable[[], T]) -> T:
+        """run() on every rank; where it fails on any, BootstrapError on all of them. Collective."""
+        result, error = None, None
+        try:
+            result = run()
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        errors = self.all(error)
+        failed = {self.ranks[i]: text for i, text in enumerate(errors) if text is not None}
+        if failed:
+            raise BootstrapError(f"{what} failed on " + "; ".join(f"rank {r} ({text})" for r, text in failed.items()))
+        return result
+
+    def close(self) -> None:
+        """Gives back the process group that was made for the exchange, if any."""
+        if self._made is not None:
+            dist.destroy_process_group(self._made)
+            self._made = None
+
+
+def host_identity() -> str:
+    """Equal for processes that can share memory: the running kernel and the host's name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+class Doorway:
+    """A listening Unix socket by which peers send file descriptors. Its name is random and in no file system."""
+
+    def __init__(self, size: int) -> None:
+        self.name = f"\0te_lite-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(SOCKET_TIMEOUT_S)
+        self._socket.bind(self.name)
+        self._socket.listen(size)
+
+    def send(self, rank: int, names: list[str], fds: list[int]) -> None:
+        """This rank's descriptors to every other rank's doorway."""
+        for peer, name in enumerate(names):
+            if peer == rank:
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(SOCKET_TIMEOUT_S)
+                connection.connect(name)
+                socket.send_fds(connection, [struct.pack("i", rank)], fds)
+
+    def receive(self, rank: int, size: int, count: int) -> list[list[int]]:
+        """`count` descriptors from each other rank (an empty list for this one); the caller closes them."""
+        received: list[list[int]] = [[] for _ in range(size)]
+        try:
+            for _ in range(size - 1):
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.settimeout(SOCKET_TIMEOUT_S)
+                    self._check_owner(connection)
+                    message, fds, _, _ = socket.recv_fds(connection, 4, count)
+                    (peer,) = struct.unpack("i", message)
+                    received[peer] = list(fds)
+                    if len(fds) != count:
+                        raise RuntimeError(f"rank {peer} sent {len(fds)} file descriptors, expected {count}")
+        except BaseException:
+            close_fds(received)
+            raise
+        return received
+
+    @staticmethod
+    def _check_owner(connection: socket.socket) -> None:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, user, _ = struct.unpack("3i", credentials)  # process, user, group
+        if user != os.getuid():
+            raise PermissionError(f"a process of user {user} connected to the ranks of user {os.getuid()}")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def close_fds(received: list[list[int]]) -> None:
+    """Closes every descriptor of `received` and forgets it."""
+    for fds in received:
+        while fds:
+            os.close(fds.pop())
+
+
+def share_fds(exchange: Exchange, fds: list[int]) -> list[list[int]]:
+    """This rank's file descriptors to all ranks of the group, and theirs to it (its own entry is empty). Collective."""
+    received: list[list[int]] = []
+    doorway = exchange.step("opening a Unix socket", lambda: Doorway(exchange.size))
+    try:
+        names = exchange.all(doorway.name)
+        exchange.step("sending file descriptors", lambda: doorway.send(exchange.rank, names, fds))
+        exchange.step(
+            "receiving file descriptors",
+            lambda: received.extend(doorway.receive(exchange.rank, exchange.size, len(fds))),
+        )
+    except BaseException:
+        close_fds(received)
+        raise
+    finally:
+        doorway.close()
+    return received

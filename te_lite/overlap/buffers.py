@@ -1,0 +1,248 @@
+"""The protocol of userbuffers: slots, flags, epochs, and the two exchanges that everything is made of.
+
+A flag is a 32-bit word that only grows, compared cyclically. Slot s of a buffer is used for epoch 1, 2, ...; in the
+arena of every rank it has
+    ready[source, piece]  set by the source when its data is there
+    free[reader]          set by the reader of this rank's data when it is done with it
+A writer waits for free >= epoch - 1 before it writes, a reader for ready >= epoch before it reads. So a slot is never
+written while anybody may still read it, whichever layers share it, and no barrier is paid. Ranks push: they write into
+their peers' arenas and read only their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from te_lite import _C
+from te_lite.ops.reduce import reduce_slots
+from te_lite.overlap.arena import ALIGNMENT, Arena, aligned
+from te_lite.quantize.qtensor import Layout, QTensor
+
+if TYPE_CHECKING:
+    from te_lite.overlap.group import Group
+
+MAIN, COPY = 0, 1  # streams of a program: the caller's, and that of the copy engine
+WORD = 4  # bytes of a flag
+MOST_PROGRAMS = 512  # kept; each token count makes some, and a run with ever new ones must not fill the memory
+
+
+def following(rank: int, size: int) -> list[int]:
+    """The other ranks in the order in which `rank` reads from them: rank + 1, rank + 2, ... (mod size)."""
+    return [(rank + i) % size for i in range(1, size)]
+
+
+class Buffer:
+    """One kind of traffic: `slots` slots of the arena's buffer `name`, their flags from word `first_flag` on.
+
+    words: under CUDA graphs the epochs lie in device memory, one word a slot, because a captured number is frozen.
+    """
+
+    def __init__(
+        self, arena: Arena, name: str, slots: int, pieces: int, first_flag: int, first_epoch: int, words: Tensor | None
+    ) -> None:
+        self.arena, self.name, self.slots, self.pieces, self.words = arena, name, slots, pieces, words
+        self.capacity = arena.slot_bytes(name)
+        self.programs: dict[tuple, _C.Program] = {}
+        self._first_flag = first_flag
+        self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * slots
+        self._next = 0
+
+    @staticmethod
+    def flags_needed(size: int, slots: int, pieces: int) -> int:
+        """Words of flags of one buffer in a group of `size` ranks."""
+        return slots * size * (pieces + 1)
+
+    def take(self) -> tuple[int, int]:
+        """(slot, epoch) of the next use. All ranks take in the same order, so both agree everywhere."""
+        slot = self._next
+        self._next = (slot + 1) % self.slots
+        self._epochs[slot] = (self._epochs[slot] + 1) & 0xFFFFFFFF
+        return slot, self._epochs[slot]
+
+    def _flag(self, slot: int, rank: int, index: int) -> int:
+        size = self.arena.size
+        word = self._first_flag + slot * size * (self.pieces + 1) + index
+        return self.arena.address("flags", 0, rank) + WORD * word
+
+    def ready(self, slot: int, rank: int, source: int, piece: int = 0) -> int:
+        """Address, in `rank`'s arena, of the flag that `source` sets when its data is there."""
+        return self._flag(slot, rank, source * self.pieces + piece)
+
+    def free(self, slot: int, rank: int, reader: int) -> int:
+        """Address, in `rank`'s arena, of the flag that `reader` sets when it is done with rank's data."""
+        return self._flag(slot, rank, self.arena.size * self.pieces + reader)
+
+    def program(self, key: tuple, build: object, *args: object) -> _C.Program:
+        """build(self, *args), made once for each key."""
+        program = self.programs.get(key)
+        if program is None:
+            if len(self.programs) >= MOST_PROGRAMS:
+                self.programs.clear()
+            program = self.programs[key] = build(self, *args)
+        return program
+
+
+def part_offsets(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Where in a slot each part of a gathered tensor begins; sizes: bytes of one rank's shard of each part."""
+    offsets, at = [], 0
+    for size in sizes:
+        offsets.append(at)
+        at += aligned(size * ranks)
+    return offsets
+
+
+def gathered_bytes(sizes: Sequence[int], ranks: int) -> int:
+    """What a gather of shards of these parts takes of a slot."""
+    return sum(aligned(size * ranks) for size in sizes)
+
+
+def scatter_stride(size: int) -> int:
+    """Bytes between two sources' partial results in a slot."""
+    return aligned(size)
+
+
+def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], own: bool) -> _C.Program:
+    """Segments: 0 push the shard to all; i = 1 .. R-1 wait for rank + i; R wait for the own copy; R+1 free all."""
+    arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
+    program = _C.Program(f"all-gather in {buffer.name}[{slot}]")
+    program.after(COPY, MAIN)
+    # The reader that comes to this rank's data first is the one before it.
+    for peer in [*reversed(following(rank, size)), *([rank] if own else [])]:
+        program.wait(COPY, buffer.free(slot, rank, peer), -1, peer, "room at")
+        base = arena.address(buffer.name, slot, peer)
+        for part, (offset, part_bytes) in enumerate(zip(part_offsets(sizes, size), sizes, strict=True)):
+            if part_bytes:
+                program.copy(COPY, -1, base + offset + rank * part_bytes, part, 0, part_bytes)
+        program.set(COPY, buffer.ready(slot, peer, rank), 0)
+    for source in [*following(rank, size), rank]:
+        program.cut()
+        if own or source != rank:
+            program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
+    program.cut()
+    for source in range(size):
+        program.set(MAIN, buffer.free(slot, source, rank), 0)
+    program.after(MAIN, COPY)
+    return program
+
+
+class Gather:
+    """An all-gather in flight: the wire format of `q` from every rank, in rank order.
+
+    own: this rank's shard is wanted in the buffer too (else it is used where it is). Between the constructor and
+    close() the data may be read; QTensors made from it are borrowed.
+    """
+
+    def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool) -> None:
+        self.group, self.q, self.layout = group, q, layout
+        self.buffer = group.buffer("gather")
+        self.parts = [part.contiguous() for part in q.wire(layout)]
+        sizes = tuple(part.nbytes for part in self.parts)
+        self.offsets = part_offsets(sizes, group.size)
+        self.slot, self.epoch = self.buffer.take()
+        self.program = self.buffer.program((self.slot, sizes, own), _gather_program, self.slot, sizes, own)
+        self.own = own
+        group.begin(self.buffer, self.slot)
+        self.sent = sum(sizes) * (group.size - 1)  # bytes
+        self._addresses = tuple(part.data_ptr() for part in self.parts)
+        self._issue(0)
+
+    def _issue(self, segment: int) -> None:
+        self.group.issue(self.program, segment, self.buffer, self.slot, self.epoch, self._addresses)
+
+    def _borrow(self, source: int | None) -> tuple[Tensor, ...]:
+        """The parts of one source, or of all."""
+        memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
+        views = []
+        for part, offset in zip(self.parts, self.offsets, strict=True):
+            count = 1 if source is not None else self.group.size
+            start = offset + part.nbytes * (source or 0)
+            view = memory[start : start + part.nbytes * count]
+            shape = (part.shape[0] * count, *part.shape[1:])
+            # A vector of scales of an odd number of rows begins where no GEMM may read it.
+            views.append((view if start % 16 == 0 else view.clone()).view(part.dtype).view(shape))
+        return tuple(views)
+
+    def shard(self, source: int) -> QTensor:
+        """The shard of another rank, once it has arrived."""
+        self._issue((source - self.group.rank) % self.group.size)
+        q = self.q.from_wire(self._borrow(source), self.layout, self.q.shape[0])
+        return replace(q, borrowed=True)
+
+    def whole(self) -> QTensor:
+        """The gathered tensor, once all of it has arrived."""
+        assert self.own
+        for segment in range(1, self.group.size + 1):
+            self._issue(segment)
+        q = self.q.from_wire(self._borrow(None), self.layout, self.q.shape[0] * self.group.size)
+        return replace(q, borrowed=True)
+
+    def close(self) -> None:
+        """What has been read will not be read again, and this rank's shard has left."""
+        self._issue(self.group.size + 1)
+
+
+def _scatter_program(buffer: Buffer, slot: int, size_bytes: int) -> _C.Program:
+    """Segments: i = 0 .. R-2 push argument 0 to rank + 1 + i; R-1 wait for all; R free all."""
+    arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
+    program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")
+    for peer in following(rank, size):
+        program.after(COPY, MAIN)
+        program.wait(COPY, buffer.free(slot, rank, peer), -1, peer, "room at")
+        base = arena.address(buffer.name, slot, peer)
+        program.copy(COPY, -1, base + rank * scatter_stride(size_bytes), 0, 0, size_bytes)
+        program.set(COPY, buffer.ready(slot, peer, rank), 0)
+        program.cut()
+    for source in following(rank, size):
+        program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
+    program.cut()
+    for source in following(rank, size):
+        program.set(MAIN, buffer.free(slot, source, rank), 0)
+    program.after(MAIN, COPY)
+    return program
+
+
+class Scatter:
+    """A reduce-scatter in flight: every rank's partial [m, N] for every other, summed by its owner.
+
+    The owner r sums in fp32 in the order r+1, r+2, ..., r, whatever arrives first, and rounds once.
+    """
+
+    def __init__(self, group: Group, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self.group, self.shape, self.dtype = group, (rows, columns), dtype
+        self.buffer = group.buffer("scatter")
+        self.bytes = rows * columns * dtype.itemsize
+        self.slot, self.epoch = self.buffer.take()
+        self.program = self.buffer.program((self.slot, self.bytes), _scatter_program, self.slot, self.bytes)
+        self.sent = self.bytes * (group.size - 1)
+        self._pushed: list[Tensor] = []
+        group.begin(self.buffer, self.slot)
+
+    def _issue(self, segment: int, address: int = 0) -> None:
+        self.group.issue(self.program, segment, self.buffer, self.slot, self.epoch, (address,))
+
+    def push(self, partial: Tensor, destination: int) -> None:
+        """partial[m, N] of destination's rows, to be on its way once the caller's stream has computed it."""
+        assert partial.shape == self.shape and partial.dtype == self.dtype and partial.is_contiguous()
+        self._pushed.append(partial)
+        self._issue((destination - self.group.rank - 1) % self.group.size, partial.data_ptr())
+
+    def reduce(self, own: Tensor) -> Tensor:
+        """The sum of all ranks' partials of this rank's rows, in the wire's dtype; own[m, N] may be wider. Closes."""
+        self._issue(self.group.size - 1)
+        memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
+        stride = scatter_stride(self.bytes) // self.dtype.itemsize
+        rows, columns = self.shape
+        staging = memory[: stride * self.dtype.itemsize * self.group.size].view(self.dtype)
+        staging = staging.as_strided((self.group.size, rows, columns), (stride, columns, 1))
+        out = reduce_slots(staging, own, None, self.group.rank, self.dtype)
+        self._issue(self.group.size)
+        self._pushed.clear()
+        return out
+
+
+assert ALIGNMENT % 16 == 0

@@ -1,0 +1,152 @@
+"""Which layers' GEMMs overlap by which method: Transformer Engine's ub_cfgs, checked."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    """What the layers that ub_cfgs is for run in; te_lite's buffers serve both at once."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+METHODS = ("ring_exchange", "pipeline", "bulk", "external", "fused", "auto")
+LAYERS = ("qkv", "proj", "fc1", "fc2")
+# Transformer Engine's defaults; "layer_gemm" -> method.
+DEFAULTS = {
+    "qkv_fprop": "ring_exchange",
+    "fc1_fprop": "ring_exchange",
+    "proj_dgrad": "ring_exchange",
+    "fc2_dgrad": "ring_exchange",
+    "proj_fprop": "pipeline",
+    "fc2_fprop": "pipeline",
+    "qkv_dgrad": "bulk",
+    "qkv_wgrad": "bulk",
+    "fc1_dgrad": "bulk",
+    "fc1_wgrad": "bulk",
+    "proj_wgrad": "external",
+    "fc2_wgrad": "external",
+}
+# Which methods make sense where; what travels there decides. A pipeline cuts a GEMM by destination, as a ring does.
+GATHERS = ("ring_exchange", "fused", "auto")
+SCATTERS = ("ring_exchange", "pipeline", "fused", "auto")
+OFFERED = {
+    **{f"{layer}_fprop": GATHERS for layer in ("qkv", "fc1")},
+    **{f"{layer}_fprop": SCATTERS for layer in ("proj", "fc2")},
+    **{f"{layer}_dgrad": ("bulk", *SCATTERS) for layer in ("qkv", "fc1")},
+    **{f"{layer}_dgrad": GATHERS for layer in ("proj", "fc2")},
+    **{f"{layer}_wgrad": ("bulk", "auto") for layer in ("qkv", "fc1")},
+    **{f"{layer}_wgrad": ("external", "auto") for layer in ("proj", "fc2")},
+}
+# Options of Transformer Engine's that have no meaning here: no SM is taken for communication.
+IGNORED = (
+    "num_sm",
+    "cga_size",
+    "set_sm_margin",
+    "num_splits",
+    "aggregate",
+    "atomic_gemm",
+    "use_ce",
+    "fp8_buf",
+    "comm_priority",
+    "gemm_priority",
+    "pipeline_rs_overlap_first_gemm",
+)
+OPTIONS = ("method", "is_reduce_scatter", *IGNORED)
+
+Config = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class LayerMethods:
+    """Checked ub_cfgs. methods: "fc1_fprop" -> method. ignored: options that were given and mean nothing here."""
+
+    methods: Mapping[str, str]
+    ignored: tuple[str, ...]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=2, cutoff=0.5)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+
+
+def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
+    for option in options:
+        if option not in OPTIONS:
+            raise ValueError(
+                f"ub_cfgs[{name!r}] has the option {option!r}{_nearest(option, OPTIONS)}: must be one of {OPTIONS}"
+            )
+    method = options.get("method", DEFAULTS[name])
+    if method not in METHODS:
+        raise ValueError(f"ub_cfgs[{name!r}]: method {method!r}{_nearest(str(method), METHODS)} is none of {METHODS}")
+    if method not in OFFERED[name]:
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: method {method!r} does not fit this GEMM; choose one of {OFFERED[name]}"
+            + (" (pipeline is for reduce-scatters)" if method == "pipeline" else "")
+        )
+    scatters = options.get("is_reduce_scatter")
+    if scatters is not None and bool(scatters) != _scatters(name, method):
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: is_reduce_scatter={scatters} with method {method!r}, but that GEMM "
+            f"{'scatters its output' if _scatters(name, method) else 'gathers its input'}; leave the option out"
+        )
+    return method, [f"{name}.{option}" for option in options if option in IGNORED]
+
+
+def _scatters(name: str, method: str) -> bool:
+    """Whether the exchange of this GEMM is a reduce-scatter."""
+    layer, gemm = name.split("_")
+    if gemm == "wgrad":
+        return layer in ("qkv", "fc1")
+    if gemm == "dgrad":
+        return layer in ("qkv", "fc1") and method != "bulk"
+    return layer in ("proj", "fc2")
+
+
+def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> LayerMethods:
+    """Checks what initialize_ub was given.
+
+    ub_cfgs: "layer_gemm" -> options, or a list of such dicts, one a quantization mode (`modes` of them). te_lite's
+    buffers serve all modes at once, so the dicts of a list must agree on the methods.
+    Raises ValueError for unknown layers, options and methods (Transformer Engine passes over an unknown layer).
+    """
+    configs = [ub_cfgs or {}] if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
+    if len(configs) not in (1, modes):
+        raise ValueError(f"ub_cfgs is a list of {len(configs)}: must have one entry for each of {modes} modes")
+    methods: dict[str, str] = {}
+    ignored: list[str] = []
+    for config in configs:
+        found = dict(DEFAULTS)
+        for name, options in config.items():
+            if name not in DEFAULTS:
+                raise ValueError(
+                    f"ub_cfgs names the layer {name!r}{_nearest(name, list(DEFAULTS))}: must be one of "
+                    f"{tuple(DEFAULTS)}"
+                )
+            found[name], unused = _checked(name, options)
+            ignored += unused
+        _settle_wgrad(found, config)
+        if methods and found != methods:
+            differing = sorted(name for name in found if found[name] != methods[name])
+            raise ValueError(f"ub_cfgs gives {differing} another method in each quantization mode; give them one")
+        methods = found
+    return LayerMethods(methods, tuple(dict.fromkeys(ignored)))
+
+
+def _settle_wgrad(methods: dict[str, str], given: Config) -> None:
+    """A dgrad that scatters its own output leaves nothing for a bulk reduce-scatter behind wgrad."""
+    for layer in ("qkv", "fc1"):
+        dgrad, wgrad = f"{layer}_dgrad", f"{layer}_wgrad"
+        if methods[dgrad] not in ("bulk", "auto") and methods[wgrad] == "bulk":
+            if wgrad in given:
+                raise ValueError(
+                    f"ub_cfgs: {dgrad} by {methods[dgrad]!r} scatters the input gradient itself, so {wgrad} cannot be "
+                    f"'bulk'; leave {wgrad} out, or make both 'bulk'"
+                )
+            methods[wgrad] = "none"

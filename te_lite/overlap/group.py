@@ -1,0 +1,191 @@
+"""The userbuffers of one tensor-parallel group: arena, copy streams, control, and what fits into them."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite import _C
+from te_lite.overlap.arena import Arena, share_host_memory
+from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity
+from te_lite.overlap.buffers import Buffer, gathered_bytes, scatter_stride
+from te_lite.overlap.config import LayerMethods
+from te_lite.quantize.qtensor import Layout, QTensor
+
+SLOTS = 2  # a second use may fill while the first is read
+PIECES = 8  # at most so many flags a source: the pieces in which a fused GEMM takes a shard
+TIMEOUT_S = 60.0
+SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32 values of one byte, are an eighth
+
+
+def timeout_s() -> float:
+    """Seconds that a wait for a peer may take: TE_LITE_UB_TIMEOUT, default 60."""
+    return float(os.environ.get("TE_LITE_UB_TIMEOUT", TIMEOUT_S))
+
+
+class Group:
+    """Made by all its ranks together. tokens, hidden: the largest gathered operand [tokens, hidden] in `dtype`.
+
+    graphs: slots of their own for calls captured in CUDA graphs. Raises BootstrapError, on all ranks alike, where the
+    ranks cannot map each other's memory.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        device: torch.device,
+        tokens: int,
+        hidden: int,
+        dtype: torch.dtype,
+        layers: LayerMethods,
+        *,
+        strict: bool = False,
+        graphs: bool = False,
+        first_epoch: int = 1,
+    ) -> None:
+        self.ranks, self.rank, self.size, self.device = exchange.ranks, exchange.rank, exchange.size, device
+        self.shape, self.dtype, self.layers, self.strict = (tokens, hidden), dtype, layers, strict
+        hosts = exchange.all(host_identity())
+        if len(set(hosts)) > 1:
+            places = {host: [self.ranks[i] for i, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)}
+            raise BootstrapError(
+                "the group spans hosts: "
+                + ", ".join(f"ranks {ranks} on {host.split()[0]}" for host, ranks in places.items())
+                + "; userbuffers need shared memory"
+            )
+        self.arena = Arena(self.rank, self.size, device)
+        whole = tokens * hidden * dtype.itemsize
+        names = ("gather", "scatter", *(("gather.graph", "scatter.graph") if graphs else ()))
+        for name in names:
+            room = whole + whole // SCALE_SHARE + 4096 * self.size if name.startswith("gather") else whole
+            self.arena.reserve(name, room + 256 * self.size, SLOTS)
+        flags = {name: Buffer.flags_needed(self.size, SLOTS, PIECES) for name in names}
+        self.arena.reserve("flags", 4 * sum(flags.values()))
+        self.arena.reserve("abort", 4)
+        self.arena.commit(exchange)
+        self._control_memory = share_host_memory(exchange, _C.CONTROL_BYTES)
+        self._start(exchange, flags, first_epoch)
+
+    def _start(self, exchange: Exchange, flags: dict[str, int], first_epoch: int) -> None:
+        """Flags get their first values before any rank may write them; then the watchers begin."""
+        before = (first_epoch - 1) & 0xFFFFFFFF
+        words = self.arena.view("flags", 0, self.rank).view(torch.int32)
+        words.fill_(before - (1 << 32) if before >> 31 else before)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._buffers: dict[str, Buffer] = {}
+        at = 0
+        for name, count in flags.items():
+            epochs = torch.full((SLOTS,), int(words[0]), dtype=torch.int32, device=self.device)
+            graph = epochs if name.endswith(".graph") else None
+            self._buffers[name] = Buffer(self.arena, name, SLOTS, PIECES, at, first_epoch, graph)
+            at += count
+        exchange.all(None)  # nobody's flags are written any more
+        addresses = [memory.address for memory in self._control_memory]
+        self.control = _C.Control(self.rank, self.size, addresses, self._control_memory, timeout_s())
+        cuda = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
+        self.executor = _C.Executor(
+            self.device.index if cuda else -1, [self.stream.cuda_stream if cuda else 0], self.control
+        )
+        if cuda:
+            self._prepare_cuda()
+
+    def _prepare_cuda(self) -> None:
+        from te_lite.ops.flags import wait_kernel
+
+        self.executor.set_flags(self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags"))
+        self.executor.set_abort(self.arena.address("abort", 0, self.rank))
+        self.executor.wait_kernel = wait_kernel(self.device)
+
+    @property
+    def abort(self) -> Tensor:
+        """The device word that becomes 1 when the group breaks, for kernels that poll."""
+        return self.arena.view("abort", 0, self.rank)[:4].view(torch.int32)
+
+    # one call
+
+    @staticmethod
+    def _capturing() -> bool:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+    def buffer(self, kind: str) -> Buffer:
+        """The buffer for "gather" or "scatter" that this call uses."""
+        return self._buffers[f"{kind}.graph" if self.device.type == "cuda" and self._capturing() else kind]
+
+    def begin(self, buffer: Buffer, slot: int) -> None:
+        """A use of `slot` begins: under capture the epoch moves on in device memory."""
+        if buffer.words is not None:
+            from te_lite.ops.flags import advance
+
+            advance(buffer.words[slot : slot + 1])
+
+    def issue(
+        self, program: _C.Program, segment: int, buffer: Buffer, slot: int, epoch: int, arguments: tuple[int, ...]
+    ) -> None:
+        """A segment of a program, in one call. RuntimeError once the group is broken."""
+        cuda = self.device.type == "cuda"
+        main = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else 0
+        word = 0 if buffer.words is None else buffer.words.data_ptr() + 4 * slot
+        self.executor.issue(program, segment, epoch, main, arguments, word)
+
+    def announce(self, text: str) -> None:
+        """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
+        self.control.announce(text, zlib.crc32(text.encode()))
+
+    @contextmanager
+    def operation(self, text: str) -> Iterator[None]:
+        """One exchange of the whole group: announced, and over for all ranks if this rank fails in it."""
+        self.announce(text)
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, _C.GroupBroken):
+                what = f"{type(error).__name__}: {error}"
+                self.control.break_group(f"rank {self.ranks[self.rank]} failed in {text}: {what}")
+            raise
+
+    # what fits
+
+    def gather_refusal(self, q: QTensor, layout: Layout) -> str:
+        """Why `q` cannot be gathered through the arena, or "". A function of shape and capacity alone."""
+        sizes = [part.numel() * part.element_size() for part in q.wire(layout)]
+        return self._refusal("gather", gathered_bytes(sizes, self.size), q)
+
+    def scatter_refusal(self, rows: int, columns: int, dtype: torch.dtype) -> str:
+        """Why partial sums [rows, columns] of each rank cannot be scattered through the arena, or ""."""
+        needed = scatter_stride(rows * columns * dtype.itemsize) * self.size
+        return self._refusal("scatter", needed, (rows, columns, dtype))
+
+    def _refusal(self, kind: str, needed: int, what: Any) -> str:
+        if self.device.type == "cuda" and self._capturing() and f"{kind}.graph" not in self._buffers:
+            return "captured in a CUDA graph: initialize_ub(..., cuda_graphs=True) reserves buffers for graphs"
+        room = self._buffers[kind].capacity
+        if needed > room:
+            return (
+                f"{needed} bytes are more than the userbuffer's {room}: initialize_ub was given the shape "
+                f"{list(self.shape)}; give it the largest [tokens, hidden] of the run"
+            )
+        return ""
+
+    def close(self) -> None:
+        """Ends copies and watchers. Memory goes when the last tensor that views it is gone."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        else:
+            self.executor.synchronize()
+        self.executor.close()
+        self.control.close()
+        self._buffers.clear()
+
+
+def matches(group: Group, tp_group: dist.ProcessGroup | None) -> bool:
+    """Whether `group` is of the ranks of `tp_group`."""
+    return tp_group is not None and tuple(dist.get_process_group_ranks(tp_group)) == tuple(group.ranks)

@@ -1,0 +1,169 @@
+"""Overlapped: the exchanges of one linear through userbuffers, behind its GEMMs, as its flags and ub_cfgs ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from te_lite.overlap import fused, ring
+from te_lite.overlap.buffers import Gather, Scatter, following
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.group import Group
+from te_lite.overlap.schedule import Note, Product, Wgrad
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.qtensor import QTensor
+
+
+class Overlapped(Collective):
+    """methods: GEMM ("fprop", "dgrad", "wgrad") -> method; what is not named is Collective's.
+
+    column   fprop   x is gathered into the GEMM
+             dgrad   "bulk": the gather of x that wgrad needs is hidden behind it; any other: dx is scattered out of it
+             wgrad   "bulk": the reduce-scatter of dx is hidden behind it
+    row      fprop   y is scattered out of the GEMM
+             dgrad   dy is gathered into the GEMM
+             wgrad   "external": the second gather of dy, where its number format needs one, is hidden behind dgrad
+
+    A call that does not fit the arena is Collective's on every rank, because shape and capacity decide alone; with
+    strict it raises instead.
+    """
+
+    name = "userbuffers"
+
+    def __init__(
+        self, tp: TensorParallel, group: Group, layer: str, methods: Mapping[str, str], strict: bool
+    ) -> None:
+        super().__init__(tp)
+        self.group, self.layer, self.methods, self.strict = group, layer, methods, strict or group.strict
+
+    def _text(self, gemm: str, q: QTensor, width: int) -> str:
+        label = q.format.label or str(q.dtype).removeprefix("torch.")
+        return f"{self.layer} {gemm}, {self.tp.mode}-parallel, {label} {list(q.shape)} x {width}"
+
+    def _asked(self, gemm: str, refusal: str, rows: int) -> str:
+        """The method of this call; "" where Collective runs it, for a reason that is noted, or raised if strict."""
+        method = self.methods.get(gemm, "")
+        if not method or not rows:
+            return ""
+        if refusal:
+            if self.strict:
+                raise RuntimeError(
+                    f"{self.layer} {gemm}: overlap by {method!r} was asked for and does not happen: {refusal}; or "
+                    "leave out strict=True"
+                )
+            self.notes[gemm] = Note("collective", 0, refusal)
+            return ""
+        return method
+
+    # forward
+
+    def fprop(self, gemm: Product, x: QTensor) -> Tensor:
+        text, rows = self._text("fprop", x, gemm.columns), x.shape[0]
+        if self.tp.mode == "column":
+            method = self._asked("fprop", self.group.gather_refusal(x, "row"), rows)
+            if not method:
+                self.group.announce(text)
+                return super().fprop(gemm, x)
+            with self.group.operation(text):
+                return self._gather_gemm("fprop", method, gemm, x)
+        m = rows // self.tp.size
+        method = self._asked("fprop", self.group.scatter_refusal(m, gemm.columns, gemm.dtype), m)
+        if not method:
+            self.group.announce(text)
+            return super().fprop(gemm, x)
+        with self.group.operation(text):
+            return self._gemm_scatter("fprop", method, gemm, x)
+
+    def _gather_gemm(self, name: str, method: str, gemm: Product, own: QTensor) -> Tensor:
+        gather = Gather(self.group, own, "row", own=False)
+        out = self._multiply_gathered(name, method, gemm, own, gather)
+        gather.close()
+        return out
+
+    def _multiply_gathered(self, name: str, method: str, gemm: Product, own: QTensor, gather: Gather) -> Tensor:
+        run, reason = fused.gather_gemm, ""
+        if method != "fused" and method != "auto" or (reason := fused.gather_refusal(gemm, own)):
+            run = ring.gather_gemm
+        took = "fused" if run is fused.gather_gemm else method if method != "fused" and method != "auto" else "ring"
+        self.notes[name] = Note(took, gather.sent, reason)
+        return run(gemm, own, gather)
+
+    def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
+        scatter = Scatter(self.group, a.shape[0] // self.tp.size, gemm.columns, gemm.dtype)
+        run, reason = fused.gemm_scatter, ""
+        if method != "fused" and method != "auto" or (reason := fused.scatter_refusal(gemm, a)):
+            run = ring.gemm_scatter
+        took = "fused" if run is fused.gemm_scatter else method if method != "fused" and method != "auto" else "ring"
+        self.notes[name] = Note(took, scatter.sent, reason)
+        return run(gemm, a, scatter)
+
+    # backward
+
+    def backward(
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        given = dy if dy is not None else dy_wgrad
+        text = self._text("backward" if dgrad is None else "backward with dgrad", given, 0 if wgrad is None else 1)
+        with self.group.operation(text):
+            if self.tp.mode == "column":
+                return self._column_backward(dgrad, wgrad, dy, dy_wgrad, x)
+            return self._row_backward(dgrad, wgrad, dy, dy_wgrad, x)
+
+    def _column_backward(
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        scatters = self.methods.get("dgrad", "bulk") != "bulk"
+        gather = scatter = dx = dw = None
+        if wgrad is not None and not scatters:
+            layout = "row" if x.format.col_from_row else "col"
+            if self._asked("dgrad", self.group.gather_refusal(x, layout), x.shape[0]):
+                gather = Gather(self.group, x, layout, own=True)
+                self.notes["dgrad"] = Note("bulk", gather.sent)
+        if dgrad is not None:
+            m = dy.shape[0] // self.tp.size
+            refusal = self.group.scatter_refusal(m, dgrad.columns, dgrad.dtype)
+            method = self._asked("dgrad", refusal, m) if scatters else ""
+            if method:
+                dx = self._gemm_scatter("dgrad", method, dgrad, dy)
+            else:
+                partial = dgrad(dy)
+                if wgrad is not None and not scatters and self._asked("wgrad", refusal, m):
+                    scatter = Scatter(self.group, m, dgrad.columns, dgrad.dtype)
+                    self.notes["wgrad"] = Note("bulk", scatter.sent)
+                    for destination in following(self.group.rank, self.group.size):
+                        scatter.push(partial[destination * m : (destination + 1) * m], destination)
+                else:
+                    dx = self._sum("dgrad", partial)
+        if wgrad is not None:
+            dw = wgrad(dy_wgrad, self._regather(x) if gather is None else gather.whole())
+        if gather is not None:
+            gather.close()
+        if scatter is not None:
+            dx = scatter.reduce(partial[self.group.rank * m : (self.group.rank + 1) * m])
+        return dx, dw
+
+    def _row_backward(
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        one_gather = wgrad is not None and dy_wgrad is dy and dy.format.col_from_row
+        rows = columns = dx = dw = None
+        if dgrad is not None or one_gather:
+            method = self._asked("dgrad", self.group.gather_refusal(dy, "row"), dy.shape[0])
+            if not method:
+                return super().backward(dgrad, wgrad, dy, dy_wgrad, x)
+            rows = Gather(self.group, dy, "row", own=one_gather)
+        if wgrad is not None and not one_gather:
+            layout = "row" if dy_wgrad.format.col_from_row else "col"
+            if self._asked("wgrad", self.group.gather_refusal(dy_wgrad, layout), dy_wgrad.shape[0]):
+                columns = Gather(self.group, dy_wgrad, layout, own=True)
+                self.notes["wgrad"] = Note("external", columns.sent)
+        if dgrad is not None:
+            dx = self._multiply_gathered("dgrad", method, dgrad, dy, rows)
+        if wgrad is not None:
+            gathered = rows if one_gather else columns
+            dw = wgrad(self._regather(dy_wgrad) if gathered is None else gathered.whole(), x)
+        for gather in (rows, columns):
+            if gather is not None:
+                gather.close()
+        return dx, dw

@@ -1,0 +1,33 @@
+"""Ring: the GEMM is cut by source or destination rank; copy engines move pieces while others are multiplied.
+
+Works with every GEMM and number format, on CPU ranks and GPUs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_lite.overlap.buffers import Gather, Scatter, following
+from te_lite.overlap.schedule import Product
+from te_lite.quantize.qtensor import QTensor
+
+
+def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
+    """gemm of the gathered tensor [R*m, k] -> [R*m, n]: this rank's shard first, the others in the order of arrival."""
+    rank, size = gather.group.rank, gather.group.size
+    pieces = {rank: gemm(own)}
+    for source in following(rank, size):
+        pieces[source] = gemm(gather.shard(source))
+    return torch.cat([pieces[source] for source in range(size)])
+
+
+def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
+    """Sum over ranks of gemm(a[R*m, k]), this rank's rows [m, n]: the others' rows are computed and sent first.
+
+    Partials travel in gemm.dtype; this rank's own is not rounded before the sum.
+    """
+    rank, size, m = scatter.group.rank, scatter.group.size, scatter.shape[0]
+    for destination in following(rank, size):
+        scatter.push(gemm(a.rows(destination * m, (destination + 1) * m)), destination)
+    return scatter.reduce(gemm(a.rows(rank * m, (rank + 1) * m), torch.float32))

@@ -1,0 +1,189 @@
+"""initialize_ub and destroy_ub, and which schedule a linear gets from them."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from te_lite.overlap.bootstrap import BootstrapError, Exchange
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.config import LAYERS, Config, UserBufferQuantizationMode, layer_methods
+from te_lite.overlap.group import Group
+from te_lite.overlap.overlapped import Overlapped
+from te_lite.overlap.schedule import Local, Schedule
+from te_lite.parallel import TensorParallel
+
+UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Unavailable(NamedTuple):
+    """Userbuffers that were asked for and could not be made; the group's modules run Collective."""
+
+    reason: str
+
+
+_groups: dict[tuple[int, ...], Group | Unavailable] = {}
+_generation = 0  # plans made in another one are stale
+
+
+def generation() -> int:
+    """Changes whenever userbuffers come or go."""
+    return _generation
+
+
+def initialised() -> bool:
+    """Whether initialize_ub has run and destroy_ub has not."""
+    return bool(_groups)
+
+
+def _modes(use_fp8: bool, given: Any) -> list[UserBufferQuantizationMode]:
+    if given is None:
+        return [UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE]
+    modes = [given] if isinstance(given, UserBufferQuantizationMode) else list(given)
+    for mode in modes:
+        if not isinstance(mode, UserBufferQuantizationMode):
+            raise TypeError(f"quantization_modes holds {mode!r}: each must be a te.UserBufferQuantizationMode")
+    if not modes:
+        raise ValueError("quantization_modes is empty: give at least one te.UserBufferQuantizationMode")
+    return modes
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def initialize_ub(
+    shape: Sequence[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Config | Sequence[Config] | None = None,
+    bootstrap_backend: str | None = None,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = False,
+    cuda_graphs: bool = False,
+) -> None:
+    """Makes the buffers by which modules with ub_* flags hide their communication behind GEMMs. Collective.
+
+    shape: [tokens of all ranks (sequence * batch), hidden], the largest of the run; calls that need more run without
+    overlap. tp_group: its ranks (default: the world in blocks of tp_size neighbours); call once for each group.
+    use_fp8, quantization_modes: as Transformer Engine's; one set of buffers serves every number format here.
+    dtype: the widest that travels. ub_cfgs: "fc1_fprop" -> {"method": ...}, see docs/overlap.md.
+    bootstrap_backend: "gloo", "nccl" or "mpi" for the exchange of handles (default: torch.distributed as it is).
+    strict: an overlap that is asked for and does not happen is an error instead of a line in overlap_report().
+    cuda_graphs: slots of their own for calls captured in CUDA graphs; twice the memory.
+
+    Where the ranks cannot map each other's memory (several hosts, no peer access) all of them warn once and run
+    without overlap; with strict they raise RuntimeError. ValueError and TypeError for arguments out of range or
+    different between ranks; RuntimeError when called twice for a group or without torch.distributed.
+    """
+    global _generation
+    if len(shape) != 2 or any(int(n) < 1 for n in shape):
+        raise ValueError(f"shape={list(shape)}: must be [tokens, hidden], both positive")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype}: must be one of {DTYPES}")
+    layers = layer_methods(ub_cfgs, len(_modes(use_fp8, quantization_modes)))
+    exchange = Exchange(tp_size, tp_group, bootstrap_backend)
+    try:
+        if exchange.ranks in _groups:
+            raise RuntimeError(
+                f"initialize_ub was called twice for the ranks {list(exchange.ranks)}: call destroy_ub() first"
+            )
+        place = _device(device)
+        tokens, hidden = map(int, shape)
+        said = f"shape {[tokens, hidden]}, {dtype}, {sorted(layers.methods.items())}, strict {strict}"
+        sayings = exchange.all(f"{said}, cuda_graphs {cuda_graphs}, device {place.type}")
+        if len(set(sayings)) > 1:
+            differing = "; ".join(f"rank {r}: {text}" for r, text in zip(exchange.ranks, sayings, strict=True))
+            raise ValueError(f"initialize_ub got different arguments on the ranks of one group: {differing}")
+        try:
+            _groups[exchange.ranks] = Group(
+                exchange, place, tokens, hidden, dtype, layers, strict=strict, graphs=cuda_graphs
+            )
+        except BootstrapError as error:
+            if strict:
+                raise
+            _groups[exchange.ranks] = Unavailable(str(error))
+            if exchange.rank == 0:
+                warnings.warn(f"no userbuffers, overlap is off: {error}", RuntimeWarning, stacklevel=2)
+        _generation += 1
+    finally:
+        exchange.close()
+
+
+def destroy_ub() -> None:
+    """Ends all userbuffers of this process; modules run without overlap from here on. Nothing to do is no error."""
+    global _generation
+    while _groups:
+        _, group = _groups.popitem()
+        if isinstance(group, Group):
+            group.close()
+        _generation += 1
+
+
+atexit.register(destroy_ub)
+
+
+def groups() -> list[Group]:
+    """The userbuffers that exist."""
+    return [group for group in _groups.values() if isinstance(group, Group)]
+
+
+def _asked(mode: str, flags: Mapping[str, bool], methods: Mapping[str, str], layer: str) -> dict[str, str]:
+    """GEMM -> method, of one linear. mode: "column" or "row"."""
+    asked = {}
+    if mode == "column":
+        if flags["ub_overlap_ag"]:
+            asked["fprop"] = methods[f"{layer}_fprop"]
+        dgrad = methods[f"{layer}_dgrad"]
+        if flags["ub_overlap_rs_dgrad"]:
+            asked["dgrad"] = "pipeline" if dgrad == "bulk" else dgrad
+        else:
+            if flags["ub_bulk_dgrad"]:
+                asked["dgrad"] = dgrad
+            if flags["ub_bulk_wgrad"] and dgrad in ("bulk", "auto"):
+                asked["wgrad"] = "bulk"
+    else:
+        if flags["ub_overlap_rs"]:
+            asked["fprop"] = methods[f"{layer}_fprop"]
+        if flags["ub_overlap_ag"]:
+            asked["dgrad"], asked["wgrad"] = methods[f"{layer}_dgrad"], "external"
+    return asked
+
+
+def schedule_for(tp: TensorParallel, flags: Mapping[str, bool], layer: str, strict: bool) -> tuple[Schedule, str]:
+    """(the schedule of one linear, why it does not overlap as asked or ""). strict: that is an error."""
+    if not tp.active:
+        schedule, why = Local(), "tensor parallelism is off"
+    elif not any(flags.values()):
+        return Collective(tp), ""
+    elif not tp.sequence_parallel:
+        schedule, why = Collective(tp), "sequence parallelism is off"
+    else:
+        found = _groups.get(tuple(dist.get_process_group_ranks(tp.group)))
+        if isinstance(found, Group):
+            methods = layer if layer in LAYERS else "qkv" if tp.mode == "column" else "proj"
+            return Overlapped(tp, found, layer, _asked(tp.mode, flags, found.layers.methods, methods), strict), ""
+        ranks = dist.get_process_group_ranks(tp.group)
+        why = found.reason if found else f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
+        schedule = Collective(tp)
+    if not any(flags.values()):
+        why = ""
+    if why and strict:
+        what = layer or "a linear"
+        raise RuntimeError(f"{what}: overlap was asked for and does not happen: {why}; or leave out strict=True")
+    return schedule, why
