@@ -1,4 +1,5 @@
 """provisional"""
+
 import torch
 from torch import Tensor
 

@@ -31,9 +31,7 @@ class Overlapped(Collective):
 
     name = "userbuffers"
 
-    def __init__(
-        self, tp: TensorParallel, group: Group, layer: str, methods: Mapping[str, str], strict: bool
-    ) -> None:
+    def __init__(self, tp: TensorParallel, group: Group, layer: str, methods: Mapping[str, str], strict: bool) -> None:
         super().__init__(tp)
         self.group, self.layer, self.methods, self.strict = group, layer, methods, strict or group.strict
 
