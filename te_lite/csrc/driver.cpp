@@ -14,7 +14,7 @@ void resolve(void* library, const char* symbol, Function& entry) {
   entry = reinterpret_cast<Function>(dlsym(library, symbol));
   if (!entry) {
     throw DriverUnavailable(std::string("libcuda.so.1 has no symbol ") + symbol +
-                            ": te_lite needs a driver for CUDA 11.4 or newer; update the driver");
+                            ": te_lite needs a driver for CUDA 11.7 or newer; update the driver");
   }
 }
 
@@ -41,6 +41,39 @@ Driver open_library() {
   resolve(library, "cuCtxGetCurrent", table.cuCtxGetCurrent);
   resolve(library, "cuCtxSetCurrent", table.cuCtxSetCurrent);
   resolve(library, "cuLaunchKernel", table.cuLaunchKernel);
+  resolve(library, "cuDevicePrimaryCtxRetain", table.cuDevicePrimaryCtxRetain);
+  resolve(library, "cuDevicePrimaryCtxRelease_v2", table.cuDevicePrimaryCtxRelease);
+  resolve(library, "cuThreadExchangeStreamCaptureMode", table.cuThreadExchangeStreamCaptureMode);
+  resolve(library, "cuMemGetAllocationGranularity", table.cuMemGetAllocationGranularity);
+  resolve(library, "cuMemCreate", table.cuMemCreate);
+  resolve(library, "cuMemRelease", table.cuMemRelease);
+  resolve(library, "cuMemExportToShareableHandle", table.cuMemExportToShareableHandle);
+  resolve(library, "cuMemImportFromShareableHandle", table.cuMemImportFromShareableHandle);
+  resolve(library, "cuMemAddressReserve", table.cuMemAddressReserve);
+  resolve(library, "cuMemAddressFree", table.cuMemAddressFree);
+  resolve(library, "cuMemMap", table.cuMemMap);
+  resolve(library, "cuMemUnmap", table.cuMemUnmap);
+  resolve(library, "cuMemSetAccess", table.cuMemSetAccess);
+  resolve(library, "cuMemAlloc_v2", table.cuMemAlloc);
+  resolve(library, "cuMemFree_v2", table.cuMemFree);
+  resolve(library, "cuIpcGetMemHandle", table.cuIpcGetMemHandle);
+  resolve(library, "cuIpcOpenMemHandle_v2", table.cuIpcOpenMemHandle);
+  resolve(library, "cuIpcCloseMemHandle", table.cuIpcCloseMemHandle);
+  resolve(library, "cuMemHostAlloc", table.cuMemHostAlloc);
+  resolve(library, "cuMemFreeHost", table.cuMemFreeHost);
+  resolve(library, "cuMemsetD8_v2", table.cuMemsetD8);
+  resolve(library, "cuMemcpyAsync", table.cuMemcpyAsync);
+  resolve(library, "cuMemcpyHtoDAsync_v2", table.cuMemcpyHtoDAsync);
+  resolve(library, "cuMemcpyDtoHAsync_v2", table.cuMemcpyDtoHAsync);
+  resolve(library, "cuStreamCreateWithPriority", table.cuStreamCreateWithPriority);
+  resolve(library, "cuStreamDestroy_v2", table.cuStreamDestroy);
+  resolve(library, "cuStreamSynchronize", table.cuStreamSynchronize);
+  resolve(library, "cuStreamIsCapturing", table.cuStreamIsCapturing);
+  resolve(library, "cuStreamBatchMemOp_v2", table.cuStreamBatchMemOp);
+  resolve(library, "cuEventCreate", table.cuEventCreate);
+  resolve(library, "cuEventDestroy_v2", table.cuEventDestroy);
+  resolve(library, "cuEventRecord", table.cuEventRecord);
+  resolve(library, "cuStreamWaitEvent", table.cuStreamWaitEvent);
   return table;
 }
 
@@ -138,6 +171,24 @@ bool can_access_peer(int a, int b) {
   TE_LITE_CHECK(cuda, cuDeviceGet, &to, b);
   TE_LITE_CHECK(cuda, cuDeviceCanAccessPeer, &can_access, from, to);
   return can_access != 0;
+}
+
+PrimaryContext::PrimaryContext(int ordinal) {
+  const Driver& cuda = driver();
+  TE_LITE_CHECK(cuda, cuDeviceGet, &device_, ordinal);
+  TE_LITE_CHECK(cuda, cuDevicePrimaryCtxRetain, &context_, device_);
+}
+
+PrimaryContext::~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
+
+PrimaryContext::Scope::Scope(void* context) : context_(context) {
+  const Driver& cuda = driver();
+  TE_LITE_CHECK(cuda, cuCtxGetCurrent, &before_);
+  if (before_ != context_) TE_LITE_CHECK(cuda, cuCtxSetCurrent, context_);
+}
+
+PrimaryContext::Scope::~Scope() {
+  if (before_ != context_) driver().cuCtxSetCurrent(before_);
 }
 
 }  // namespace te_lite
