@@ -1,5 +1,6 @@
 """What Python cannot do, in C++. Importing it opens no driver; the first call that needs one does."""
 
+from builtins import bytes as _bytes  # CudaMemory has an attribute of that name
 from typing import TypedDict
 
 class Device(TypedDict):
@@ -57,13 +58,13 @@ class CudaMemory:
         """Shared by a handle of 64 bytes, where descriptors cannot be."""
 
     @staticmethod
-    def open_ipc(device: int, handle: bytes, bytes: int) -> CudaMemory:
+    def open_ipc(device: int, handle: _bytes, bytes: int) -> CudaMemory:
         """Maps a peer's ipc() memory, which the peer must not free before this."""
 
     def export_fd(self) -> int:
         """A descriptor that the caller closes."""
 
-    def ipc_handle(self) -> bytes: ...
+    def ipc_handle(self) -> _bytes: ...
     @property
     def address(self) -> int: ...
     @property

@@ -92,7 +92,9 @@ void CudaExecutor::set_flags(uint64_t address, size_t bytes) {
 }
 
 void CudaExecutor::set_wait_kernel(const Kernel& kernel) {
-  if (kernel.kinds() != "ppip") {
+  std::string kinds = kernel.kinds();
+  kinds.erase(std::remove(kinds.begin(), kinds.end(), '-'), kinds.end());
+  if (kinds != "ppip") {
     throw std::invalid_argument("a wait kernel with arguments '" + kernel.kinds() +
                                 "': it takes flag p, word p, delta i and abort p");
   }

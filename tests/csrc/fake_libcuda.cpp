@@ -29,6 +29,11 @@ int taken(const char* entry, int change) {
   if (code == 0) live += change;
   return code;
 }
+int give(const char* entry, void** out, void* handle) {
+  const int code = taken(entry, 1);
+  if (code == 0) *out = handle;
+  return code;
+}
 void log(const char* what, void* stream, unsigned long long number) {
   calls += std::string(what) + " " + std::to_string(reinterpret_cast<uintptr_t>(stream)) + " " +
            std::to_string(number) + "\n";
@@ -150,10 +155,7 @@ int cuMemSetAccess(void* address, size_t bytes, const int* access, size_t count)
   if (count != 1 || access[0] != 1 || access[2] != 3) return 1;
   return mprotect(address, bytes, PROT_READ | PROT_WRITE);
 }
-int cuMemAlloc_v2(void** address, size_t bytes) {
-  if (const int code = taken("cuMemAlloc", 1)) return code;
-  return *address = std::malloc(bytes), 0;
-}
+int cuMemAlloc_v2(void** address, size_t bytes) { return give("cuMemAlloc", address, std::malloc(bytes)); }
 int cuMemFree_v2(void* address) { return std::free(address), taken("cuMemFree", -1); }
 struct IpcHandle {
   void* address;
@@ -163,12 +165,11 @@ int cuIpcGetMemHandle(IpcHandle* handle, void* address) {
   return *handle = {address, {}}, needs_init("cuIpcGetMemHandle");
 }
 int cuIpcOpenMemHandle_v2(void** address, IpcHandle handle, unsigned flags) {
-  *address = handle.address;
-  return flags == 1 ? taken("cuIpcOpenMemHandle", 1) : 1;
+  return flags == 1 ? give("cuIpcOpenMemHandle", address, handle.address) : 1;
 }
 int cuIpcCloseMemHandle(void*) { return taken("cuIpcCloseMemHandle", -1); }
 int cuMemHostAlloc(void** address, size_t bytes, unsigned) {
-  return *address = std::malloc(bytes), taken("cuMemHostAlloc", 1);
+  return give("cuMemHostAlloc", address, std::malloc(bytes));
 }
 int cuMemFreeHost(void* address) { return std::free(address), taken("cuMemFreeHost", -1); }
 
@@ -182,7 +183,7 @@ int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
 int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
 int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
 int cuStreamCreateWithPriority(void** stream, unsigned, int) {
-  return *stream = at(0x900), taken("cuStreamCreateWithPriority", 1);
+  return give("cuStreamCreateWithPriority", stream, at(0x900));
 }
 int cuStreamDestroy_v2(void*) { return taken("cuStreamDestroy", -1); }
 int cuStreamSynchronize(void*) { return needs_init("cuStreamSynchronize"); }
@@ -198,7 +199,7 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, MemOp* operations, unsig
   }
   return needs_init("cuStreamBatchMemOp");
 }
-int cuEventCreate(void** event, unsigned) { return *event = at(0x800), taken("cuEventCreate", 1); }
+int cuEventCreate(void** event, unsigned) { return give("cuEventCreate", event, at(0x800)); }
 int cuEventDestroy_v2(void*) { return taken("cuEventDestroy", -1); }
 int cuEventRecord(void* event, void* stream) {
   log("record", stream, reinterpret_cast<uintptr_t>(event));
