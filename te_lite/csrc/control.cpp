@@ -88,7 +88,7 @@ void Control::announce(const std::string& operation, uint64_t hash) {
 }
 
 std::string Control::describe(uint64_t sequence) const {
-  const std::optional<Operation> operation = read(own_, sequence);
+  const std::optional<Operation> operation = sequence ? read(own_, sequence) : std::nullopt;
   return "operation " + std::to_string(sequence) + (operation ? " (" + operation->text + ")" : "");
 }
 

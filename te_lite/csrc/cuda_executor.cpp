@@ -110,9 +110,7 @@ void CudaExecutor::close() {
   if (watcher_) watcher_->join();
   watcher_.reset();
   // Unchecked from here on: nobody could act on a failure.
-  void* before = nullptr;
-  cuda_.cuCtxGetCurrent(&before);
-  cuda_.cuCtxSetCurrent(context_.get());
+  const PrimaryContext::Scope scope(context_.get());
   if (own_stream_) {
     cuda_.cuStreamSynchronize(own_stream_);
     cuda_.cuStreamDestroy(own_stream_);
@@ -120,7 +118,6 @@ void CudaExecutor::close() {
   if (host_) cuda_.cuMemFreeHost(host_);
   if (event_) cuda_.cuEventDestroy(event_);
   own_stream_ = event_ = host_ = nullptr;
-  cuda_.cuCtxSetCurrent(before);
 }
 
 void CudaExecutor::perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) {

@@ -97,15 +97,12 @@ std::string CudaMemory::ipc_handle() const {
 
 // Unchecked: nobody could act on a failure, and the driver may have ended before the interpreter does.
 CudaMemory::~CudaMemory() {
-  void* before = nullptr;
-  cuda_.cuCtxGetCurrent(&before);
-  cuda_.cuCtxSetCurrent(context_.get());
+  const PrimaryContext::Scope scope(context_.get());
   if (kind_ == Kind::kIpc && address_) cuda_.cuMemFree(address_);
   if (kind_ == Kind::kOpenedIpc && address_) cuda_.cuIpcCloseMemHandle(address_);
   if (mapped_) cuda_.cuMemUnmap(address_, bytes_);
   if (kind_ == Kind::kVmm && address_) cuda_.cuMemAddressFree(address_, bytes_);
   if (created_) cuda_.cuMemRelease(allocation_);
-  cuda_.cuCtxSetCurrent(before);
 }
 
 }  // namespace te_lite

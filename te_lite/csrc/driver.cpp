@@ -182,9 +182,8 @@ PrimaryContext::PrimaryContext(int ordinal) {
 PrimaryContext::~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
 
 PrimaryContext::Scope::Scope(void* context) : context_(context) {
-  const Driver& cuda = driver();
-  TE_LITE_CHECK(cuda, cuCtxGetCurrent, &before_);
-  if (before_ != context_) TE_LITE_CHECK(cuda, cuCtxSetCurrent, context_);
+  driver().cuCtxGetCurrent(&before_);
+  if (before_ != context_) driver().cuCtxSetCurrent(context_);
 }
 
 PrimaryContext::Scope::~Scope() {

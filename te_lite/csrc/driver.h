@@ -140,7 +140,8 @@ const Driver& driver();
 // A device's primary context, torch's own, kept alive.
 class PrimaryContext {
  public:
-  // Makes it current on this thread for a scope: the caller may work for another device, or have none.
+  // Makes it current on this thread for a scope: the caller may work for another device, or have none. Unchecked, so
+  // that destructors can use it: whatever is called next fails where this did.
   class Scope {
    public:
     explicit Scope(void* context);

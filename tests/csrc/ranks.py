@@ -23,10 +23,11 @@ class Memory:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.fd = os.memfd_create("ranks")
+        fd = os.memfd_create("ranks")
         control = -(-size * _C.CONTROL_BYTES // PAGE) * PAGE
-        os.ftruncate(self.fd, control + size * (PAGE + ARENA))
-        self.map = mmap.mmap(self.fd, 0)
+        os.ftruncate(fd, control + size * (PAGE + ARENA))
+        self.map = mmap.mmap(fd, 0)
+        os.close(fd)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.flags = [self.base + control + r * PAGE for r in range(size)]
         self.arenas = [self.base + control + size * PAGE + r * ARENA for r in range(size)]
@@ -34,9 +35,6 @@ class Memory:
 
     def control(self, rank: int, timeout: float = 20.0, silence: float = 5.0) -> _C.Control:
         return _C.Control(rank, self.size, self.blocks, self.map, timeout, silence)
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 def start(size: int, body: Callable, *arguments: object) -> SimpleNamespace:
@@ -53,7 +51,7 @@ def start(size: int, body: Callable, *arguments: object) -> SimpleNamespace:
     processes = [fork.Process(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for process in processes:
         process.start()
-    return SimpleNamespace(processes=processes, results=results, memory=memory)
+    return SimpleNamespace(processes=processes, results=results)
 
 
 def finish(ranks: SimpleNamespace, without: tuple[int, ...] = ()) -> dict[int, object]:
@@ -61,7 +59,6 @@ def finish(ranks: SimpleNamespace, without: tuple[int, ...] = ()) -> dict[int, o
     out = dict(ranks.results.get() for rank in range(len(ranks.processes)) if rank not in without)
     for process in ranks.processes:
         process.join(20)
-    ranks.memory.close()
     return out
 
 

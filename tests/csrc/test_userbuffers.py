@@ -28,7 +28,6 @@ def alone():
     yield memory, control, executor
     executor.close()
     control.close()
-    memory.close()
 
 
 def program(*steps: tuple, name: str = "buffer") -> _C.Program:
@@ -251,8 +250,8 @@ def test_a_killed_rank_is_named() -> None:
 
 
 def late(memory: Memory, rank: int) -> str | None:
-    time.sleep(1.0 * rank)
-    control = memory.control(rank, silence=0.3)
+    time.sleep(1.2 * rank)
+    control = memory.control(rank, silence=0.6)
     executor = _C.Executor(-1, [], control)
     mine, other = memory.flags[rank], memory.flags[1 - rank]
     executor.issue(program(("set", 0, other, 0), ("wait", 0, mine, 0, 1 - rank, "data from")), 0, 1, 0, ())
@@ -266,7 +265,7 @@ def test_a_late_rank_is_waited_for() -> None:
 
 def test_a_rank_that_left_in_order_is_not_silent() -> None:
     memory = Memory(2)
-    stays, leaves = memory.control(0, silence=0.2), memory.control(1)
+    stays, leaves = memory.control(0, silence=0.3), memory.control(1)
     leaves.close()
     time.sleep(0.6)
     assert stays.broken is None
@@ -322,7 +321,6 @@ def test_opening_again_and_again_leaves_nothing() -> None:
         for executor in executors:
             executor.issue(program(("copy", 1, -1, memory.arenas[1], -1, memory.arenas[0], 64)), 0, 0, 0, ())
             executor.synchronize()
-        memory.close()
 
     for _ in range(5):
         once()
@@ -338,7 +336,7 @@ def test_opening_again_and_again_leaves_nothing() -> None:
 
 def test_a_forked_child_drops_the_objects_without_a_word() -> None:
     memory = Memory(2)
-    control, peer = memory.control(0, silence=0.3), memory.control(1)
+    control, peer = memory.control(0), memory.control(1, silence=0.6)
     executor = _C.Executor(-1, [0], control)
     child = os.fork()
     if child == 0:
@@ -349,7 +347,7 @@ def test_a_forked_child_drops_the_objects_without_a_word() -> None:
         gc.collect()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    time.sleep(0.5)
+    time.sleep(1.0)
     assert (control.broken, peer.broken) == (None, None)
     executor.issue(program(("set", 1, memory.flags[1], 0)), 0, 3, 0, ())
     executor.synchronize()

@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import te_lite._C as _C
 from tests.csrc.ranks import Memory
@@ -375,30 +378,30 @@ def test_an_overdue_wait_is_released_on_a_gpu(connections: str) -> None:
     assert "data from rank 0: epoch 5 is expected, 0 is seen" in said
 
 
+@triton.jit(do_not_specialize=["delta"])
+def wait_kernel(flag, word, delta, abort):
+    target = tl.load(word) + delta
+    missing = tl.load(flag, volatile=True) - target < 0
+    while missing:
+        missing = (tl.load(flag, volatile=True) - target < 0) & (tl.load(abort, volatile=True) == 0)
+
+
 @pytest.mark.gpu
 def test_a_captured_program_follows_the_epoch_word() -> None:
-    """Each replay copies the word into the flag and waits for it; the wait's end is seen by what it lets through."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit(do_not_specialize=["delta"])
-    def wait_kernel(flag, word, delta, abort):
-        target = tl.load(word) + delta
-        while (tl.load(flag, volatile=True) - target < 0) and (tl.load(abort, volatile=True) == 0):
-            pass
-
+    """Each replay sets a flag from the word, and waits for another that the host sets from the side."""
     g = OnGpu(1)
     epoch = torch.full((1,), 2**31 - 3, dtype=torch.int32, device="cuda")  # wraps around as an int32
     ready = wait_kernel[(1,)](epoch, epoch, -1, epoch, num_warps=1)
     g.executor.wait_kernel = _C.Kernel(ready.function, 32, ready.metadata.shared, "ppip")
-    g.flags[0] = 2**31 - 3
+    g.flags[:2] = 2**31 - 3
     source = torch.zeros(1024, dtype=torch.int32, device="cuda")
     use = _C.Program("buffer")
     use.after(1, 0)
     use.copy(1, -1, g.there + 4096, 0, 0, 4096)
     use.set(1, g.there, 0)
-    use.wait(0, g.here, 0, 0, "data from")
     use.after(0, 1)
+    use.wait(0, g.here, 0, 0, "data from")
+    use.wait(0, g.here + 4, -1, 0, "data from")
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
@@ -410,7 +413,15 @@ def test_a_captured_program_follows_the_epoch_word() -> None:
             got = g.data[:1024].clone()
     for i in range(6):
         source.fill_(i + 1)
-        graph.replay()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            graph.replay()
+            end = side.record_event()
+        # The first replay finds the flag there (delta -1), the others are held until it follows.
+        time.sleep(0.1)
+        assert end.query() == (i == 0), i
+        with torch.cuda.stream(g.streams[0]):
+            g.flags[1:2].add_(i > 0)
         torch.cuda.synchronize()
         assert g.flags[0] == epoch[0] and torch.all(got == i + 1), i
     assert epoch[0] < 0  # it did wrap
