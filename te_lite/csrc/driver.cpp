@@ -27,53 +27,9 @@ Driver open_library() {
                             "): install NVIDIA's driver to use GPUs, or run on the CPU");
   }
   Driver table{};
-  resolve(library, "cuInit", table.cuInit);
-  resolve(library, "cuDriverGetVersion", table.cuDriverGetVersion);
-  resolve(library, "cuGetErrorName", table.cuGetErrorName);
-  resolve(library, "cuGetErrorString", table.cuGetErrorString);
-  resolve(library, "cuDeviceGetCount", table.cuDeviceGetCount);
-  resolve(library, "cuDeviceGet", table.cuDeviceGet);
-  resolve(library, "cuDeviceGetName", table.cuDeviceGetName);
-  resolve(library, "cuDeviceGetUuid_v2", table.cuDeviceGetUuid);
-  resolve(library, "cuDeviceTotalMem_v2", table.cuDeviceTotalMem);
-  resolve(library, "cuDeviceGetAttribute", table.cuDeviceGetAttribute);
-  resolve(library, "cuDeviceCanAccessPeer", table.cuDeviceCanAccessPeer);
-  resolve(library, "cuCtxGetCurrent", table.cuCtxGetCurrent);
-  resolve(library, "cuCtxSetCurrent", table.cuCtxSetCurrent);
-  resolve(library, "cuLaunchKernel", table.cuLaunchKernel);
-  resolve(library, "cuDevicePrimaryCtxRetain", table.cuDevicePrimaryCtxRetain);
-  resolve(library, "cuDevicePrimaryCtxRelease_v2", table.cuDevicePrimaryCtxRelease);
-  resolve(library, "cuThreadExchangeStreamCaptureMode", table.cuThreadExchangeStreamCaptureMode);
-  resolve(library, "cuMemGetAllocationGranularity", table.cuMemGetAllocationGranularity);
-  resolve(library, "cuMemCreate", table.cuMemCreate);
-  resolve(library, "cuMemRelease", table.cuMemRelease);
-  resolve(library, "cuMemExportToShareableHandle", table.cuMemExportToShareableHandle);
-  resolve(library, "cuMemImportFromShareableHandle", table.cuMemImportFromShareableHandle);
-  resolve(library, "cuMemAddressReserve", table.cuMemAddressReserve);
-  resolve(library, "cuMemAddressFree", table.cuMemAddressFree);
-  resolve(library, "cuMemMap", table.cuMemMap);
-  resolve(library, "cuMemUnmap", table.cuMemUnmap);
-  resolve(library, "cuMemSetAccess", table.cuMemSetAccess);
-  resolve(library, "cuMemAlloc_v2", table.cuMemAlloc);
-  resolve(library, "cuMemFree_v2", table.cuMemFree);
-  resolve(library, "cuIpcGetMemHandle", table.cuIpcGetMemHandle);
-  resolve(library, "cuIpcOpenMemHandle_v2", table.cuIpcOpenMemHandle);
-  resolve(library, "cuIpcCloseMemHandle", table.cuIpcCloseMemHandle);
-  resolve(library, "cuMemHostAlloc", table.cuMemHostAlloc);
-  resolve(library, "cuMemFreeHost", table.cuMemFreeHost);
-  resolve(library, "cuMemsetD8_v2", table.cuMemsetD8);
-  resolve(library, "cuMemcpyAsync", table.cuMemcpyAsync);
-  resolve(library, "cuMemcpyHtoDAsync_v2", table.cuMemcpyHtoDAsync);
-  resolve(library, "cuMemcpyDtoHAsync_v2", table.cuMemcpyDtoHAsync);
-  resolve(library, "cuStreamCreateWithPriority", table.cuStreamCreateWithPriority);
-  resolve(library, "cuStreamDestroy_v2", table.cuStreamDestroy);
-  resolve(library, "cuStreamSynchronize", table.cuStreamSynchronize);
-  resolve(library, "cuStreamIsCapturing", table.cuStreamIsCapturing);
-  resolve(library, "cuStreamBatchMemOp_v2", table.cuStreamBatchMemOp);
-  resolve(library, "cuEventCreate", table.cuEventCreate);
-  resolve(library, "cuEventDestroy_v2", table.cuEventDestroy);
-  resolve(library, "cuEventRecord", table.cuEventRecord);
-  resolve(library, "cuStreamWaitEvent", table.cuStreamWaitEvent);
+#define TE_LITE_RESOLVE(name, symbol, parameters) resolve(library, symbol, table.name);
+  TE_LITE_ENTRIES(TE_LITE_RESOLVE)
+#undef TE_LITE_RESOLVE
   return table;
 }
 

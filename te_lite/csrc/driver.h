@@ -72,64 +72,71 @@ class DriverUnavailable : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Entry points under the names by which a program calls them. Where the exported symbol carries a version suffix
-// (cuDeviceTotalMem_v2), driver.cpp resolves that one: the plain name is an older ABI with 32-bit sizes.
+// The driver's entry points: the name by which a program calls one, the exported symbol, the parameters. Where the
+// symbol carries a version suffix, the plain name is an older ABI, with 32-bit sizes for instance.
+#define TE_LITE_ENTRIES(X) \
+  X(cuInit, "cuInit", (unsigned int flags)) \
+  X(cuDriverGetVersion, "cuDriverGetVersion", (int* version)) \
+  X(cuGetErrorName, "cuGetErrorName", (CUresult error, const char** name)) \
+  X(cuGetErrorString, "cuGetErrorString", (CUresult error, const char** text)) \
+  X(cuDeviceGetCount, "cuDeviceGetCount", (int* count)) \
+  X(cuDeviceGet, "cuDeviceGet", (CUdevice* device, int ordinal)) \
+  X(cuDeviceGetName, "cuDeviceGetName", (char* name, int capacity, CUdevice device)) \
+  X(cuDeviceGetUuid, "cuDeviceGetUuid_v2", (CUuuid* uuid, CUdevice device)) \
+  X(cuDeviceTotalMem, "cuDeviceTotalMem_v2", (size_t* bytes, CUdevice device)) \
+  X(cuDeviceGetAttribute, "cuDeviceGetAttribute", (int* value, int attribute, CUdevice device)) \
+  X(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer", (int* can_access, CUdevice device, CUdevice peer)) \
+  X(cuCtxGetCurrent, "cuCtxGetCurrent", (void** context)) \
+  X(cuCtxSetCurrent, "cuCtxSetCurrent", (void* context)) \
+  X(cuLaunchKernel, "cuLaunchKernel", \
+    (void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
+     unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra)) \
+  X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (void** context, CUdevice device)) \
+  X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CUdevice device)) \
+  X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int* mode)) \
+  X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", \
+    (size_t* bytes, const CUmemAllocationProp* prop, int option)) \
+  X(cuMemCreate, "cuMemCreate", \
+    (CUallocation* allocation, size_t bytes, const CUmemAllocationProp* prop, unsigned long long flags)) \
+  X(cuMemRelease, "cuMemRelease", (CUallocation allocation)) \
+  X(cuMemExportToShareableHandle, "cuMemExportToShareableHandle", \
+    (void* handle, CUallocation allocation, int type, unsigned long long flags)) \
+  X(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle", \
+    (CUallocation* allocation, void* handle, int type)) \
+  X(cuMemAddressReserve, "cuMemAddressReserve", \
+    (CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags)) \
+  X(cuMemAddressFree, "cuMemAddressFree", (CUdeviceptr address, size_t bytes)) \
+  X(cuMemMap, "cuMemMap", \
+    (CUdeviceptr address, size_t bytes, size_t offset, CUallocation allocation, unsigned long long flags)) \
+  X(cuMemUnmap, "cuMemUnmap", (CUdeviceptr address, size_t bytes)) \
+  X(cuMemSetAccess, "cuMemSetAccess", \
+    (CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count)) \
+  X(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr* address, size_t bytes)) \
+  X(cuMemFree, "cuMemFree_v2", (CUdeviceptr address)) \
+  X(cuIpcGetMemHandle, "cuIpcGetMemHandle", (CUipcMemHandle* handle, CUdeviceptr address)) \
+  X(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2", (CUdeviceptr* address, CUipcMemHandle handle, unsigned int flags)) \
+  X(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", (CUdeviceptr address)) \
+  X(cuMemHostAlloc, "cuMemHostAlloc", (void** address, size_t bytes, unsigned int flags)) \
+  X(cuMemFreeHost, "cuMemFreeHost", (void* address)) \
+  X(cuMemsetD8, "cuMemsetD8_v2", (CUdeviceptr address, unsigned char value, size_t bytes)) \
+  X(cuMemcpyAsync, "cuMemcpyAsync", (CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream)) \
+  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr to, const void* from, size_t bytes, void* stream)) \
+  X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t bytes, void* stream)) \
+  X(cuStreamCreateWithPriority, "cuStreamCreateWithPriority", (void** stream, unsigned int flags, int priority)) \
+  X(cuStreamDestroy, "cuStreamDestroy_v2", (void* stream)) \
+  X(cuStreamSynchronize, "cuStreamSynchronize", (void* stream)) \
+  X(cuStreamIsCapturing, "cuStreamIsCapturing", (void* stream, int* status)) \
+  X(cuStreamBatchMemOp, "cuStreamBatchMemOp_v2", \
+    (void* stream, unsigned int count, CUstreamMemOp* operations, unsigned int flags)) \
+  X(cuEventCreate, "cuEventCreate", (void** event, unsigned int flags)) \
+  X(cuEventDestroy, "cuEventDestroy_v2", (void* event)) \
+  X(cuEventRecord, "cuEventRecord", (void* event, void* stream)) \
+  X(cuStreamWaitEvent, "cuStreamWaitEvent", (void* stream, void* event, unsigned int flags))
+
 struct Driver {
-  CUresult (*cuInit)(unsigned int flags);
-  CUresult (*cuDriverGetVersion)(int* version);
-  CUresult (*cuGetErrorName)(CUresult error, const char** name);
-  CUresult (*cuGetErrorString)(CUresult error, const char** text);
-  CUresult (*cuDeviceGetCount)(int* count);
-  CUresult (*cuDeviceGet)(CUdevice* device, int ordinal);
-  CUresult (*cuDeviceGetName)(char* name, int capacity, CUdevice device);
-  CUresult (*cuDeviceGetUuid)(CUuuid* uuid, CUdevice device);
-  CUresult (*cuDeviceTotalMem)(size_t* bytes, CUdevice device);
-  CUresult (*cuDeviceGetAttribute)(int* value, int attribute, CUdevice device);
-  CUresult (*cuDeviceCanAccessPeer)(int* can_access, CUdevice device, CUdevice peer);
-  CUresult (*cuCtxGetCurrent)(void** context);
-  CUresult (*cuCtxSetCurrent)(void* context);
-  CUresult (*cuLaunchKernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                             unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
-                             void** parameters, void** extra);
-
-  CUresult (*cuDevicePrimaryCtxRetain)(void** context, CUdevice device);
-  CUresult (*cuDevicePrimaryCtxRelease)(CUdevice device);
-  CUresult (*cuThreadExchangeStreamCaptureMode)(int* mode);
-
-  CUresult (*cuMemGetAllocationGranularity)(size_t* bytes, const CUmemAllocationProp* prop, int option);
-  CUresult (*cuMemCreate)(CUallocation* allocation, size_t bytes, const CUmemAllocationProp* prop,
-                          unsigned long long flags);
-  CUresult (*cuMemRelease)(CUallocation allocation);
-  CUresult (*cuMemExportToShareableHandle)(void* handle, CUallocation allocation, int type, unsigned long long flags);
-  CUresult (*cuMemImportFromShareableHandle)(CUallocation* allocation, void* handle, int type);
-  CUresult (*cuMemAddressReserve)(CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr hint,
-                                  unsigned long long flags);
-  CUresult (*cuMemAddressFree)(CUdeviceptr address, size_t bytes);
-  CUresult (*cuMemMap)(CUdeviceptr address, size_t bytes, size_t offset, CUallocation allocation,
-                       unsigned long long flags);
-  CUresult (*cuMemUnmap)(CUdeviceptr address, size_t bytes);
-  CUresult (*cuMemSetAccess)(CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count);
-  CUresult (*cuMemAlloc)(CUdeviceptr* address, size_t bytes);
-  CUresult (*cuMemFree)(CUdeviceptr address);
-  CUresult (*cuIpcGetMemHandle)(CUipcMemHandle* handle, CUdeviceptr address);
-  CUresult (*cuIpcOpenMemHandle)(CUdeviceptr* address, CUipcMemHandle handle, unsigned int flags);
-  CUresult (*cuIpcCloseMemHandle)(CUdeviceptr address);
-  CUresult (*cuMemHostAlloc)(void** address, size_t bytes, unsigned int flags);
-  CUresult (*cuMemFreeHost)(void* address);
-
-  CUresult (*cuMemsetD8)(CUdeviceptr address, unsigned char value, size_t bytes);
-  CUresult (*cuMemcpyAsync)(CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream);
-  CUresult (*cuMemcpyHtoDAsync)(CUdeviceptr to, const void* from, size_t bytes, void* stream);
-  CUresult (*cuMemcpyDtoHAsync)(void* to, CUdeviceptr from, size_t bytes, void* stream);
-  CUresult (*cuStreamCreateWithPriority)(void** stream, unsigned int flags, int priority);
-  CUresult (*cuStreamDestroy)(void* stream);
-  CUresult (*cuStreamSynchronize)(void* stream);
-  CUresult (*cuStreamIsCapturing)(void* stream, int* status);
-  CUresult (*cuStreamBatchMemOp)(void* stream, unsigned int count, CUstreamMemOp* operations, unsigned int flags);
-  CUresult (*cuEventCreate)(void** event, unsigned int flags);
-  CUresult (*cuEventDestroy)(void* event);
-  CUresult (*cuEventRecord)(void* event, void* stream);
-  CUresult (*cuStreamWaitEvent)(void* stream, void* event, unsigned int flags);
+#define TE_LITE_FIELD(name, symbol, parameters) CUresult(*name) parameters;
+  TE_LITE_ENTRIES(TE_LITE_FIELD)
+#undef TE_LITE_FIELD
 };
 
 // The initialised driver. The first call opens the library and runs cuInit; a failure is not remembered, so the

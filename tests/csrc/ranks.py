@@ -1,11 +1,14 @@
-"""Ranks as forked processes over one memfd: control blocks, then flags, then an arena for each rank."""
+"""Ranks as forked processes over one memfd (control blocks, flags, an arena for each rank), programs and scripts."""
 
 import ctypes
 import mmap
 import multiprocessing
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import te_lite._C as _C
@@ -65,3 +68,25 @@ def finish(ranks: SimpleNamespace, without: tuple[int, ...] = ()) -> dict[int, o
 def run(size: int, body: Callable, *arguments: object) -> list:
     out = finish(start(size, body, *arguments))
     return [out[rank] for rank in range(size)]
+
+
+def program(*steps: tuple, name: str = "buffer") -> _C.Program:
+    """("copy", 1, ...) is program.copy(1, ...)."""
+    out = _C.Program(name)
+    for kind, *arguments in steps:
+        getattr(out, kind)(*arguments)
+    return out
+
+
+def script(body: str, folder: Path | None = None, **env: str) -> str:
+    """What a script prints, in a process of its own; folder: where it finds libcuda.so.1."""
+    path = {} if folder is None else {"LD_LIBRARY_PATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", body, _C.__file__],
+        env={**os.environ, **path, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
