@@ -105,6 +105,8 @@ g.control.announce("linear", 1)
 use = _C.Program("buffer")
 use.wait(1, g.here, 0, 0, "data from")
 use.after(0, 1)
+g.data[:16].add_(0)  # a kernel's first launch loads it, which waits for every stream, and the driver with it
+torch.cuda.synchronize()
 begin = time.monotonic()
 g.executor.issue(use, 0, 5, torch.cuda.current_stream().cuda_stream, ())
 g.data[:16].add_(1)  # behind the wait
