@@ -147,6 +147,7 @@ class Group:
             if not isinstance(error, _C.GroupBroken):
                 what = f"{type(error).__name__}: {error}"
                 self.control.break_group(f"rank {self.ranks[self.rank]} failed in {text}: {what}")
+            self.executor.synchronize()  # what is being copied goes with the caller's frame
             raise
 
     # what fits
