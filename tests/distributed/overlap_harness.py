@@ -231,6 +231,6 @@ def main(
         os._exit(1)
     here = session.here
     where = f"{here.world_size} {here.device.type} ranks started by {here.launcher}, tp {here.tp_size}"
-    session.say(f"VERDICT: {'all well' if good else 'FAILED, see the lines that end with FAIL'} on {where}")
+    session.say(f"VERDICT: {'all well' if good else 'FAILED, see the lines with FAIL'} on {where}")
     leave_ranks()
     return 0 if good else 1
