@@ -95,7 +95,10 @@ def as_int32(epoch: int) -> int:
 
 
 class Late:
-    """Copies from pinned memory, in order, by a copy engine on a stream of its own: it needs no multiprocessor."""
+    """Copies from pinned memory, in order, by a copy engine on a stream of its own: it needs no multiprocessor.
+
+    To be prepared before a kernel waits: an allocation might wait for that kernel.
+    """
 
     def __init__(self) -> None:
         self.stream, self.copies = torch.cuda.Stream(), []
@@ -109,7 +112,8 @@ class Late:
 
     def start(self, milliseconds: float = 20.0) -> None:
         with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(int(milliseconds * 1.5e6))
+            if milliseconds:
+                torch.cuda._sleep(int(milliseconds * 1.5e6))
             for to, source in self.copies:
                 to.copy_(source, non_blocking=True)
 

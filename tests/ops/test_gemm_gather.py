@@ -134,11 +134,12 @@ def test_abort_ends_the_wait():
     args[3].zero_()
     G.gemm_gather(*[*args[:5], -3, *args[6:]])
     torch.cuda.synchronize()
+    stop = Late().copy(args[6], 1)
     G.gemm_gather(*args)
     ended = torch.cuda.Event()
     ended.record()
     assert not fused.finished_within(0.05, ended)
-    Late().copy(args[6], 1).start(0.0)
+    stop.start(0.0)
     assert fused.finished_within(fused.PATIENCE_S, ended)
 
 
@@ -155,12 +156,12 @@ def test_wait_kernel(epoch):
     flag.fill_(fused.as_int32(epoch - 1))
     launcher, compiled = flags.compiled_wait(flag.device)
     assert compiled.function
-    stream = torch.cuda.current_stream().cuda_stream
+    stream, late = torch.cuda.current_stream().cuda_stream, Late().copy(flag, fused.as_int32(epoch))
     launcher.launch(1, stream, (flag.data_ptr(), word.data_ptr(), 3, abort.data_ptr()))
     ended = torch.cuda.Event()
     ended.record()
     assert not fused.finished_within(0.02, ended)
-    Late().copy(flag, fused.as_int32(epoch)).start(0.0)
+    late.start(0.0)
     fused.finish(abort)
 
 
