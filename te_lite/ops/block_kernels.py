@@ -17,6 +17,7 @@ from te_lite.ops.tiles import (
     to_fp8_bytes,
     to_fp8_words,
 )
+from te_lite.ops.word_tiles import column_bits, column_words, row_bits, to_fp8_pairs, word_quarters
 
 # (block length, square, row wanted, col wanted) -> tile, one block high: columns of blocks need no second one.
 BLOCK_CONFIGS: dict[tuple[int, bool, bool, bool], Config] = {
@@ -30,18 +31,22 @@ BLOCK_CONFIGS: dict[tuple[int, bool, bool, bool], Config] = {
     (128, True, False, True): Config(128, 128, 4),
     (128, True, True, True): Config(128, 128, 4),
 }
+# Tiles of words in blocks of 128, with columns; row wanted -> Config.
+WORD_BLOCK_CONFIGS = {False: Config(128, 64, 4), True: Config(128, 128, 8, registers=80)}
 
 
-def block_config(block: int, square: bool, row: bool, col: bool, kind: str) -> tuple[int, int, int, int | None]:
-    """(rows, columns, warps, registers at most) of a tile.
+def block_config(block: int, square: bool, row: bool, col: bool, kind: str, pow2: bool) -> Config:
+    """Of the tables above. kind: of the source, or "words".
 
     Sources that are computed get a warp for 1024 values: with a plain tensor's, the two tiles of a gated activation's
     gradient spill up to 6 KB a thread (read from the compiler for sm_90; not timed).
     """
-    block_m, block_n, num_warps, registers, _ = BLOCK_CONFIGS[block, square, row, col]
-    if kind != "plain":
-        num_warps, registers = block_m * block_n // 1024, None
-    return block_m, block_n, num_warps, registers
+    if kind == "words":
+        config = WORD_BLOCK_CONFIGS[row]
+        return config if pow2 else config._replace(registers=None)  # divisions would spill
+    config = BLOCK_CONFIGS[block, square, row, col]
+    num_warps = config.block_m * config.block_n // 1024
+    return config if kind == "plain" else Config(config.block_m, config.block_n, num_warps)
 
 
 DEQUANTIZE_CONFIG = Config(32, 256, 4)
@@ -102,22 +107,11 @@ def _row_quarters(
     B: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    _row_quarter(
-        v0, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
-    _row_quarter(
-        v1, row, row_scale, eps, m0 + 1, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
-    _row_quarter(
-        v2, row, row_scale, eps, m0 + 2, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
-    _row_quarter(
-        v3, row, row_scale, eps, m0 + 3, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
+    for r in tl.static_range(4):
+        _row_quarter(
+            (v0, v1, v2, v3)[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width, scale_m, scale_n,
+            B, E8M0, CAP, POW2, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -203,6 +197,51 @@ def _block_tile(
 
 
 @triton.jit
+def _word_row(
+    w, row, m0, n0, rows, cols, eps,
+    FP16: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One quarter with a scale a row, which is returned as it is to be stored."""
+    s, stored = _scales(row_bits(w, FP16), eps, False, CAP, POW2)
+    h = to_fp8_pairs(w, s[:, None], FP16, False)
+    row = row.to(tl.pointer_type(tl.int16))
+    store_quarter(row, h, m0, n0 // 2, n0 // 2, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
+    return stored
+
+
+@triton.jit
+def _word_tile(
+    tile_m, n0, x, row, row_scale, col, col_scale, eps, rows, cols, padded,
+    row_scale_m, row_scale_n, col_scale_m, col_scale_n,
+    CAP: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """_block_tile of words with a transposed copy. Blocks are as long as the tile is high; with rows it is as wide."""
+    FP16: tl.constexpr = x.dtype.element_ty == tl.float16
+    m0 = tile_m * BLOCK_M
+    w0, w1, w2, w3 = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
+    # Columns' scales first: they wait for all four quarters, so that the loads are issued together.
+    even, odd = column_bits(w0, w1, w2, w3, FP16)
+    even, stored_even = _scales(even, eps, False, CAP, POW2)
+    odd, stored_odd = _scales(odd, eps, False, CAP, POW2)
+    n = n0 + tl.arange(0, BLOCK_N)
+    stored = tl.reshape(tl.join(stored_even, stored_odd), [BLOCK_N])
+    tl.store(col_scale + tile_m.to(tl.int64) * col_scale_m + n * col_scale_n, stored, mask=n < cols)
+    if row is not None:
+        r0 = _word_row(w0, row, m0, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        r1 = _word_row(w1, row, m0 + 1, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        r2 = _word_row(w2, row, m0 + 2, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        r3 = _word_row(w3, row, m0 + 3, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        m = m0 + tl.arange(0, BLOCK_M)
+        stored = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK_M])  # row 4i + r from quarter r
+        tl.store(row_scale + (n0 // BLOCK_N).to(tl.int64) * row_scale_n + m * row_scale_m, stored, mask=m < rows)
+        # Zero, which the compiler does not know: else it keeps the tile as fp32 values, for both passes at once.
+        zero = rows >> 31
+        w0, w1, w2, w3 = w0 ^ zero, w1 ^ zero, w2 ^ zero, w3 ^ zero
+    w = column_words(w0, w1, w2, w3, even[None, :], odd[None, :], FP16)
+    store_words(col, w, m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
 def block_kernel(
     x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial,
     eps, rows, cols, padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n,
@@ -221,7 +260,12 @@ def block_kernel(
     tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
     split = tl.program_id(0) // tiles_n
     n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
-    if not LOOP:
+    if KIND == "words":
+        _word_tile(
+            split, n0, x, row, row_scale, col, col_scale, eps, rows, cols, padded,
+            row_scale_m, row_scale_n, col_scale_m, col_scale_n, CAP, POW2, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    elif not LOOP:
         total, total2 = _block_tile(
             split, n0, x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, eps, rows, cols, width, padded,
             row_scale_m, row_scale_n, col_scale_m, col_scale_n, KIND, ACT, GLU, ZERO_CENTERED, B, SQUARE, E8M0, CAP,

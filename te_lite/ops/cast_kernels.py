@@ -18,6 +18,7 @@ from te_lite.ops.tiles import (
     to_fp8_bytes,
     to_fp8_words,
 )
+from te_lite.ops.word_tiles import largest_bits, largest_words, to_fp8_pairs, turned, word_quarters
 
 MOST_PARTIALS = 1024  # partial maxima that every program of a cast reduces again, in one load
 _PARTIALS = tl.constexpr(MOST_PARTIALS)
@@ -45,11 +46,23 @@ CONFIGS: dict[tuple[bool, bool, bool], Config] = {
     (False, False, True): Config(16, 256, 4),
     (False, True, False): Config(32, 128, 4),
     (False, True, True): Config(16, 128, 4),
-    (True, False, False): Config(128, 64, 4, registers=112),
+    (True, False, False): Config(128, 64, 4, registers=96),
     (True, False, True): Config(64, 64, 4),
     (True, True, False): Config(64, 64, 4),
     (True, True, True): Config(64, 64, 4),
 }
+# Tiles of words; row wanted -> Config.
+WORD_CONFIGS = {True: Config(128, 64, 4), False: Config(256, 64, 8)}
+
+
+def cast_config(col: bool, computed: bool, few: bool, hp: bool, sums: bool) -> Config:
+    """Of CONFIGS, with as many registers as column sums need, or a high-precision copy: with fewer those spill."""
+    config = CONFIGS[col, computed, few]
+    if config.registers is None or not (hp or sums):
+        return config
+    return config._replace(registers=None if hp else config.registers + 32)
+
+
 # Reads only: exactly the programs that fit at once, each leaving one partial maximum.
 AMAX_CONFIG = Config(16, 256, 4, programs_per_sm=8)
 
@@ -73,6 +86,20 @@ def scale_from_amax(amax, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr)
     partial = tl.load(amax + i, mask=i < count, other=0.0)
     a = tl.max(magnitude_bits(partial)).to(tl.float32, bitcast=True)
     return scale_of(a, eps, FP8_MAX, _FLOAT_MAX, POW2)
+
+
+@triton.jit
+def _scale(scale, amax, scale_inv, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+    """The scale of the whole matrix; 1 where there is none. Program 0 writes its inverse."""
+    s = 1.0
+    if scale_inv is not None:
+        if scale is not None:
+            s = tl.load(scale)
+        else:
+            s = scale_from_amax(amax, count, eps, FP8_MAX, POW2)
+        if tl.program_id(0) == 0:
+            tl.store(scale_inv, tl.div_rn(1.0, s))
+    return s
 
 
 @triton.jit
@@ -114,9 +141,10 @@ def _emit(
 
 @triton.jit
 def _transform_tile(
-    tile_m, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width, padded,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile_m, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv,
+    eps, rows, cols, width, padded, count,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of transform_kernel: (its largest magnitude as bits, sums of four rows, those of the second tile)."""
     TWO: tl.constexpr = GLU and KIND == "dact"
@@ -124,6 +152,7 @@ def _transform_tile(
     a0, a1, a2, a3, b0, b1, b2, b3 = quarters(
         x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N
     )
+    s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)  # while the tile is on its way
     # Reduced before anything is stored: a tile of maxima would occupy registers until the end.
     largest = largest_of(a0, a1, a2, a3)
     if TWO:
@@ -141,6 +170,28 @@ def _transform_tile(
     return largest, (a0 + a1) + (a2 + a3), (b0 + b1) + (b2 + b3)
 
 
+@triton.jit
+def _word_tile(
+    tile_m, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count,
+    FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """_transform_tile of words, with one scale and neither hp nor sums: its largest magnitude."""
+    FP16: tl.constexpr = x.dtype.element_ty == tl.float16
+    m0 = tile_m * BLOCK_M
+    w0, w1, w2, w3 = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
+    s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)
+    largest = tl.max(largest_bits(largest_words(w0, w1, w2, w3), FP16))
+    h0, h1 = to_fp8_pairs(w0, s, FP16, E5M2), to_fp8_pairs(w1, s, FP16, E5M2)
+    h2, h3 = to_fp8_pairs(w2, s, FP16, E5M2), to_fp8_pairs(w3, s, FP16, E5M2)
+    if row is not None:
+        row = row.to(tl.pointer_type(tl.int16))
+        n = n0 // 2
+        store_quarters(row, h0, h1, h2, h3, m0, n, n, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
+    if col is not None:
+        store_words(col, turned(h0, h1, h2, h3), m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
+    return largest
+
+
 @triton.jit(do_not_specialize_on_alignment=["amax_out", "scale"])
 def transform_kernel(
     amax_out, scale, x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial,
@@ -156,23 +207,20 @@ def transform_kernel(
     splits-th tile of its columns: straight-line code takes 40 registers fewer (77 against 81 us at 8192 x 8192).
     """
     program = tl.program_id(0)
-    s = 1.0
-    if scale_inv is not None:
-        if scale is not None:
-            s = tl.load(scale)
-        else:
-            s = scale_from_amax(amax, count, eps, FP8_MAX, POW2)
-        if program == 0:
-            tl.store(scale_inv, tl.div_rn(1.0, s))
     TWO: tl.constexpr = GLU and KIND == "dact"
     width = cols * 2 if TWO else cols
     tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
     split = program // tiles_n
     n0 = (program % tiles_n) * BLOCK_N
-    if not LOOP:
+    if KIND == "words":
+        largest = _word_tile(
+            split, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count, FP8_MAX, E5M2, POW2,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    elif not LOOP:
         largest, total, total2 = _transform_tile(
-            split, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width, padded,
-            KIND, ACT, GLU, ZERO_CENTERED, E5M2, BLOCK_M, BLOCK_N,
+            split, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv, eps,
+            rows, cols, width, padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         largest = 0
@@ -180,8 +228,9 @@ def transform_kernel(
         total2 = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             most, a, b = _transform_tile(
-                tile_m, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width,
-                padded, KIND, ACT, GLU, ZERO_CENTERED, E5M2, BLOCK_M, BLOCK_N,
+                tile_m, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv,
+                eps, rows, cols, width, padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M,
+                BLOCK_N,
             )  # fmt: skip
             largest = tl.maximum(largest, most)
             total += a

@@ -12,14 +12,18 @@ import triton.language as tl
 from te_lite.ops.source import produce
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_PACK = """{{
-.reg .b16 low, high;
-cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
-cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
-mov.b32 $0, {{low, high}};
-}}"""
-_PACK_E4M3 = tl.constexpr(_PACK.format("e4m3"))
-_PACK_E5M2 = tl.constexpr(_PACK.format("e5m2"))
+
+
+def pack(kind: str, order: str) -> tl.constexpr:
+    """Assembler: four fp32 values, operands in this order, to the four bytes of a register, lowest first."""
+    a, b, c, d = order
+    return tl.constexpr(f"""{{ .reg .b16 low, high;
+        cvt.rn.satfinite.{kind}x2.f32 low, ${b}, ${a};
+        cvt.rn.satfinite.{kind}x2.f32 high, ${d}, ${c};
+        mov.b32 $0, {{low, high}}; }}""")
+
+
+_PACK_E4M3, _PACK_E5M2 = pack("e4m3", "1234"), pack("e5m2", "1234")
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -119,8 +123,11 @@ def store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M: tl.constexpr
     # Masked whatever the scale is: with one of inf or nan, 0 * scale is not 0.
     w = w & tl.where(left == 4, -1, (1 << (8 * left)) - 1)[:, None]
     out = col.to(tl.pointer_type(tl.int32)) + (n_out.to(tl.int64) * padded + m0) // 4
-    mask = (n0 + n < cols)[:, None] & (m0 + 4 * i < padded)[None, :]
-    tl.store(out + (n[:, None] * (padded // 4) + i[None, :]), tl.trans(w), mask=mask)
+    # padded and m0 are multiples of 16. Triton has to know, to see a mask that is the same for four words: 16 bytes.
+    known = i < tl.multiple_of((padded - m0) // 4, 4)
+    tl.store(
+        out + (n[:, None] * (padded // 4) + i[None, :]), tl.trans(w), mask=(n0 + n < cols)[:, None] & known[None, :]
+    )
 
 
 @triton.jit
