@@ -155,8 +155,14 @@ class Executor:
     def set_flags(self, address: int, bytes: int) -> None:
         """CUDA: the memory of the flags this rank waits for, needed before the first wait."""
 
-    def set_abort(self, address: int) -> None:
-        """CUDA: a device word that becomes 1 when the group breaks."""
+    @property
+    def abort_address(self) -> int:
+        """CUDA, after set_flags: a word in pinned host memory, for kernels that poll, that becomes 1 when the group
+        breaks. The host writes it, so no queue of the device stands in its way. 0 without."""
+
+    def set_kernel_waits(self, on: bool) -> None:
+        """CUDA: waits are launches of wait_kernel instead of stream memory operations. For
+        CUDA_DEVICE_MAX_CONNECTIONS=1, where such an operation that waits would stand before what releases it."""
 
     # CUDA, write only: flag "p", word "p", delta "i", abort "p"; ends when flag has reached word + delta, or on abort.
     wait_kernel: Kernel

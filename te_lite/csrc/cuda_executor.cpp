@@ -37,8 +37,9 @@ class CudaExecutor final : public Executor {
   ~CudaExecutor() override { close(); }
 
   void set_flags(uint64_t address, size_t bytes) override;
-  void set_abort(uint64_t address) override { abort_ = address; }
+  uint64_t abort_address() const override { return host_ ? reinterpret_cast<uint64_t>(abort_word()) : 0; }
   void set_wait_kernel(const Kernel& kernel) override;
+  void set_kernel_waits(bool on) override { kernel_waits_ = on; }
   void close() override;
 
  private:
@@ -49,13 +50,16 @@ class CudaExecutor final : public Executor {
   using Batch = std::vector<CUstreamMemOp>;  // consecutive sets and waits of one stream
 
   void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override;
-  void add(Batch& batch, const Step& step);
+  void remember(const Step& wait);
   void flush(Batch& batch, int stream);
   void issue_one(const Step& step, uint64_t epoch_word);
   void watch();
   void look();
   void find_overdue();
   void release();
+  void launch_wait(const Step& step, void* stream, uint64_t word, uint32_t delta);
+  uint32_t* abort_word() const { return host_ + flag_bytes_ / sizeof *host_; }
+  uint64_t zero_word() const { return reinterpret_cast<uint64_t>(abort_word() + 1); }
   uint32_t& seen(const Pending& pending) { return host_[(pending.wait.to - flags_) / sizeof *host_]; }
 
   const Driver& cuda_;
@@ -63,14 +67,14 @@ class CudaExecutor final : public Executor {
   std::vector<void*> streams_;  // [0]: main, of the segment that is issued
   void* event_ = nullptr;       // one is enough: a stream that waits for it keeps to what was recorded by then
   const Kernel* wait_kernel_ = nullptr;
+  std::atomic<bool> kernel_waits_{false};
   std::mutex issuing_;
 
   std::mutex mutex_;  // of all below
   std::vector<Pending> pending_;  // in the order of issue
   CUdeviceptr flags_ = 0;
   size_t flag_bytes_ = 0;
-  uint32_t* host_ = nullptr;  // pinned: the flags as last seen, and one word more that holds 1
-  std::atomic<CUdeviceptr> abort_{0};
+  uint32_t* host_ = nullptr;  // pinned: the flags as last seen, then the abort word and one that stays zero
   void* own_stream_ = nullptr;
   std::unique_ptr<std::thread> watcher_;
 };
@@ -84,11 +88,11 @@ void CudaExecutor::set_flags(uint64_t address, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (flags_) throw std::invalid_argument("the flags of this executor are set already: set them once");
   void* host = nullptr;
-  TE_LITE_CHECK(cuda_, cuMemHostAlloc, &host, bytes + sizeof *host_, 0);
-  host_ = static_cast<uint32_t*>(host);
-  host_[bytes / sizeof *host_] = 1;
+  TE_LITE_CHECK(cuda_, cuMemHostAlloc, &host, bytes + 2 * sizeof *host_, 0);
   flags_ = address;
   flag_bytes_ = bytes;
+  host_ = static_cast<uint32_t*>(host);
+  abort_word()[0] = abort_word()[1] = 0;
 }
 
 void CudaExecutor::set_wait_kernel(const Kernel& kernel) {
@@ -135,11 +139,13 @@ void CudaExecutor::perform(std::vector<Step>& steps, uint64_t main_stream, uint6
   Batch batch;
   int stream = 0;  // of the batch
   for (const Step& step : steps) {
-    const bool batched = !epoch_word && (step.kind == Step::kSet || step.kind == Step::kWait);
+    const bool waits = step.kind == Step::kWait;
+    const bool batched = !epoch_word && (step.kind == Step::kSet || (waits && !kernel_waits_));
     if (!batched || step.stream != stream || batch.size() == kMostMemOps) flush(batch, stream);
     stream = step.stream;
+    if (waits && !epoch_word) remember(step);
     if (batched) {
-      add(batch, step);
+      batch.push_back({waits ? kMemOpWait32 : kMemOpWrite32, step.to, step.value, 0, 0, 0});
     } else {
       issue_one(step, epoch_word);
     }
@@ -148,17 +154,14 @@ void CudaExecutor::perform(std::vector<Step>& steps, uint64_t main_stream, uint6
 }
 
 // A wait is known to the watcher before it can block: also this thread may block, in a full queue.
-void CudaExecutor::add(Batch& batch, const Step& step) {
-  if (step.kind == Step::kWait) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (step.to < flags_ || step.to + 4 > flags_ + flag_bytes_) {
-      throw std::invalid_argument("a wait for the flag at " + std::to_string(step.to) + ", outside of the " +
-                                  std::to_string(flag_bytes_) + " bytes at " + std::to_string(flags_) +
-                                  " that set_flags() gave: nobody could release it");
-    }
-    pending_.push_back({step, Clock::now()});
+void CudaExecutor::remember(const Step& wait) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (wait.to < flags_ || wait.to + 4 > flags_ + flag_bytes_) {
+    throw std::invalid_argument("a wait for the flag at " + std::to_string(wait.to) + ", outside of the " +
+                                std::to_string(flag_bytes_) + " bytes at " + std::to_string(flags_) +
+                                " that set_flags() gave: nobody could release it");
   }
-  batch.push_back({step.kind == Step::kWait ? kMemOpWait32 : kMemOpWrite32, step.to, step.value, 0, 0, 0});
+  pending_.push_back({wait, Clock::now()});
 }
 
 void CudaExecutor::flush(Batch& batch, int stream) {
@@ -181,11 +184,17 @@ void CudaExecutor::issue_one(const Step& step, uint64_t epoch_word) {
                                   " with an epoch word: the word is copied as it is, so only + 0 can be set");
     }
     TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
+  } else if (epoch_word) {
+    launch_wait(step, stream, epoch_word, static_cast<uint32_t>(step.delta));
   } else {
-    if (!wait_kernel_) throw std::runtime_error("a wait with an epoch word needs the executor's wait_kernel: set it");
-    Argument arguments[] = {{step.to}, {epoch_word}, {step.delta}, {abort_}};
-    wait_kernel_->launch(1, reinterpret_cast<uint64_t>(stream), arguments, 4);
+    launch_wait(step, stream, zero_word(), step.value);
   }
+}
+
+void CudaExecutor::launch_wait(const Step& step, void* stream, uint64_t word, uint32_t delta) {
+  if (!wait_kernel_) throw std::runtime_error("a wait with an epoch word needs the executor's wait_kernel: set it");
+  Argument arguments[] = {{step.to}, {word}, {delta}, {abort_address()}};
+  wait_kernel_->launch(1, reinterpret_cast<uint64_t>(stream), arguments, 4);
 }
 
 void CudaExecutor::watch() try {
@@ -209,13 +218,17 @@ void CudaExecutor::look() {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool old = !pending_.empty() && Clock::now() - pending_.front().since > kYoung;
     if (!flags_ || (!broken && !old)) return;
+    if (broken) __atomic_store_n(abort_word(), 1u, __ATOMIC_RELEASE);  // before any call that the device may hold up
   }
   // Not under the lock: threads that issue need it, and this may take a while on a busy device.
   TE_LITE_CHECK(cuda_, cuMemcpyDtoHAsync, host_, flags_, flag_bytes_, own_stream_);
   TE_LITE_CHECK(cuda_, cuStreamSynchronize, own_stream_);
   std::lock_guard<std::mutex> lock(mutex_);
   if (!broken) find_overdue();
-  if (control_.is_broken()) release();
+  if (control_.is_broken()) {
+    __atomic_store_n(abort_word(), 1u, __ATOMIC_RELEASE);
+    release();
+  }
 }
 
 void CudaExecutor::find_overdue() {
@@ -235,9 +248,6 @@ void CudaExecutor::release() {
     if (reached(seen(*pending), pending->wait.value)) continue;
     seen(*pending) = pending->wait.value;
     TE_LITE_CHECK(cuda_, cuMemcpyHtoDAsync, pending->wait.to, &seen(*pending), sizeof(uint32_t), own_stream_);
-  }
-  if (abort_) {
-    TE_LITE_CHECK(cuda_, cuMemcpyHtoDAsync, abort_, host_ + flag_bytes_ / sizeof *host_, sizeof(uint32_t), own_stream_);
   }
 }
 

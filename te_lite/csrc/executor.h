@@ -28,8 +28,9 @@ class Executor {
 
   // CUDA only; see _C.pyi.
   virtual void set_flags(uint64_t, size_t) {}
-  virtual void set_abort(uint64_t) {}
+  virtual uint64_t abort_address() const { return 0; }
   virtual void set_wait_kernel(const Kernel&) {}
+  virtual void set_kernel_waits(bool) {}
 
   // For tests.
   void set_delays(uint64_t seed, int max_microseconds);

@@ -18,23 +18,28 @@ from te_lite.ops.launch import _ready
 
 _ON_DEVICE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
 
-# Thread t polls the word at $1 + t * $2 for t < $3, but not t == $4, until it has reached $5 or the word at $6 is set.
+# Thread t polls the word at $1 + t * $2 for t < $3, but not t == $4, until it has reached $5 or the word at $6 is set,
+# which lies in host memory and is read at every 64th poll only.
 # The barrier hands what that thread acquired to the others, the fence to the tensor-copy unit. $3 == 0: nothing at all.
 _WAIT = tl.constexpr("""
 {
-    .reg .pred p; .reg .b32 t, v; .reg .b64 a;
+    .reg .pred p; .reg .b32 t, v, polls; .reg .b64 a;
     setp.eq.u32 p, $3, 0;        @p bra END;
     mov.u32 t, %tid.x;
     setp.ge.u32 p, t, $3;        @p bra DONE;
     setp.eq.u32 p, t, $4;        @p bra DONE;
     mad.wide.u32 a, t, $2, $1;
+    mov.u32 polls, 0;
 POLL:
     ld.acquire.sys.global.b32 v, [a];
     sub.s32 v, v, $5;
     setp.ge.s32 p, v, 0;         @p bra DONE;
+    nanosleep.u32 64;
+    add.u32 polls, polls, 1;
+    and.b32 v, polls, 63;
+    setp.ne.u32 p, v, 0;         @p bra POLL;
     ld.relaxed.sys.global.b32 v, [$6];
-    setp.ne.s32 p, v, 0;         @p bra DONE;
-    nanosleep.u32 64;            bra POLL;
+    setp.eq.s32 p, v, 0;         @p bra POLL;
 DONE:
     bar.sync 0;
     fence.proxy.async.global;

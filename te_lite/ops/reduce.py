@@ -1,6 +1,6 @@
 """The end of a reduce-scatter: one sum over the ranks' partial results, in an order that only the rank decides.
 
-    out = staging[rank+1] + staging[rank+2] + ... + own + bias         # cyclically, in fp32, rounded once
+out = staging[rank+1] + staging[rank+2] + ... + own + bias         # cyclically, in fp32, rounded once
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops.flags import advance, compiled_wait
@@ -69,7 +68,6 @@ class Group:
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
         flags = {name: Buffer.flags_needed(self.size, SLOTS, PIECES) for name in names}
         self.arena.reserve("flags", 4 * sum(flags.values()))
-        self.arena.reserve("abort", 4)
         self.arena.commit(exchange)
         self._control_memory = share_host_memory(exchange, _C.CONTROL_BYTES)
         self._start(exchange, flags, first_epoch)
@@ -101,13 +99,10 @@ class Group:
 
     def _prepare_cuda(self) -> None:
         self.executor.set_flags(self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags"))
-        self.executor.set_abort(self.arena.address("abort", 0, self.rank))
         self.executor.wait_kernel, _ = compiled_wait(self.device)
-
-    @property
-    def abort(self) -> Tensor:
-        """The device word that becomes 1 when the group breaks, for kernels that poll."""
-        return self.arena.view("abort", 0, self.rank)[:4].view(torch.int32)
+        self.executor.set_kernel_waits(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
+        word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
+        self.abort = torch.from_dlpack(word).view(torch.int32)
 
     # one call
 
