@@ -9,7 +9,7 @@ BASE_PYTHON ?= python3
 TEST_WORKERS ?= 2
 TEST_ARGS ?=
 RANKS ?= 2
-DEMO_ARGS ?= --tp $(RANKS) --sequence-parallel --recipe delayed
+DEMO_ARGS ?= --tp $(RANKS) --sequence-parallel --recipe delayed --overlap
 BENCH_ARGS ?=
 TREE ?= $(shell git rev-parse --verify -q HEAD:te_lite)
 

@@ -26,6 +26,8 @@ def initialize_overlap(args: Namespace, here: mesh.Mesh) -> None:
             args.tp,
             use_fp8=te.recipe.from_name(args.recipe).is_fp8,
             dtype=options.PARAMS_DTYPES[args.params_dtype],
+            tp_group=here.tp_group,
+            device=here.device,
         )
     except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         raise mesh.RefusedError(f"--overlap: {error}") from error
@@ -80,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1  # without mesh.disconnect(), which would wait for ranks that wait for this one
     # the ranks leave together: rank 0 still writes files when the others are done
     here.barrier()
+    te.destroy_ub()
     mesh.disconnect()
     return 0
 

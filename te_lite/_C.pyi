@@ -1,5 +1,6 @@
 """What Python cannot do, in C++. Importing it opens no driver; the first call that needs one does."""
 
+from builtins import bytes as _bytes  # CudaMemory has an attribute of that name
 from typing import TypedDict
 
 class Device(TypedDict):
@@ -39,6 +40,35 @@ class Kernel:
 def dlpack(address: int, bytes: int, device: int, owner: object) -> object:
     """A "dltensor" capsule: uint8 [bytes] at address, which owner keeps alive. device -1: CPU, else that CUDA device,
     also for memory of a peer that is mapped here."""
+
+class CudaMemory:
+    """Device memory, zero at first, that other processes can map. Freed with the object. RuntimeError where the driver
+    refuses."""
+
+    @staticmethod
+    def vmm(device: int, bytes: int) -> CudaMemory:
+        """Shared by file descriptor; bytes are rounded up to the device's granularity."""
+
+    @staticmethod
+    def import_fd(device: int, fd: int, bytes: int) -> CudaMemory:
+        """Maps a peer's vmm() memory for use by device. fd stays the caller's."""
+
+    @staticmethod
+    def ipc(device: int, bytes: int) -> CudaMemory:
+        """Shared by a handle of 64 bytes, where descriptors cannot be."""
+
+    @staticmethod
+    def open_ipc(device: int, handle: _bytes, bytes: int) -> CudaMemory:
+        """Maps a peer's ipc() memory, which the peer must not free before this."""
+
+    def export_fd(self) -> int:
+        """A descriptor that the caller closes."""
+
+    def ipc_handle(self) -> _bytes: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
 
 CONTROL_BYTES: int  # a rank's block of shared memory for Control
 

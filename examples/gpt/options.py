@@ -141,15 +141,10 @@ def check(args: argparse.Namespace, world_size: int) -> None:
 
 
 def check_device(args: argparse.Namespace, mesh: Mesh) -> None:
-    """RefusedError where the recipe does not run on this device or the library cannot overlap."""
+    """RefusedError where the recipe does not run on this device."""
     supported, reason = te.check_recipe_support(te.recipe.from_name(args.recipe), mesh.device)
     if not supported:
         raise RefusedError(f"--recipe {args.recipe} on {mesh.device}: {reason}. Pass --recipe bf16 or another device.")
-    if args.overlap and not hasattr(te, "initialize_ub"):
-        raise RefusedError(
-            "--overlap: this te_lite has no userbuffers (te_lite.initialize_ub is missing), so nothing would "
-            "overlap. Drop --overlap: the same collectives then run before and after the GEMMs."
-        )
 
 
 def model_config(args: argparse.Namespace) -> GPTConfig:

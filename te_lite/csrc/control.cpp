@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 
 namespace te_lite {
 namespace {
@@ -33,7 +34,10 @@ std::optional<Operation> read(const ControlBlock& block, uint64_t sequence) {
   const ControlBlock::Entry& entry = block.ring[sequence % kRing];
   if (entry.sequence.load(std::memory_order_acquire) != sequence) return std::nullopt;
   char text[sizeof entry.text];
-  std::memcpy(text, entry.text, sizeof text);
+  for (size_t i = 0; i < std::size(entry.text); ++i) {
+    const uint64_t word = entry.text[i].load(std::memory_order_relaxed);
+    std::memcpy(text + i * sizeof word, &word, sizeof word);
+  }
   const Operation operation{entry.hash.load(std::memory_order_relaxed), std::string(text, strnlen(text, sizeof text))};
   std::atomic_thread_fence(std::memory_order_acquire);
   if (entry.sequence.load(std::memory_order_relaxed) != sequence) return std::nullopt;
@@ -72,13 +76,19 @@ void Control::announce(const std::string& operation, uint64_t hash) {
   entry.sequence.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
   entry.hash.store(hash, std::memory_order_relaxed);
-  copy_text(entry.text, operation);
+  char text[sizeof entry.text] = {};
+  copy_text(text, operation);
+  for (size_t i = 0; i < std::size(entry.text); ++i) {
+    uint64_t word;
+    std::memcpy(&word, text + i * sizeof word, sizeof word);
+    entry.text[i].store(word, std::memory_order_relaxed);
+  }
   entry.sequence.store(sequence, std::memory_order_release);
   announced_.store(sequence, std::memory_order_release);
 }
 
 std::string Control::describe(uint64_t sequence) const {
-  const std::optional<Operation> operation = read(own_, sequence);
+  const std::optional<Operation> operation = sequence ? read(own_, sequence) : std::nullopt;
   return "operation " + std::to_string(sequence) + (operation ? " (" + operation->text + ")" : "");
 }
 

@@ -29,7 +29,7 @@ struct alignas(64) ControlBlock {
   struct Entry {
     std::atomic<uint64_t> sequence;  // 0 while the entry is being written
     std::atomic<uint64_t> hash;
-    char text[120];
+    std::atomic<uint64_t> text[15];  // words, since a reader may come in the middle of a write (and then drops it)
   };
   std::atomic<uint32_t> heartbeat;
   std::atomic<uint32_t> state;

@@ -1,10 +1,250 @@
-// The executor for CUDA ranks: copy engines and stream memory operations.
+// The executor for CUDA ranks: copy engines, stream memory operations, and a watcher for waits that take too long.
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+
+#include "check.h"
+#include "driver.h"
 #include "executor.h"
 
 namespace te_lite {
+namespace {
 
-std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>&, Control&) {
-  throw std::runtime_error("device " + std::to_string(device) + ": only the host (-1) is supported so far");
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kPeriod{20};
+constexpr int kLook = 10;                  // periods between looks at the device
+constexpr std::chrono::seconds kYoung{1};  // waits that are not worth a look yet
+constexpr size_t kMostMemOps = 128;        // in one call; the driver takes fewer than 256
+constexpr int kHighestPriority = -1000;    // the driver clamps it
+
+class CudaExecutor final : public Executor {
+ public:
+  CudaExecutor(int device, const std::vector<uint64_t>& streams, Control& control)
+      : Executor(control, static_cast<int>(streams.size())), cuda_(driver()), context_(device), streams_{nullptr} {
+    for (uint64_t stream : streams) streams_.push_back(reinterpret_cast<void*>(stream));
+    try {
+      const PrimaryContext::Scope scope(context_.get());
+      TE_LITE_CHECK(cuda_, cuEventCreate, &event_, kEventDisableTiming);
+      // Of its own, apart from the default stream, and of a priority of its own: with CUDA_DEVICE_MAX_CONNECTIONS=1,
+      // streams of one priority share a queue, where a write that releases a wait would stand behind it.
+      TE_LITE_CHECK(cuda_, cuStreamCreateWithPriority, &own_stream_, kStreamNonBlocking, kHighestPriority);
+      watcher_ = std::make_unique<std::thread>(&CudaExecutor::watch, this);
+    } catch (...) {
+      close();
+      throw;
+    }
+  }
+  ~CudaExecutor() override { close(); }
+
+  void set_flags(uint64_t address, size_t bytes) override;
+  void set_abort(uint64_t address) override { abort_ = address; }
+  void set_wait_kernel(const Kernel& kernel) override;
+  void close() override;
+
+ private:
+  struct Pending {
+    Step wait;
+    Clock::time_point since;
+  };
+  using Batch = std::vector<CUstreamMemOp>;  // consecutive sets and waits of one stream
+
+  void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override;
+  void add(Batch& batch, const Step& step);
+  void flush(Batch& batch, int stream);
+  void issue_one(const Step& step, uint64_t epoch_word);
+  void watch();
+  void look();
+  void find_overdue();
+  void release();
+  uint32_t& seen(const Pending& pending) { return host_[(pending.wait.to - flags_) / sizeof *host_]; }
+
+  const Driver& cuda_;
+  const PrimaryContext context_;
+  std::vector<void*> streams_;  // [0]: main, of the segment that is issued
+  void* event_ = nullptr;       // one is enough: a stream that waits for it keeps to what was recorded by then
+  const Kernel* wait_kernel_ = nullptr;
+  std::mutex issuing_;
+
+  std::mutex mutex_;  // of all below
+  std::vector<Pending> pending_;  // in the order of issue
+  CUdeviceptr flags_ = 0;
+  size_t flag_bytes_ = 0;
+  uint32_t* host_ = nullptr;  // pinned: the flags as last seen, and one word more that holds 1
+  std::atomic<CUdeviceptr> abort_{0};
+  void* own_stream_ = nullptr;
+  std::unique_ptr<std::thread> watcher_;
+};
+
+void CudaExecutor::set_flags(uint64_t address, size_t bytes) {
+  if (address % 4 || bytes % 4 || !bytes) {
+    throw std::invalid_argument("flags of " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
+                                ": both must be multiples of 4, and bytes above 0");
+  }
+  const PrimaryContext::Scope scope(context_.get());
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (flags_) throw std::invalid_argument("the flags of this executor are set already: set them once");
+  void* host = nullptr;
+  TE_LITE_CHECK(cuda_, cuMemHostAlloc, &host, bytes + sizeof *host_, 0);
+  host_ = static_cast<uint32_t*>(host);
+  host_[bytes / sizeof *host_] = 1;
+  flags_ = address;
+  flag_bytes_ = bytes;
+}
+
+void CudaExecutor::set_wait_kernel(const Kernel& kernel) {
+  std::string kinds = kernel.kinds();
+  kinds.erase(std::remove(kinds.begin(), kinds.end(), '-'), kinds.end());
+  if (kinds != "ppip") {
+    throw std::invalid_argument("a wait kernel with arguments '" + kernel.kinds() +
+                                "': it takes flag p, word p, delta i and abort p");
+  }
+  wait_kernel_ = &kernel;
+}
+
+void CudaExecutor::close() {
+  closed_ = true;
+  if (forked()) {
+    (void)watcher_.release();  // leaked, as is what the driver gave, which does not survive a fork
+    return;
+  }
+  if (watcher_) watcher_->join();
+  watcher_.reset();
+  // Unchecked from here on: nobody could act on a failure.
+  const PrimaryContext::Scope scope(context_.get());
+  if (own_stream_) {
+    cuda_.cuStreamSynchronize(own_stream_);
+    cuda_.cuStreamDestroy(own_stream_);
+  }
+  if (host_) cuda_.cuMemFreeHost(host_);
+  if (event_) cuda_.cuEventDestroy(event_);
+  own_stream_ = event_ = host_ = nullptr;
+}
+
+void CudaExecutor::perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) {
+  std::lock_guard<std::mutex> lock(issuing_);
+  const PrimaryContext::Scope scope(context_.get());
+  streams_[0] = reinterpret_cast<void*>(main_stream);
+  if (!epoch_word) {
+    int capture = kCaptureNone;
+    TE_LITE_CHECK(cuda_, cuStreamIsCapturing, streams_[0], &capture);
+    if (capture != kCaptureNone) {
+      throw std::runtime_error("a program is issued to a stream under capture, which would freeze its epoch: pass "
+                               "epoch_word, the address of a device word that holds it");
+    }
+  }
+  Batch batch;
+  int stream = 0;  // of the batch
+  for (const Step& step : steps) {
+    const bool batched = !epoch_word && (step.kind == Step::kSet || step.kind == Step::kWait);
+    if (!batched || step.stream != stream || batch.size() == kMostMemOps) flush(batch, stream);
+    stream = step.stream;
+    if (batched) {
+      add(batch, step);
+    } else {
+      issue_one(step, epoch_word);
+    }
+  }
+  flush(batch, stream);
+}
+
+// A wait is known to the watcher before it can block: also this thread may block, in a full queue.
+void CudaExecutor::add(Batch& batch, const Step& step) {
+  if (step.kind == Step::kWait) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (step.to < flags_ || step.to + 4 > flags_ + flag_bytes_) {
+      throw std::invalid_argument("a wait for the flag at " + std::to_string(step.to) + ", outside of the " +
+                                  std::to_string(flag_bytes_) + " bytes at " + std::to_string(flags_) +
+                                  " that set_flags() gave: nobody could release it");
+    }
+    pending_.push_back({step, Clock::now()});
+  }
+  batch.push_back({step.kind == Step::kWait ? kMemOpWait32 : kMemOpWrite32, step.to, step.value, 0, 0, 0});
+}
+
+void CudaExecutor::flush(Batch& batch, int stream) {
+  if (batch.empty()) return;
+  TE_LITE_CHECK(cuda_, cuStreamBatchMemOp, streams_[stream], static_cast<unsigned>(batch.size()), batch.data(), 0);
+  batch.clear();
+}
+
+void CudaExecutor::issue_one(const Step& step, uint64_t epoch_word) {
+  void* const stream = streams_[step.stream];
+  if (step.kind == Step::kCopy) {
+    TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
+  } else if (step.kind == Step::kAfter) {
+    if (step.other == step.stream) return;
+    TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
+    TE_LITE_CHECK(cuda_, cuStreamWaitEvent, stream, event_, 0);
+  } else if (step.kind == Step::kSet) {
+    if (step.delta != 0) {
+      throw std::invalid_argument("a set of epoch + " + std::to_string(step.delta) +
+                                  " with an epoch word: the word is copied as it is, so only + 0 can be set");
+    }
+    TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
+  } else {
+    if (!wait_kernel_) throw std::runtime_error("a wait with an epoch word needs the executor's wait_kernel: set it");
+    Argument arguments[] = {{step.to}, {epoch_word}, {step.delta}, {abort_}};
+    wait_kernel_->launch(1, reinterpret_cast<uint64_t>(stream), arguments, 4);
+  }
+}
+
+void CudaExecutor::watch() try {
+  const PrimaryContext::Scope scope(context_.get());
+  int mode = kCaptureModeRelaxed;  // else what this thread does would spoil a capture of another
+  TE_LITE_CHECK(cuda_, cuThreadExchangeStreamCaptureMode, &mode);
+  for (int period = 1; !closed_; ++period) {
+    std::this_thread::sleep_for(kPeriod);
+    // Also at the end, so that nothing stays blocked in a group that was broken just now.
+    if (period % kLook == 0 || closed_) look();
+  }
+} catch (const DriverError& error) {
+  if (error.code == kDeinitialized) return;  // the process ends
+  control_.break_group(std::string("the watcher of rank ") + std::to_string(control_.rank) + " has failed: " +
+                       error.what());
+}
+
+void CudaExecutor::look() {
+  const bool broken = control_.is_broken();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool old = !pending_.empty() && Clock::now() - pending_.front().since > kYoung;
+    if (!flags_ || (!broken && !old)) return;
+  }
+  // Not under the lock: threads that issue need it, and this may take a while on a busy device.
+  TE_LITE_CHECK(cuda_, cuMemcpyDtoHAsync, host_, flags_, flag_bytes_, own_stream_);
+  TE_LITE_CHECK(cuda_, cuStreamSynchronize, own_stream_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!broken) find_overdue();
+  if (control_.is_broken()) release();
+}
+
+void CudaExecutor::find_overdue() {
+  pending_.erase(std::remove_if(pending_.begin(), pending_.end(),
+                                [this](const Pending& p) { return reached(seen(p), p.wait.value); }),
+                 pending_.end());
+  if (pending_.empty()) return;
+  const Pending& oldest = pending_.front();
+  const std::chrono::duration<double> waited = Clock::now() - oldest.since;
+  if (waited.count() > control_.timeout) control_.break_group(overdue(oldest.wait, seen(oldest), waited.count()));
+}
+
+// Lets the streams go, by what they wait for. Repeated until close(), with nothing forgotten: a peer's late write can
+// set a flag back below what a stream has yet to wait for.
+void CudaExecutor::release() {
+  for (auto pending = pending_.rbegin(); pending != pending_.rend(); ++pending) {  // the newest epoch of a flag first
+    if (reached(seen(*pending), pending->wait.value)) continue;
+    seen(*pending) = pending->wait.value;
+    TE_LITE_CHECK(cuda_, cuMemcpyHtoDAsync, pending->wait.to, &seen(*pending), sizeof(uint32_t), own_stream_);
+  }
+  if (abort_) {
+    TE_LITE_CHECK(cuda_, cuMemcpyHtoDAsync, abort_, host_ + flag_bytes_ / sizeof *host_, sizeof(uint32_t), own_stream_);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control) {
+  return std::make_unique<CudaExecutor>(device, streams, control);
 }
 
 }  // namespace te_lite

@@ -14,7 +14,7 @@ void resolve(void* library, const char* symbol, Function& entry) {
   entry = reinterpret_cast<Function>(dlsym(library, symbol));
   if (!entry) {
     throw DriverUnavailable(std::string("libcuda.so.1 has no symbol ") + symbol +
-                            ": te_lite needs a driver for CUDA 11.4 or newer; update the driver");
+                            ": te_lite needs a driver for CUDA 11.7 or newer; update the driver");
   }
 }
 
@@ -27,20 +27,9 @@ Driver open_library() {
                             "): install NVIDIA's driver to use GPUs, or run on the CPU");
   }
   Driver table{};
-  resolve(library, "cuInit", table.cuInit);
-  resolve(library, "cuDriverGetVersion", table.cuDriverGetVersion);
-  resolve(library, "cuGetErrorName", table.cuGetErrorName);
-  resolve(library, "cuGetErrorString", table.cuGetErrorString);
-  resolve(library, "cuDeviceGetCount", table.cuDeviceGetCount);
-  resolve(library, "cuDeviceGet", table.cuDeviceGet);
-  resolve(library, "cuDeviceGetName", table.cuDeviceGetName);
-  resolve(library, "cuDeviceGetUuid_v2", table.cuDeviceGetUuid);
-  resolve(library, "cuDeviceTotalMem_v2", table.cuDeviceTotalMem);
-  resolve(library, "cuDeviceGetAttribute", table.cuDeviceGetAttribute);
-  resolve(library, "cuDeviceCanAccessPeer", table.cuDeviceCanAccessPeer);
-  resolve(library, "cuCtxGetCurrent", table.cuCtxGetCurrent);
-  resolve(library, "cuCtxSetCurrent", table.cuCtxSetCurrent);
-  resolve(library, "cuLaunchKernel", table.cuLaunchKernel);
+#define TE_LITE_RESOLVE(name, symbol, parameters) resolve(library, symbol, table.name);
+  TE_LITE_ENTRIES(TE_LITE_RESOLVE)
+#undef TE_LITE_RESOLVE
   return table;
 }
 
@@ -138,6 +127,23 @@ bool can_access_peer(int a, int b) {
   TE_LITE_CHECK(cuda, cuDeviceGet, &to, b);
   TE_LITE_CHECK(cuda, cuDeviceCanAccessPeer, &can_access, from, to);
   return can_access != 0;
+}
+
+PrimaryContext::PrimaryContext(int ordinal) {
+  const Driver& cuda = driver();
+  TE_LITE_CHECK(cuda, cuDeviceGet, &device_, ordinal);
+  TE_LITE_CHECK(cuda, cuDevicePrimaryCtxRetain, &context_, device_);
+}
+
+PrimaryContext::~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
+
+PrimaryContext::Scope::Scope(void* context) : context_(context) {
+  driver().cuCtxGetCurrent(&before_);
+  if (before_ != context_) driver().cuCtxSetCurrent(context_);
+}
+
+PrimaryContext::Scope::~Scope() {
+  if (before_ != context_) driver().cuCtxSetCurrent(before_);
 }
 
 }  // namespace te_lite

@@ -11,12 +11,57 @@ namespace te_lite {
 
 using CUresult = int;
 using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUallocation = unsigned long long;  // CUmemGenericAllocationHandle
 struct CUuuid {
   unsigned char bytes[16];
 };
+struct CUmemLocation {
+  int type;
+  int id;
+};
+struct CUmemAllocationProp {
+  int type;
+  int handle_types;
+  CUmemLocation location;
+  void* windows;
+  unsigned char flags[8];
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  int flags;
+};
+struct CUipcMemHandle {
+  char bytes[64];
+};
+struct CUstreamMemOp {  // a wait or write in CUstreamBatchMemOpParams, a union
+  int operation;
+  CUdeviceptr address;
+  unsigned long long value;  // 32-bit operations read the low half
+  unsigned int flags;
+  CUdeviceptr alias;
+  unsigned long long pad;
+};
+static_assert(sizeof(CUmemAllocationProp) == 32 && offsetof(CUmemAllocationProp, windows) == 16, "CUDA's ABI");
+static_assert(sizeof(CUmemAccessDesc) == 12 && sizeof(CUipcMemHandle) == 64, "CUDA's ABI");
+static_assert(sizeof(CUstreamMemOp) == 48 && offsetof(CUstreamMemOp, value) == 16, "CUDA's ABI");
+static_assert(offsetof(CUstreamMemOp, flags) == 24 && offsetof(CUstreamMemOp, alias) == 32, "CUDA's ABI");
 
 // Values of the driver's public ABI.
 constexpr CUresult kSuccess = 0;
+constexpr CUresult kDeinitialized = 4;
+constexpr int kAllocationPinned = 1;
+constexpr int kHandlePosixFd = 1;
+constexpr int kLocationDevice = 1;
+constexpr int kAccessReadWrite = 3;
+constexpr int kGranularityMinimum = 0;
+constexpr unsigned kIpcLazyPeerAccess = 1;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr int kCaptureModeRelaxed = 2;
+constexpr int kCaptureNone = 0;
+constexpr int kMemOpWait32 = 1;   // with flags 0: until (int32_t)(*address - value) >= 0
+constexpr int kMemOpWrite32 = 2;  // with flags 0: after a fence for what the stream wrote before
 constexpr int kAttributeMultiprocessorCount = 16;
 constexpr int kAttributeComputeCapabilityMajor = 75;
 constexpr int kAttributeComputeCapabilityMinor = 76;
@@ -27,31 +72,103 @@ class DriverUnavailable : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Entry points under the names by which a program calls them. Where the exported symbol carries a version suffix
-// (cuDeviceTotalMem_v2), driver.cpp resolves that one: the plain name is an older ABI with 32-bit sizes.
+// The driver's entry points: the name by which a program calls one, the exported symbol, the parameters. Where the
+// symbol carries a version suffix, the plain name is an older ABI, with 32-bit sizes for instance.
+#define TE_LITE_ENTRIES(X) \
+  X(cuInit, "cuInit", (unsigned int flags)) \
+  X(cuDriverGetVersion, "cuDriverGetVersion", (int* version)) \
+  X(cuGetErrorName, "cuGetErrorName", (CUresult error, const char** name)) \
+  X(cuGetErrorString, "cuGetErrorString", (CUresult error, const char** text)) \
+  X(cuDeviceGetCount, "cuDeviceGetCount", (int* count)) \
+  X(cuDeviceGet, "cuDeviceGet", (CUdevice* device, int ordinal)) \
+  X(cuDeviceGetName, "cuDeviceGetName", (char* name, int capacity, CUdevice device)) \
+  X(cuDeviceGetUuid, "cuDeviceGetUuid_v2", (CUuuid* uuid, CUdevice device)) \
+  X(cuDeviceTotalMem, "cuDeviceTotalMem_v2", (size_t* bytes, CUdevice device)) \
+  X(cuDeviceGetAttribute, "cuDeviceGetAttribute", (int* value, int attribute, CUdevice device)) \
+  X(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer", (int* can_access, CUdevice device, CUdevice peer)) \
+  X(cuCtxGetCurrent, "cuCtxGetCurrent", (void** context)) \
+  X(cuCtxSetCurrent, "cuCtxSetCurrent", (void* context)) \
+  X(cuLaunchKernel, "cuLaunchKernel", \
+    (void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
+     unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra)) \
+  X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (void** context, CUdevice device)) \
+  X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CUdevice device)) \
+  X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int* mode)) \
+  X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", \
+    (size_t* bytes, const CUmemAllocationProp* prop, int option)) \
+  X(cuMemCreate, "cuMemCreate", \
+    (CUallocation* allocation, size_t bytes, const CUmemAllocationProp* prop, unsigned long long flags)) \
+  X(cuMemRelease, "cuMemRelease", (CUallocation allocation)) \
+  X(cuMemExportToShareableHandle, "cuMemExportToShareableHandle", \
+    (void* handle, CUallocation allocation, int type, unsigned long long flags)) \
+  X(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle", \
+    (CUallocation* allocation, void* handle, int type)) \
+  X(cuMemAddressReserve, "cuMemAddressReserve", \
+    (CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags)) \
+  X(cuMemAddressFree, "cuMemAddressFree", (CUdeviceptr address, size_t bytes)) \
+  X(cuMemMap, "cuMemMap", \
+    (CUdeviceptr address, size_t bytes, size_t offset, CUallocation allocation, unsigned long long flags)) \
+  X(cuMemUnmap, "cuMemUnmap", (CUdeviceptr address, size_t bytes)) \
+  X(cuMemSetAccess, "cuMemSetAccess", \
+    (CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count)) \
+  X(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr* address, size_t bytes)) \
+  X(cuMemFree, "cuMemFree_v2", (CUdeviceptr address)) \
+  X(cuIpcGetMemHandle, "cuIpcGetMemHandle", (CUipcMemHandle* handle, CUdeviceptr address)) \
+  X(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2", (CUdeviceptr* address, CUipcMemHandle handle, unsigned int flags)) \
+  X(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", (CUdeviceptr address)) \
+  X(cuMemHostAlloc, "cuMemHostAlloc", (void** address, size_t bytes, unsigned int flags)) \
+  X(cuMemFreeHost, "cuMemFreeHost", (void* address)) \
+  X(cuMemsetD8, "cuMemsetD8_v2", (CUdeviceptr address, unsigned char value, size_t bytes)) \
+  X(cuMemcpyAsync, "cuMemcpyAsync", (CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream)) \
+  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr to, const void* from, size_t bytes, void* stream)) \
+  X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t bytes, void* stream)) \
+  X(cuStreamCreateWithPriority, "cuStreamCreateWithPriority", (void** stream, unsigned int flags, int priority)) \
+  X(cuStreamDestroy, "cuStreamDestroy_v2", (void* stream)) \
+  X(cuStreamSynchronize, "cuStreamSynchronize", (void* stream)) \
+  X(cuStreamIsCapturing, "cuStreamIsCapturing", (void* stream, int* status)) \
+  X(cuStreamBatchMemOp, "cuStreamBatchMemOp_v2", \
+    (void* stream, unsigned int count, CUstreamMemOp* operations, unsigned int flags)) \
+  X(cuEventCreate, "cuEventCreate", (void** event, unsigned int flags)) \
+  X(cuEventDestroy, "cuEventDestroy_v2", (void* event)) \
+  X(cuEventRecord, "cuEventRecord", (void* event, void* stream)) \
+  X(cuStreamWaitEvent, "cuStreamWaitEvent", (void* stream, void* event, unsigned int flags))
+
 struct Driver {
-  CUresult (*cuInit)(unsigned int flags);
-  CUresult (*cuDriverGetVersion)(int* version);
-  CUresult (*cuGetErrorName)(CUresult error, const char** name);
-  CUresult (*cuGetErrorString)(CUresult error, const char** text);
-  CUresult (*cuDeviceGetCount)(int* count);
-  CUresult (*cuDeviceGet)(CUdevice* device, int ordinal);
-  CUresult (*cuDeviceGetName)(char* name, int capacity, CUdevice device);
-  CUresult (*cuDeviceGetUuid)(CUuuid* uuid, CUdevice device);
-  CUresult (*cuDeviceTotalMem)(size_t* bytes, CUdevice device);
-  CUresult (*cuDeviceGetAttribute)(int* value, int attribute, CUdevice device);
-  CUresult (*cuDeviceCanAccessPeer)(int* can_access, CUdevice device, CUdevice peer);
-  CUresult (*cuCtxGetCurrent)(void** context);
-  CUresult (*cuCtxSetCurrent)(void* context);
-  CUresult (*cuLaunchKernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                             unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
-                             void** parameters, void** extra);
+#define TE_LITE_FIELD(name, symbol, parameters) CUresult(*name) parameters;
+  TE_LITE_ENTRIES(TE_LITE_FIELD)
+#undef TE_LITE_FIELD
 };
 
 // The initialised driver. The first call opens the library and runs cuInit; a failure is not remembered, so the
 // next call tries again. Throws DriverUnavailable. A process forked after the first success must not call it:
 // the driver does not survive a fork.
 const Driver& driver();
+
+// A device's primary context, torch's own, kept alive.
+class PrimaryContext {
+ public:
+  // Makes it current on this thread for a scope: the caller may work for another device, or have none. Unchecked, so
+  // that destructors can use it: whatever is called next fails where this did.
+  class Scope {
+   public:
+    explicit Scope(void* context);
+    ~Scope();
+    Scope(const Scope&) = delete;
+
+   private:
+    void* before_ = nullptr;
+    void* const context_;
+  };
+
+  explicit PrimaryContext(int ordinal);
+  ~PrimaryContext();
+  PrimaryContext(const PrimaryContext&) = delete;
+  void* get() const { return context_; }
+
+ private:
+  CUdevice device_ = 0;
+  void* context_ = nullptr;
+};
 
 struct DeviceInfo {
   std::string name;

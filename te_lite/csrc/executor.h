@@ -1,6 +1,8 @@
 // Issues programs: by threads that play copy engines on the host, by streams on CUDA.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -27,14 +29,15 @@ class Executor {
   // CUDA only; see _C.pyi.
   virtual void set_flags(uint64_t, size_t) {}
   virtual void set_abort(uint64_t) {}
-  virtual void set_wait_kernel(const Kernel*) {}
+  virtual void set_wait_kernel(const Kernel&) {}
 
   // For tests.
   void set_delays(uint64_t seed, int max_microseconds);
   void set_ignore_free(bool ignore) { ignore_free_ = ignore; }
 
  protected:
-  Executor(Control& control, int streams) : control_(control), streams_(streams) {}
+  Executor(Control& control, int streams) : control_(control), streams_(streams), process_(getpid()) {}
+  bool forked() const { return getpid() != process_; }  // a child of the process has no threads that could be joined
   virtual void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) = 0;
   std::string overdue(const Step& wait, uint32_t seen, double seconds) const;
   void random_delay();
@@ -44,6 +47,7 @@ class Executor {
 
  private:
   const int streams_;
+  const int process_;
   std::atomic<bool> ignore_free_{false};
   std::atomic<uint64_t> random_{0};
   std::atomic<int> most_delay_{0};  // microseconds

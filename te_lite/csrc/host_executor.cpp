@@ -1,6 +1,4 @@
 // The executor for CPU ranks: threads in place of copy engines, shared memory in place of peer memory.
-#include <unistd.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -42,7 +40,7 @@ struct Lane {
 
 class HostExecutor final : public Executor {
  public:
-  HostExecutor(int streams, Control& control) : Executor(control, streams), process_(getpid()) {
+  HostExecutor(int streams, Control& control) : Executor(control, streams) {
     for (int i = 0; i < streams; ++i) lanes_.push_back(std::make_unique<Lane>());
     for (auto& lane : lanes_) lane->thread = std::thread(&HostExecutor::serve, this, std::ref(*lane));
   }
@@ -53,8 +51,8 @@ class HostExecutor final : public Executor {
   }
 
   void close() override {
-    if (process_ != getpid()) {
-      for (auto& lane : lanes_) (void)lane.release();  // leaked: a forked child has no threads to join
+    if (forked()) {
+      for (auto& lane : lanes_) (void)lane.release();  // leaked
       lanes_.clear();
       return;
     }
@@ -132,7 +130,6 @@ class HostExecutor final : public Executor {
 
   Lane& lane(int stream) { return *lanes_[stream - 1]; }
 
-  const int process_;
   std::vector<std::unique_ptr<Lane>> lanes_;
 };
 

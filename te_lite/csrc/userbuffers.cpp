@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "cuda_memory.h"
 #include "executor.h"
 
 namespace py = pybind11;
@@ -69,9 +70,23 @@ uint64_t masked(const py::int_& value) {
 }
 
 std::unique_ptr<Executor> make_executor(int device, const std::vector<uint64_t>& streams, Control& control) {
-  py::gil_scoped_release release;  // a context may take seconds
+  py::gil_scoped_release release;  // a context may take seconds; a call_guard would cover the new object's registration
   if (device < 0) return host_executor(static_cast<int>(streams.size()), control);
   return cuda_executor(device, streams, control);
+}
+
+void bind_memory(py::module_& m) {
+  m.def("dlpack", &dlpack, py::arg("address"), py::arg("bytes"), py::arg("device"), py::arg("owner"),
+        "A 'dltensor' capsule: uint8 of one dimension over memory that owner keeps; device -1 is the CPU.");
+  py::class_<CudaMemory>(m, "CudaMemory", "Device memory that other processes can map. See _C.pyi.")
+      .def_static("vmm", &CudaMemory::vmm, py::arg("device"), py::arg("bytes"), Unlocked())
+      .def_static("import_fd", &CudaMemory::import_fd, py::arg("device"), py::arg("fd"), py::arg("bytes"), Unlocked())
+      .def_static("ipc", &CudaMemory::ipc, py::arg("device"), py::arg("bytes"), Unlocked())
+      .def_static("open_ipc", &CudaMemory::open_ipc, py::arg("device"), py::arg("handle"), py::arg("bytes"), Unlocked())
+      .def("export_fd", &CudaMemory::export_fd)
+      .def("ipc_handle", [](const CudaMemory& memory) { return py::bytes(memory.ipc_handle()); })
+      .def_property_readonly("address", &CudaMemory::address)
+      .def_property_readonly("bytes", &CudaMemory::bytes);
 }
 
 void bind_control(py::module_& m) {
@@ -122,8 +137,7 @@ void bind_executor(py::module_& m) {
 }  // namespace
 
 void bind_userbuffers(py::module_& m) {
-  m.def("dlpack", &dlpack, py::arg("address"), py::arg("bytes"), py::arg("device"), py::arg("owner"),
-        "A 'dltensor' capsule: uint8 of one dimension over memory that owner keeps; device -1 is the CPU.");
+  bind_memory(m);
   bind_control(m);
   bind_executor(m);
 }

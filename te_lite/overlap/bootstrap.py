@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,20 +23,23 @@ class BootstrapError(RuntimeError):
 
 
 class Exchange:
-    """all_gather of small Python objects among the ranks of one tensor-parallel group.
+    """all_gather of small Python objects among the ranks of one tensor-parallel group, and among no others: a group
+    that gives up must not leave another waiting.
 
     tp_group None: the world is cut into blocks of tp_size neighbours, and every rank of the world takes part.
     backend: "gloo", "nccl" (torch.distributed), "mpi" (mpi4py, with the world's ranks) or None: what is there.
     """
 
     def __init__(self, tp_size: int, tp_group: dist.ProcessGroup | None, backend: str | None) -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
         if not dist.is_initialized():
             raise RuntimeError(
                 "userbuffers need torch.distributed: start under torchrun or mpirun and call "
                 "torch.distributed.init_process_group first"
             )
+        self._group, self._made, self._communicator = tp_group, None, None
+        _check_same(tp_group, f"tp_size={tp_size}, bootstrap_backend={backend!r}")
+        if backend not in BACKENDS:
+            raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
         world, rank = dist.get_world_size(), dist.get_rank()
         if tp_group is not None:
             self.ranks = tuple(dist.get_process_group_ranks(tp_group))
@@ -48,36 +51,21 @@ class Exchange:
             first = rank // tp_size * tp_size
             self.ranks = tuple(range(first, first + tp_size))
         self.rank, self.size = self.ranks.index(rank), tp_size
-        self._group = tp_group
-        self._made = None
-        self._world = self._all_of_mpi() if backend == "mpi" else None
-        if backend in ("gloo", "nccl") and backend not in str(dist.get_backend(tp_group)):
-            # Every rank of the world makes every group, in the same order.
-            blocks = [None] * world
-            dist.all_gather_object(blocks, self.ranks)
-            for ranks in sorted(set(blocks)):
-                made = dist.new_group(list(ranks), backend=backend)
-                if ranks == self.ranks:
-                    self._group = self._made = made
-
-    @staticmethod
-    def _all_of_mpi() -> Any:
-        try:
-            from mpi4py import MPI
-        except ImportError as error:
-            raise RuntimeError(
-                f"bootstrap_backend='mpi' needs mpi4py ({error}); install it, or pass 'gloo': plain torchrun is enough"
-            ) from error
-        return MPI.COMM_WORLD
+        if backend == "mpi":
+            self._communicator = _communicator(self.ranks)
+            return
+        other = backend is not None and backend not in str(dist.get_backend(tp_group))
+        if other or (tp_group is None and tp_size != world):
+            self._made = dist.new_group(list(self.ranks), backend=backend, use_local_synchronization=True)
+            self._group = self._made
 
     def all(self, value: T) -> list[T]:
         """`value` of every rank of the group, in the order of its ranks. Collective."""
-        if self._world is not None:
-            pairs = dict(self._world.allgather((dist.get_rank(), value)))
-            return [pairs[rank] for rank in self.ranks]
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        if self._communicator is not None:
+            return self._communicator.allgather(value)
+        gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self._group)
-        return gathered if len(gathered) == self.size else [gathered[rank] for rank in self.ranks]
+        return gathered
 
     def step(self, what: str, run: Callable[[], T]) -> T:
         """run() on every rank; where it fails on any, BootstrapError on all of them. Collective."""
@@ -93,10 +81,44 @@ class Exchange:
         return result
 
     def close(self) -> None:
-        """Gives back the process group that was made for the exchange, if any."""
+        """Gives back what was made for the exchange."""
         if self._made is not None:
             dist.destroy_process_group(self._made)
             self._made = None
+        if self._communicator is not None:
+            self._communicator.Free()
+            self._communicator = None
+
+
+def _check_same(tp_group: dist.ProcessGroup | None, text: str) -> None:
+    """Every rank that takes part says the same; ValueError on all of them otherwise. Collective."""
+    said: list[Any] = [None] * dist.get_world_size(tp_group)
+    dist.all_gather_object(said, text, group=tp_group)
+    check_agreement(range(len(said)) if tp_group is None else dist.get_process_group_ranks(tp_group), said)
+
+
+def check_agreement(ranks: Sequence[int], said: Sequence[str]) -> None:
+    """ValueError that names who said what, unless all said the same."""
+    if len(set(said)) > 1:
+        differing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, said, strict=True))
+        raise ValueError(f"initialize_ub got different arguments on the ranks of one group: {differing}")
+
+
+def _communicator(ranks: tuple[int, ...]) -> Any:
+    """MPI's communicator of these ranks of the world. Collective among them."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RuntimeError(
+            f"bootstrap_backend='mpi' needs mpi4py ({error}); install it, or pass 'gloo': plain torchrun is enough"
+        ) from error
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (dist.get_rank(), dist.get_world_size()):
+        raise RuntimeError(
+            f"bootstrap_backend='mpi', but this is rank {world.rank} of {world.size} to MPI and rank {dist.get_rank()} "
+            f"of {dist.get_world_size()} to torch.distributed; start under mpirun with the same ranks, or pass 'gloo'"
+        )
+    return world.Create_group(world.group.Incl(list(ranks)))
 
 
 def host_identity() -> str:

@@ -6,25 +6,28 @@ arena of every rank it has
     free[reader]          set by the reader of this rank's data when it is done with it
 A writer waits for free >= epoch - 1 before it writes, a reader for ready >= epoch before it reads. So a slot is never
 written while anybody may still read it, whichever layers share it, and no barrier is paid. Ranks push: they write into
-their peers' arenas and read only their own.
+their peers' arenas and read only their own. The copy stream waits for no flag: in a CUDA graph a wait is a kernel, for
+which a GEMM that fills the device and waits for that copy would leave no room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops.reduce import reduce_slots
-from te_lite.overlap.arena import ALIGNMENT, Arena, aligned
+from te_lite.overlap.arena import Arena, aligned
 from te_lite.quantize.qtensor import Layout, QTensor
 
 if TYPE_CHECKING:
     from te_lite.overlap.group import Group
+
+T = TypeVar("T")
 
 MAIN, COPY = 0, 1  # streams of a program: the caller's, and that of the copy engine
 WORD = 4  # bytes of a flag
@@ -47,7 +50,9 @@ class Buffer:
     ) -> None:
         self.arena, self.name, self.slots, self.pieces, self.words = arena, name, slots, pieces, words
         self.capacity = arena.slot_bytes(name)
-        self.programs: dict[tuple, _C.Program] = {}
+        self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
+        self.counters = torch.zeros(arena.size * pieces, dtype=torch.int32, device=arena.device)  # a kernel's own
+        self.programs: dict[tuple, Any] = {}
         self._first_flag = first_flag
         self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * slots
         self._next = 0
@@ -73,12 +78,24 @@ class Buffer:
         """Address, in `rank`'s arena, of the flag that `source` sets when its data is there."""
         return self._flag(slot, rank, source * self.pieces + piece)
 
+    def ready_flags(self, slot: int) -> Tensor:
+        """This rank's ready flags of a slot, int32 [R, pieces]."""
+        size = self.arena.size
+        first = self._first_flag + slot * size * (self.pieces + 1)
+        words = self.arena.view("flags", 0, self.arena.rank).view(torch.int32)
+        return words[first : first + size * self.pieces].view(size, self.pieces)
+
+    def epoch(self, slot: int, epoch: int) -> tuple[Tensor, int]:
+        """(word, delta) whose sum is the epoch of this use, for kernels: under CUDA graphs the word alone."""
+        return (self.zero, epoch) if self.words is None else (self.words[slot : slot + 1], 0)
+
     def free(self, slot: int, rank: int, reader: int) -> int:
         """Address, in `rank`'s arena, of the flag that `reader` sets when it is done with rank's data."""
         return self._flag(slot, rank, self.arena.size * self.pieces + reader)
 
-    def program(self, key: tuple, build: object, *args: object) -> _C.Program:
-        """build(self, *args), made once for each key."""
+    def cached(self, build: Callable[..., T], *args: Any) -> T:
+        """build(self, *args), made once for each."""
+        key = (build, *args)
         program = self.programs.get(key)
         if program is None:
             if len(self.programs) >= MOST_PROGRAMS:
@@ -101,28 +118,33 @@ def gathered_bytes(sizes: Sequence[int], ranks: int) -> int:
     return sum(aligned(size * ranks) for size in sizes)
 
 
-def scatter_stride(size: int) -> int:
-    """Bytes between two sources' partial results in a slot."""
-    return aligned(size)
+def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], piece: int, own: bool) -> _C.Program:
+    """Segments: 0 push the shard to all; i = 1 .. R-1 wait for rank + i; R wait for the own copy; R+1 free all.
 
-
-def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], own: bool) -> _C.Program:
-    """Segments: 0 push the shard to all; i = 1 .. R-1 wait for rank + i; R wait for the own copy; R+1 free all."""
+    The first part, the data, goes in pieces of `piece` bytes, after the others, the scales.
+    """
     arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
     program = _C.Program(f"all-gather in {buffer.name}[{slot}]")
-    program.after(COPY, MAIN)
     # The reader that comes to this rank's data first is the one before it.
-    for peer in [*reversed(following(rank, size)), *([rank] if own else [])]:
-        program.wait(COPY, buffer.free(slot, rank, peer), -1, peer, "room at")
+    readers = [*reversed(following(rank, size)), *([rank] if own else [])]
+    for peer in readers:
+        program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
+    program.after(COPY, MAIN)
+    pieces = range(0, max(sizes[0], 1), piece)
+    for peer in readers:
         base = arena.address(buffer.name, slot, peer)
-        for part, (offset, part_bytes) in enumerate(zip(part_offsets(sizes, size), sizes, strict=True)):
-            if part_bytes:
-                program.copy(COPY, -1, base + offset + rank * part_bytes, part, 0, part_bytes)
-        program.set(COPY, buffer.ready(slot, peer, rank), 0)
+        places = [base + offset + rank * n for offset, n in zip(part_offsets(sizes, size), sizes, strict=True)]
+        for part, n in enumerate(sizes):
+            if part and n:
+                program.copy(COPY, -1, places[part], part, 0, n)
+        for index, start in enumerate(pieces):
+            if sizes[0]:
+                program.copy(COPY, -1, places[0] + start, 0, start, min(piece, sizes[0] - start))
+            program.set(COPY, buffer.ready(slot, peer, rank, index), 0)
     for source in [*following(rank, size), rank]:
         program.cut()
         if own or source != rank:
-            program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
+            program.wait(MAIN, buffer.ready(slot, rank, source, len(pieces) - 1), 0, source, "data from")
     program.cut()
     for source in range(size):
         program.set(MAIN, buffer.free(slot, source, rank), 0)
@@ -133,18 +155,21 @@ def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], own: bool
 class Gather:
     """An all-gather in flight: the wire format of `q` from every rank, in rank order.
 
-    own: this rank's shard is wanted in the buffer too (else it is used where it is). Between the constructor and
-    close() the data may be read; QTensors made from it are borrowed.
+    own: this rank's shard is wanted in the buffer too (else it is used where it is). pieces: flags a shard, at most
+    as many as the buffer has. Between the constructor and close() the data may be read; QTensors made from it are
+    borrowed.
     """
 
-    def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool) -> None:
+    def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool, pieces: int = 1) -> None:
         self.group, self.q, self.layout = group, q, layout
         self.buffer = group.buffer("gather")
         self.parts = [part.contiguous() for part in q.wire(layout)]
         sizes = tuple(part.nbytes for part in self.parts)
         self.offsets = part_offsets(sizes, group.size)
         self.slot, self.epoch = self.buffer.take()
-        self.program = self.buffer.program((self.slot, sizes, own), _gather_program, self.slot, sizes, own)
+        self.rows_per_piece = -(-q.shape[0] // pieces)
+        piece = max(sizes[0] // max(q.shape[0], 1) * self.rows_per_piece, 1)
+        self.program = self.buffer.cached(_gather_program, self.slot, sizes, piece, own)
         self.own = own
         group.begin(self.buffer, self.slot)
         self.sent = sum(sizes) * (group.size - 1)  # bytes
@@ -153,6 +178,10 @@ class Gather:
 
     def _issue(self, segment: int) -> None:
         self.group.issue(self.program, segment, self.buffer, self.slot, self.epoch, self._addresses)
+
+    def parts_of_all(self) -> tuple[Tensor, ...]:
+        """The gathered parts as they lie in the arena, arrived or not: for a kernel that waits for ready flags."""
+        return self._borrow(None)
 
     def _borrow(self, source: int | None) -> tuple[Tensor, ...]:
         """The parts of one source, or of all."""
@@ -187,14 +216,15 @@ class Gather:
 
 
 def _scatter_program(buffer: Buffer, slot: int, size_bytes: int) -> _C.Program:
-    """Segments: i = 0 .. R-2 push argument 0 to rank + 1 + i; R-1 wait for all; R free all."""
+    """Segments: 0 wait for room; i = 1 .. R-1 push argument 0 to rank + i; R wait for all; R+1 free all."""
     arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
     program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")
     for peer in following(rank, size):
+        program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
+    program.cut()
+    for peer in following(rank, size):
         program.after(COPY, MAIN)
-        program.wait(COPY, buffer.free(slot, rank, peer), -1, peer, "room at")
-        base = arena.address(buffer.name, slot, peer)
-        program.copy(COPY, -1, base + rank * scatter_stride(size_bytes), 0, 0, size_bytes)
+        program.copy(COPY, -1, arena.address(buffer.name, slot, peer) + rank * size_bytes, 0, 0, size_bytes)
         program.set(COPY, buffer.ready(slot, peer, rank), 0)
         program.cut()
     for source in following(rank, size):
@@ -204,6 +234,16 @@ def _scatter_program(buffer: Buffer, slot: int, size_bytes: int) -> _C.Program:
         program.set(MAIN, buffer.free(slot, source, rank), 0)
     program.after(MAIN, COPY)
     return program
+
+
+def _addresses(buffer: Buffer, slot: int, size_bytes: int) -> tuple[Tensor, Tensor]:
+    """(where this rank's partials lie, where its first ready flag lies) in the arena of each rank, int64 [R]."""
+    arena, rank = buffer.arena, buffer.arena.rank
+    ranks = range(arena.size)
+    slots = [arena.address(buffer.name, slot, r) + rank * size_bytes for r in ranks]
+    flags = [buffer.ready(slot, r, rank) for r in ranks]
+    made = torch.tensor([slots, flags], dtype=torch.int64).to(arena.device)
+    return made[0], made[1]
 
 
 class Scatter:
@@ -217,10 +257,11 @@ class Scatter:
         self.buffer = group.buffer("scatter")
         self.bytes = rows * columns * dtype.itemsize
         self.slot, self.epoch = self.buffer.take()
-        self.program = self.buffer.program((self.slot, self.bytes), _scatter_program, self.slot, self.bytes)
+        self.program = self.buffer.cached(_scatter_program, self.slot, self.bytes)
         self.sent = self.bytes * (group.size - 1)
         self._pushed: list[Tensor] = []
         group.begin(self.buffer, self.slot)
+        self._issue(0)
 
     def _issue(self, segment: int, address: int = 0) -> None:
         self.group.issue(self.program, segment, self.buffer, self.slot, self.epoch, (address,))
@@ -229,20 +270,26 @@ class Scatter:
         """partial[m, N] of destination's rows, to be on its way once the caller's stream has computed it."""
         assert partial.shape == self.shape and partial.dtype == self.dtype and partial.is_contiguous()
         self._pushed.append(partial)
-        self._issue((destination - self.group.rank - 1) % self.group.size, partial.data_ptr())
+        self._issue((destination - self.group.rank) % self.group.size, partial.data_ptr())
+
+    @property
+    def staging(self) -> Tensor:
+        """What the others push to this rank, [R, m, N] by source; its own entry is not used."""
+        memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
+        return memory[: self.bytes * self.group.size].view(self.dtype).view(self.group.size, *self.shape)
+
+    def addresses(self) -> tuple[Tensor, Tensor]:
+        """For a kernel that pushes by its own stores: see _addresses."""
+        return self.buffer.cached(_addresses, self.slot, self.bytes)
 
     def reduce(self, own: Tensor) -> Tensor:
         """The sum of all ranks' partials of this rank's rows, in the wire's dtype; own[m, N] may be wider. Closes."""
-        self._issue(self.group.size - 1)
-        memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
-        stride = scatter_stride(self.bytes) // self.dtype.itemsize
-        rows, columns = self.shape
-        staging = memory[: stride * self.dtype.itemsize * self.group.size].view(self.dtype)
-        staging = staging.as_strided((self.group.size, rows, columns), (stride, columns, 1))
-        out = reduce_slots(staging, own, None, self.group.rank, self.dtype)
         self._issue(self.group.size)
-        self._pushed.clear()
+        out = reduce_slots(self.staging, own, None, self.group.rank, self.dtype)
+        self.close()
         return out
 
-
-assert ALIGNMENT % 16 == 0
+    def close(self) -> None:
+        """What has been pushed has been read."""
+        self._issue(self.group.size + 1)
+        self._pushed.clear()

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite import _C
+from te_lite.ops.flags import advance, compiled_wait
 from te_lite.overlap.arena import Arena, share_host_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity
-from te_lite.overlap.buffers import Buffer, gathered_bytes, scatter_stride
+from te_lite.overlap.buffers import Buffer, gathered_bytes
 from te_lite.overlap.config import LayerMethods
 from te_lite.quantize.qtensor import Layout, QTensor
 
@@ -99,11 +100,9 @@ class Group:
             self._prepare_cuda()
 
     def _prepare_cuda(self) -> None:
-        from te_lite.ops.flags import wait_kernel
-
         self.executor.set_flags(self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags"))
         self.executor.set_abort(self.arena.address("abort", 0, self.rank))
-        self.executor.wait_kernel = wait_kernel(self.device)
+        self.executor.wait_kernel, _ = compiled_wait(self.device)
 
     @property
     def abort(self) -> Tensor:
@@ -123,8 +122,6 @@ class Group:
     def begin(self, buffer: Buffer, slot: int) -> None:
         """A use of `slot` begins: under capture the epoch moves on in device memory."""
         if buffer.words is not None:
-            from te_lite.ops.flags import advance
-
             advance(buffer.words[slot : slot + 1])
 
     def issue(
@@ -150,6 +147,7 @@ class Group:
             if not isinstance(error, _C.GroupBroken):
                 what = f"{type(error).__name__}: {error}"
                 self.control.break_group(f"rank {self.ranks[self.rank]} failed in {text}: {what}")
+            self.executor.synchronize()  # what is being copied goes with the caller's frame
             raise
 
     # what fits
@@ -161,7 +159,7 @@ class Group:
 
     def scatter_refusal(self, rows: int, columns: int, dtype: torch.dtype) -> str:
         """Why partial sums [rows, columns] of each rank cannot be scattered through the arena, or ""."""
-        needed = scatter_stride(rows * columns * dtype.itemsize) * self.size
+        needed = rows * columns * dtype.itemsize * self.size
         return self._refusal("scatter", needed, (rows, columns, dtype))
 
     def _refusal(self, kind: str, needed: int, what: Any) -> str:

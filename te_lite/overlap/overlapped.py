@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from te_lite.overlap import fused, ring
 from te_lite.overlap.buffers import Gather, Scatter, following
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.group import Group
+from te_lite.overlap.group import PIECES, Group
 from te_lite.overlap.schedule import Note, Product, Wgrad
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
+
+RING = {"ring_exchange": "ring", "fused": "ring", "auto": "ring"}  # how a method that is cut into pieces is reported
 
 
 class Overlapped(Collective):
@@ -73,28 +76,32 @@ class Overlapped(Collective):
         with self.group.operation(text):
             return self._gemm_scatter("fprop", method, gemm, x)
 
+    def _way(self, name: str, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
+        """(fused or ring, why not fused although it may be)."""
+        if method not in ("fused", "auto"):
+            return ring, ""
+        refusal = fused.refusal(gemm, a)
+        return (ring if refusal else fused), refusal
+
+    def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
+        """The gather of `own` for gemm, begun, and the module that multiplies it. whole: wgrad reads it too."""
+        way, reason = self._way(name, method, gemm, own)
+        pieces = fused.pieces(own, PIECES) if way is fused else 1
+        gather = Gather(self.group, own, "row", own=whole, pieces=pieces)
+        self.notes[name] = Note("fused" if way is fused else RING.get(method, method), gather.sent, reason)
+        return gather, way
+
     def _gather_gemm(self, name: str, method: str, gemm: Product, own: QTensor) -> Tensor:
-        gather = Gather(self.group, own, "row", own=False)
-        out = self._multiply_gathered(name, method, gemm, own, gather)
+        gather, way = self._gather(name, method, gemm, own, whole=False)
+        out = way.gather_gemm(gemm, own, gather)
         gather.close()
         return out
 
-    def _multiply_gathered(self, name: str, method: str, gemm: Product, own: QTensor, gather: Gather) -> Tensor:
-        run, reason = fused.gather_gemm, ""
-        if method != "fused" and method != "auto" or (reason := fused.gather_refusal(gemm, own)):
-            run = ring.gather_gemm
-        took = "fused" if run is fused.gather_gemm else method if method != "fused" and method != "auto" else "ring"
-        self.notes[name] = Note(took, gather.sent, reason)
-        return run(gemm, own, gather)
-
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
+        way, reason = self._way(name, method, gemm, a)
         scatter = Scatter(self.group, a.shape[0] // self.tp.size, gemm.columns, gemm.dtype)
-        run, reason = fused.gemm_scatter, ""
-        if method != "fused" and method != "auto" or (reason := fused.scatter_refusal(gemm, a)):
-            run = ring.gemm_scatter
-        took = "fused" if run is fused.gemm_scatter else method if method != "fused" and method != "auto" else "ring"
-        self.notes[name] = Note(took, scatter.sent, reason)
-        return run(gemm, a, scatter)
+        self.notes[name] = Note("fused" if way is fused else RING.get(method, method), scatter.sent, reason)
+        return way.gemm_scatter(gemm, a, scatter)
 
     # backward
 
@@ -150,14 +157,18 @@ class Overlapped(Collective):
             method = self._asked("dgrad", self.group.gather_refusal(dy, "row"), dy.shape[0])
             if not method:
                 return super().backward(dgrad, wgrad, dy, dy_wgrad, x)
-            rows = Gather(self.group, dy, "row", own=one_gather)
+            if dgrad is not None:
+                rows, way = self._gather("dgrad", method, dgrad, dy, one_gather)
+            else:
+                rows = Gather(self.group, dy, "row", own=True)
+                self.notes["dgrad"] = Note("external", rows.sent)
         if wgrad is not None and not one_gather:
             layout = "row" if dy_wgrad.format.col_from_row else "col"
             if self._asked("wgrad", self.group.gather_refusal(dy_wgrad, layout), dy_wgrad.shape[0]):
                 columns = Gather(self.group, dy_wgrad, layout, own=True)
                 self.notes["wgrad"] = Note("external", columns.sent)
         if dgrad is not None:
-            dx = self._multiply_gathered("dgrad", method, dgrad, dy, rows)
+            dx = way.gather_gemm(dgrad, dy, rows)
         if wgrad is not None:
             gathered = rows if one_gather else columns
             dw = wgrad(self._regather(dy_wgrad) if gathered is None else gathered.whole(), x)

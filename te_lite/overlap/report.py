@@ -45,7 +45,9 @@ def record(
 def _told(row: dict[str, Any]) -> dict[str, Any]:
     """The row with what the newest call has added."""
     schedule: Schedule = row["schedule"]
-    note = schedule.notes.get(row["gemm"].rpartition("_")[2], Note(schedule.name, 0, ""))
+    # A GEMM that moves nothing of its own: what it reads another has brought.
+    nothing = Note("local" if schedule.notes else schedule.name, 0)
+    note = schedule.notes.get(row["gemm"].rpartition("_")[2], nothing)
     told = {
         **row,
         "schedule": note.method,

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_lite.overlap.bootstrap import BootstrapError, Exchange
+from te_lite.overlap.bootstrap import BootstrapError, Exchange, check_agreement
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.config import LAYERS, Config, UserBufferQuantizationMode, layer_methods
+from te_lite.overlap.config import LAYERS, Config, LayerMethods, UserBufferQuantizationMode, layer_methods
 from te_lite.overlap.group import Group
 from te_lite.overlap.overlapped import Overlapped
 from te_lite.overlap.schedule import Local, Schedule
@@ -63,6 +63,15 @@ def _device(device: torch.device | str | None) -> torch.device:
     return device
 
 
+def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Sequence[Any]) -> LayerMethods:
+    """Of initialize_ub's arguments what this rank can judge by itself."""
+    if len(shape) != 2 or any(int(n) < 1 for n in shape):
+        raise ValueError(f"shape={list(shape)}: must be [tokens, hidden], both positive")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype}: must be one of {DTYPES}")
+    return layer_methods(ub_cfgs, len(modes))
+
+
 def initialize_ub(
     shape: Sequence[int],
     tp_size: int,
@@ -92,24 +101,28 @@ def initialize_ub(
     different between ranks; RuntimeError when called twice for a group or without torch.distributed.
     """
     global _generation
-    if len(shape) != 2 or any(int(n) < 1 for n in shape):
-        raise ValueError(f"shape={list(shape)}: must be [tokens, hidden], both positive")
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype={dtype}: must be one of {DTYPES}")
-    layers = layer_methods(ub_cfgs, len(_modes(use_fp8, quantization_modes)))
+    layers, wrong, place = None, None, _device(device)
+    try:
+        layers = _checked(shape, dtype, ub_cfgs, _modes(use_fp8, quantization_modes))
+    except (TypeError, ValueError) as error:
+        if not dist.is_initialized():
+            raise
+        wrong = error  # raised once every rank knows of it
     exchange = Exchange(tp_size, tp_group, bootstrap_backend)
     try:
         if exchange.ranks in _groups:
-            raise RuntimeError(
+            wrong = RuntimeError(
                 f"initialize_ub was called twice for the ranks {list(exchange.ranks)}: call destroy_ub() first"
             )
-        place = _device(device)
-        tokens, hidden = map(int, shape)
-        said = f"shape {[tokens, hidden]}, {dtype}, {sorted(layers.methods.items())}, strict {strict}"
-        sayings = exchange.all(f"{said}, cuda_graphs {cuda_graphs}, device {place.type}")
-        if len(set(sayings)) > 1:
-            differing = "; ".join(f"rank {r}: {text}" for r, text in zip(exchange.ranks, sayings, strict=True))
-            raise ValueError(f"initialize_ub got different arguments on the ranks of one group: {differing}")
+        if wrong is None:
+            tokens, hidden = map(int, shape)
+            said = f"shape {[tokens, hidden]}, {dtype}, {sorted(layers.methods.items())}, strict {strict}"
+            said += f", cuda_graphs {cuda_graphs}, device {place.type}"
+        else:
+            said = f"{type(wrong).__name__}: {wrong}"
+        check_agreement(exchange.ranks, exchange.all(said))
+        if wrong is not None:
+            raise wrong
         try:
             _groups[exchange.ranks] = Group(
                 exchange, place, tokens, hidden, dtype, layers, strict=strict, graphs=cuda_graphs

@@ -21,6 +21,7 @@ class HighPrecisionFormat(TensorFormat):
     """bf16, fp16 or fp32; the col layout is a view."""
 
     gemm: str = "high_precision"
+    scales_product: bool = True
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
         return q.row.to(q.dtype)

@@ -36,6 +36,7 @@ class PerTensorFormat(TensorFormat):
     """
 
     gemm: str = "fp8_per_tensor"
+    scales_product: bool = True
     dtype: torch.dtype = torch.float8_e4m3fn
 
     @property

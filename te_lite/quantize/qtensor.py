@@ -31,11 +31,13 @@ class TensorFormat:
     gemm: operands multiply natively when their `gemm` agrees, otherwise both are dequantized first; empty: always.
     col_from_row: the col layout can be made from the row layout alone (so one gather serves fprop and wgrad).
     shard_multiple: a gathered tensor multiplies natively where each rank's shard has a multiple of so many rows.
+    scales_product: operands multiply as data alone, the product is scaled by tensor, by shard or by row of either.
     """
 
     gemm: str = ""
     col_from_row: bool = True
     shard_multiple: int = 1
+    scales_product: bool = False
 
     @property
     def label(self) -> str:

@@ -35,6 +35,7 @@ class RowFormat(TensorFormat):
     """
 
     gemm: str = "fp8_rowwise"
+    scales_product: bool = True
     col_from_row: bool = False
     flat: bool = False
     dtype: torch.dtype = E4M3

@@ -1,8 +1,15 @@
 // A stand-in for libcuda.so.1 with two devices, so that te_lite._C's whole path from dlopen to Python is tested
 // on a machine without a GPU. FAKE_CUDA_FAIL=<entry> makes that entry return 3 (not initialised).
+// Device memory is host memory and streams run at once: a stream that waits holds the thread that issues.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 namespace {
 bool initialised = false;
@@ -12,6 +19,33 @@ int result(const char* entry) {
   return fail && !std::strcmp(fail, entry) ? 3 : 0;
 }
 int needs_init(const char* entry) { return initialised ? result(entry) : 3; }
+
+std::atomic<int> live{0};  // what was taken from the driver and not given back
+std::string calls;         // what streams were given; a test issues from one thread
+bool capturing = false;
+
+int taken(const char* entry, int change) {
+  const int code = needs_init(entry);
+  if (code == 0) live += change;
+  return code;
+}
+int give(const char* entry, void** out, void* handle) {
+  const int code = taken(entry, 1);
+  if (code == 0) *out = handle;
+  return code;
+}
+void log(const char* what, void* stream, unsigned long long number) {
+  calls += std::string(what) + " " + std::to_string(reinterpret_cast<uintptr_t>(stream)) + " " +
+           std::to_string(number) + "\n";
+}
+int copy(void* to, const void* from, size_t bytes) { return std::memcpy(to, from, bytes), 0; }
+void* at(unsigned long long address) { return reinterpret_cast<void*>(address); }
+struct MemOp {
+  int operation;
+  unsigned* address;
+  unsigned value, unused, flags;
+  unsigned long long rest[2];
+};
 }  // namespace
 
 extern "C" {
@@ -51,7 +85,7 @@ int cuDeviceCanAccessPeer(int* can, int device, int peer) {
   *can = device == 100 && peer == 101;  // one way only, so that swapped arguments show
   return needs_init("cuDeviceCanAccessPeer");
 }
-void* current_context = reinterpret_cast<void*>(0x70);
+thread_local void* current_context = reinterpret_cast<void*>(0x70);
 int cuCtxGetCurrent(void** context) {
   *context = current_context;
   return needs_init("cuCtxGetCurrent");
@@ -70,5 +104,109 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   record[3] = reinterpret_cast<unsigned long long>(stream);
   for (int i = 0; i < 6; ++i) std::memcpy(&record[4 + i], parameters[i], sizeof *record);
   return needs_init("cuLaunchKernel");
+}
+
+int fake_live() { return live; }
+const char* fake_calls() { return calls.c_str(); }
+void fake_capture(int on) { capturing = on; }
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = reinterpret_cast<void*>(static_cast<uintptr_t>(device));
+  return taken("cuDevicePrimaryCtxRetain", 1);
+}
+int cuDevicePrimaryCtxRelease_v2(int) { return taken("cuDevicePrimaryCtxRelease", -1); }
+int cuThreadExchangeStreamCaptureMode(int*) { return needs_init("cuThreadExchangeStreamCaptureMode"); }
+
+// An allocation is a memfd, so that one that is mapped twice is the same memory.
+int cuMemGetAllocationGranularity(size_t* bytes, const int* prop, int) {
+  *bytes = 1 << 16;
+  return prop[0] == 1 && prop[1] == 1 && prop[2] == 1 ? needs_init("cuMemGetAllocationGranularity") : 1;
+}
+int cuMemCreate(unsigned long long* allocation, size_t bytes, const int*, unsigned long long) {
+  if (const int code = taken("cuMemCreate", 1)) return code;
+  const int fd = memfd_create("fake", 0);
+  *allocation = static_cast<unsigned long long>(fd);
+  return ftruncate(fd, static_cast<off_t>(bytes));
+}
+int cuMemRelease(unsigned long long allocation) {
+  return close(static_cast<int>(allocation)), taken("cuMemRelease", -1);
+}
+int cuMemExportToShareableHandle(int* fd, unsigned long long allocation, int, unsigned long long) {
+  return *fd = dup(static_cast<int>(allocation)), needs_init("cuMemExportToShareableHandle");
+}
+int cuMemImportFromShareableHandle(unsigned long long* allocation, void* fd, int) {
+  if (const int code = taken("cuMemImportFromShareableHandle", 1)) return code;
+  *allocation = static_cast<unsigned long long>(dup(static_cast<int>(reinterpret_cast<intptr_t>(fd))));
+  return 0;
+}
+int cuMemAddressReserve(void** address, size_t bytes, size_t, unsigned long long, unsigned long long) {
+  if (const int code = taken("cuMemAddressReserve", 1)) return code;
+  *address = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return 0;
+}
+int cuMemAddressFree(void* address, size_t bytes) { return munmap(address, bytes), taken("cuMemAddressFree", -1); }
+int cuMemMap(void* address, size_t bytes, size_t, unsigned long long allocation, unsigned long long) {
+  if (const int code = taken("cuMemMap", 1)) return code;
+  return mmap(address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, static_cast<int>(allocation), 0) != address;
+}
+int cuMemUnmap(void*, size_t) { return taken("cuMemUnmap", -1); }
+int cuMemSetAccess(void* address, size_t bytes, const int* access, size_t count) {
+  if (const int code = needs_init("cuMemSetAccess")) return code;
+  if (count != 1 || access[0] != 1 || access[2] != 3) return 1;
+  return mprotect(address, bytes, PROT_READ | PROT_WRITE);
+}
+int cuMemAlloc_v2(void** address, size_t bytes) { return give("cuMemAlloc", address, std::malloc(bytes)); }
+int cuMemFree_v2(void* address) { return std::free(address), taken("cuMemFree", -1); }
+struct IpcHandle {
+  void* address;
+  char rest[56];
+};
+int cuIpcGetMemHandle(IpcHandle* handle, void* address) {
+  return *handle = {address, {}}, needs_init("cuIpcGetMemHandle");
+}
+int cuIpcOpenMemHandle_v2(void** address, IpcHandle handle, unsigned flags) {
+  return flags == 1 ? give("cuIpcOpenMemHandle", address, handle.address) : 1;
+}
+int cuIpcCloseMemHandle(void*) { return taken("cuIpcCloseMemHandle", -1); }
+int cuMemHostAlloc(void** address, size_t bytes, unsigned) {
+  return give("cuMemHostAlloc", address, std::malloc(bytes));
+}
+int cuMemFreeHost(void* address) { return std::free(address), taken("cuMemFreeHost", -1); }
+
+int cuMemsetD8_v2(void* address, unsigned char value, size_t bytes) {
+  return std::memset(address, value, bytes), needs_init("cuMemsetD8");
+}
+int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
+  log("copy", stream, bytes);
+  return copy(to, from, bytes);
+}
+int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
+int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
+int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  return give("cuStreamCreateWithPriority", stream, at(0x900));
+}
+int cuStreamDestroy_v2(void*) { return taken("cuStreamDestroy", -1); }
+int cuStreamSynchronize(void*) { return needs_init("cuStreamSynchronize"); }
+int cuStreamIsCapturing(void*, int* status) { return *status = capturing, needs_init("cuStreamIsCapturing"); }
+int cuStreamBatchMemOp_v2(void* stream, unsigned count, MemOp* operations, unsigned) {
+  log("batch", stream, count);
+  for (const MemOp* op = operations; op < operations + count; ++op) {
+    if (op->operation == 2) __atomic_store_n(op->address, op->value, __ATOMIC_RELEASE);
+    while (op->operation == 1 &&
+           static_cast<int>(__atomic_load_n(op->address, __ATOMIC_ACQUIRE) - op->value) < 0) {
+      usleep(1000);
+    }
+  }
+  return needs_init("cuStreamBatchMemOp");
+}
+int cuEventCreate(void** event, unsigned) { return give("cuEventCreate", event, at(0x800)); }
+int cuEventDestroy_v2(void*) { return taken("cuEventDestroy", -1); }
+int cuEventRecord(void* event, void* stream) {
+  log("record", stream, reinterpret_cast<uintptr_t>(event));
+  return needs_init("cuEventRecord");
+}
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  log("await", stream, reinterpret_cast<uintptr_t>(event));
+  return needs_init("cuStreamWaitEvent");
 }
 }

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import te_lite as te
 from examples.gpt import checkpoint, data, loop, mesh, model, optimizer, options
 
 ALONE = mesh.Mesh("python", 0, 1, 0, 1, 0, 1, None, None, torch.device("cpu"))
@@ -56,13 +55,6 @@ def test_default_options_hold() -> None:
     assert args.ffn % 128 == 0 and args.ffn >= 8 * args.hidden / 3
     for recipe in ("bf16", "delayed", "current"):
         parse("--tp", "2", "--sequence-parallel", "--recipe", recipe, world_size=2)
-
-
-def test_overlap_without_userbuffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(te, "initialize_ub", raising=False)
-    args = parse("--tp", "2", "--sequence-parallel", "--overlap", world_size=2)
-    with pytest.raises(mesh.RefusedError, match="--overlap.*no userbuffers.*Drop --overlap"):
-        options.check_device(args, ALONE)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -1,0 +1,124 @@
+"""Flags and epochs on the device: 32-bit words that only grow, compared cyclically.
+
+A flag has reached an epoch when (int32)(flag - epoch) >= 0. An epoch is always word + delta, an int32 in device memory
+and an int32 argument: under a CUDA graph the word advances once a replay and delta is frozen; elsewhere the word stays
+zero and delta is the epoch. Waits also end when the abort word is not zero; what they return then is garbage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_lite.ops.launch import _ready
+
+_ON_DEVICE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
+
+# Thread t polls the word at $1 + t * $2 for t < $3, but not t == $4, until it has reached $5 or the word at $6 is set.
+# The barrier hands what that thread acquired to the others, the fence to the tensor-copy unit. $3 == 0: nothing at all.
+_WAIT = tl.constexpr("""
+{
+    .reg .pred p; .reg .b32 t, v; .reg .b64 a;
+    setp.eq.u32 p, $3, 0;        @p bra END;
+    mov.u32 t, %tid.x;
+    setp.ge.u32 p, t, $3;        @p bra DONE;
+    setp.eq.u32 p, t, $4;        @p bra DONE;
+    mad.wide.u32 a, t, $2, $1;
+POLL:
+    ld.acquire.sys.global.b32 v, [a];
+    sub.s32 v, v, $5;
+    setp.ge.s32 p, v, 0;         @p bra DONE;
+    ld.relaxed.sys.global.b32 v, [$6];
+    setp.ne.s32 p, v, 0;         @p bra DONE;
+    nanosleep.u32 64;            bra POLL;
+DONE:
+    bar.sync 0;
+    fence.proxy.async.global;
+END:
+    mov.u32 $0, 0;
+}
+""")
+
+# After all stores of this program: one more arrival at the counter at $1; the one that makes it $2 leaves zero and
+# writes $4 to the flag at $3. SCOPE: how far the stores must have become visible before the arrival counts.
+_ARRIVE = """
+{
+    .reg .pred p; .reg .b32 t, v;
+    bar.sync 0;
+    mov.u32 t, %tid.x;
+    setp.ne.u32 p, t, 0;         @p bra DONE;
+    fence.acq_rel.SCOPE;
+    sub.s32 t, $2, 1;
+    atom.acq_rel.gpu.global.inc.u32 v, [$1], t;
+    setp.ne.u32 p, v, t;         @p bra DONE;
+    fence.acq_rel.sys;
+    st.release.sys.global.b32 [$3], $4;
+DONE:
+    mov.u32 $0, 0;
+}
+"""
+_ARRIVE_GPU = tl.constexpr(_ARRIVE.replace("SCOPE", "gpu"))
+_ARRIVE_SYS = tl.constexpr(_ARRIVE.replace("SCOPE", "sys"))
+
+
+@triton.jit
+def wait_flags(flag, stride, count, skip, epoch, abort):
+    """All threads wait until the words flag[i * stride] have reached epoch, 0 <= i < count but i != skip.
+
+    What was written before those flags may be read afterwards, by loads and by the tensor-copy unit.
+    """
+    if _ON_DEVICE:
+        args = [flag.to(tl.int64), stride * 4, count, skip, epoch, abort.to(tl.int64)]
+        tl.inline_asm_elementwise(_WAIT, "=r,l,r,r,r,r,l,~{memory}", args, tl.int32, False, 1)
+
+
+@triton.jit
+def arrive(counter, total, flag, epoch, SYSTEM: tl.constexpr):
+    """Counts this program's stores so far as one of `total` arrivals; the last sets *flag = epoch, *counter = 0.
+
+    SYSTEM: the stores went to another device's memory.
+    """
+    if _ON_DEVICE:
+        asm: tl.constexpr = _ARRIVE_SYS if SYSTEM else _ARRIVE_GPU
+        args = [counter.to(tl.int64), total, flag.to(tl.int64), epoch]
+        tl.inline_asm_elementwise(asm, "=r,l,r,l,r,~{memory}", args, tl.int32, False, 1)
+    elif tl.atomic_add(counter, 1) == total - 1:
+        tl.store(counter, 0)
+        tl.store(flag, epoch)
+
+
+@triton.jit(do_not_specialize=["delta"], do_not_specialize_on_alignment=["flag", "word", "abort"])
+def wait_kernel(flag, word, delta, abort):
+    """Ends when *flag has reached *word + delta, or *abort is not zero. One warp, one program."""
+    wait_flags(flag, 0, 1, -1, tl.load(word) + delta, abort)
+
+
+def signed(epoch: int) -> int:
+    """The int32 with the bits of a 32-bit epoch, which may have wrapped around."""
+    return (epoch + 2**31) % 2**32 - 2**31
+
+
+def wait(flag: Tensor, word: Tensor, delta: int, abort: Tensor) -> None:
+    """The current stream waits, in a kernel, until flag[0] has reached word[0] + delta; int32 CUDA tensors."""
+    wait_kernel[(1,)](flag, word, signed(delta), abort, num_warps=1)
+
+
+def compiled_wait(device: torch.device) -> tuple[Any, Any]:
+    """(launcher, Triton's compiled kernel) of `wait_kernel` on a CUDA device, to launch from where no tensors are.
+
+    launcher.launch(1, stream, (flag address, word address, delta, abort address)); .function of the second is the
+    CUfunction: one block of 32 threads, parameters u64, u64, i32, u64 and two null pointers, metadata.shared bytes.
+    """
+    with torch.cuda.device(device):
+        word = torch.zeros(1, dtype=torch.int32, device=device)
+        compiled = wait_kernel[(1,)](word, word, 0, word, num_warps=1)
+    return _ready(compiled), compiled
+
+
+def advance(word: Tensor) -> None:
+    """word[0] += 1 on the current stream; an int32 that wraps around."""
+    word.add_(1)

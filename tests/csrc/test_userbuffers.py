@@ -1,0 +1,261 @@
+"""te_lite._C's programs and host executor, with ranks as processes over one shared memory."""
+
+import ctypes
+import gc
+import os
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import te_lite._C as _C
+from tests.csrc import ranks
+from tests.csrc.ranks import Memory, program, word
+
+START = 2**32 - 3  # the first epochs pass 2^32
+BYTES = 1000
+
+
+@pytest.fixture
+def alone():
+    """A group of one, its executor with three copy threads."""
+    memory = Memory(1)
+    control = memory.control(0, timeout=0.3)
+    executor = _C.Executor(-1, [0, 0, 0], control)
+    yield memory, control, executor
+    executor.close()
+    control.close()
+
+
+def gather(memory: Memory, rank: int, slots: int) -> list[_C.Program]:
+    """All-gather of BYTES from argument 0 into every peer's arena: a program a slot; segments push, wait, free."""
+    out = []
+    peers = [p for p in range(memory.size) if p != rank]
+    for slot in range(slots):
+        steps = []
+        for i, p in enumerate(peers):
+            stream, place = 1 + i % 2, memory.arenas[p] + (slot * memory.size + rank) * BYTES
+            steps += [
+                ("after", stream, 0),
+                ("wait", stream, memory.flags[rank] + 8 * p + 4, -slots, p, "room at"),
+                ("copy", stream, -1, place, 0, 0, BYTES),
+                ("set", stream, memory.flags[p] + 8 * rank, 0),
+            ]
+        steps += [("cut",), *(("wait", 0, memory.flags[rank] + 8 * p, 0, p, "data from") for p in peers)]
+        steps += [("cut",), *(("set", 0, memory.flags[p] + 8 * rank + 4, 0) for p in peers), ("after", 0, 1)]
+        out.append(program(*steps, ("after", 0, 2)))
+    return out
+
+
+def exchange(memory: Memory, rank: int, epochs: int, slots: int, delay: int, ignore_free: bool, slow: float) -> int:
+    """How many of the pieces that arrived were wrong. slow: seconds that rank 1 takes before it reads."""
+    control = memory.control(rank)
+    executor = _C.Executor(-1, [0, 0], control)
+    executor.set_delays(rank, delay)
+    executor.set_ignore_free(ignore_free)
+    programs = gather(memory, rank, slots)
+    mine = ctypes.create_string_buffer(BYTES)
+    wrong = 0
+    for n in range(epochs):
+        use, epoch = programs[n % slots], (START + n) % 2**32
+        ctypes.memset(mine, (31 * rank + n) % 256, BYTES)
+        control.announce(f"gather {n}", hash(("gather", n)))
+        executor.issue(use, 0, epoch, 0, (ctypes.addressof(mine),))
+        executor.issue(use, 1, epoch, 0, (ctypes.addressof(mine),))
+        time.sleep(slow if rank == 1 else 0)
+        for p in range(memory.size):
+            got = ctypes.string_at(memory.arenas[rank] + (n % slots * memory.size + p) * BYTES, BYTES)
+            wrong += p != rank and got != bytes([(31 * p + n) % 256]) * BYTES
+        executor.issue(use, 2, epoch, 0, (ctypes.addressof(mine),))
+    executor.synchronize()
+    control.check()
+    executor.close()
+    control.close()
+    return wrong
+
+
+def started(memory: Memory, rank: int, *arguments: object) -> object:
+    """The flags as if epoch START - 1 were done and all its buffers free, then exchange()."""
+    for p in range(memory.size):
+        word(memory.flags[rank] + 8 * p).value = word(memory.flags[rank] + 8 * p + 4).value = START - 1
+    word(memory.flags[rank] + 2048).value = 1
+    while not all(word(flags + 2048).value for flags in memory.flags):
+        time.sleep(0.001)
+    return exchange(memory, rank, *arguments)
+
+
+@pytest.mark.parametrize("size, slots, delay", [(2, 1, 0), (2, 2, 300), (3, 2, 0), (3, 1, 300)])
+def test_gather_is_right_in_every_epoch(size: int, slots: int, delay: int) -> None:
+    assert ranks.run(size, started, 60, slots, delay, False, 0.0) == [0] * size
+
+
+def test_free_counters_matter() -> None:
+    assert ranks.run(2, started, 8, 1, 0, False, 0.02) == [0, 0]
+    assert ranks.run(2, started, 8, 1, 0, True, 0.02)[1] > 0
+
+
+def chain(memory: Memory, executor: _C.Executor, ordered: bool, rounds: int) -> int:
+    """a -> b on stream 1, b -> c on stream 2, c read by main; how often c was not a."""
+    a, b, c = (memory.arenas[0] + i * 64 for i in range(3))
+    order = [("after", 2, 1)] if ordered else []
+    copies = program(("copy", 1, -1, b, 0, 0, 4), *order, ("copy", 2, 0, 128, 1, 64, 4), ("after", 0, 2))
+    wrong = 0
+    for n in range(rounds):
+        word(a).value = n + 1
+        executor.issue(copies, 0, 0, 0, (a, a))
+        wrong += word(c).value != n + 1
+        executor.synchronize()
+    return wrong
+
+
+def test_after_orders_streams(alone) -> None:
+    memory, _, executor = alone
+    executor.set_delays(7, 500)
+    assert chain(memory, executor, True, 100) == 0
+    assert chain(memory, executor, False, 100) > 0  # the test above can fail
+
+
+def test_segments_and_negative_deltas(alone) -> None:
+    memory, _, executor = alone
+    flag = memory.flags[0]
+    steps = _C.Program("buffer")
+    steps.set(0, flag, -2)
+    assert steps.cut() == 1
+    steps.set(3, flag + 4, 5)
+    executor.issue(steps, 0, 1, 0, ())
+    assert (word(flag).value, word(flag + 4).value) == (2**32 - 1, 0)
+    executor.issue(steps, 1, 2**32 - 1, 0, ())
+    executor.synchronize()
+    assert word(flag + 4).value == 4
+
+
+@pytest.mark.parametrize(
+    "flag, epoch, there",
+    [(5, 5, True), (4, 5, False), (0, START, True), (START, 0, False), (2**31 - 1, 0, True), (2**31, 0, False)],
+)
+@pytest.mark.parametrize("stream", [0, 1])
+def test_a_wait_is_cyclic(alone, flag: int, epoch: int, there: bool, stream: int) -> None:
+    memory, control, executor = alone
+    word(memory.flags[0]).value = flag
+    wait = program(("wait", stream, memory.flags[0], 0, 0, "data from"), ("after", 0, 1))
+    if there:
+        executor.issue(wait, 0, epoch, 0, ())
+    else:
+        with pytest.raises(_C.GroupBroken):
+            executor.issue(wait, 0, epoch, 0, ())
+    assert (control.broken is None) == there
+
+
+REFUSED = {
+    "stream": (lambda e: e.issue(program(("after", 1, 4)), 0, 0, 0, ()), "4 streams"),
+    "segment": (lambda e: e.issue(program(), 1, 0, 0, ()), "segments 0 to 0"),
+    "arguments": (lambda e: e.issue(program(("copy", 0, 2, 0, -1, 0, 1)), 0, 0, 0, (1, 2)), "takes 3 arguments"),
+    "negative stream": (lambda e: program(("set", -1, 0, 0)), "count from 0"),
+    "negative argument": (lambda e: program(("copy", 0, -2, 0, 0, 0, 1)), "index or -1"),
+    "ranks": (lambda e: _C.Control(2, 2, [1, 2], None, 1.0), "rank 2 of 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(alone, case: str) -> None:
+    call, says = REFUSED[case]
+    with pytest.raises(ValueError, match=says):
+        call(alone[2])
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_an_overdue_wait_names_everything(alone, stream: int) -> None:
+    memory, control, executor = alone
+    target = memory.arenas[0]
+    control.announce("linear 8192x3072", 1)
+    wait = program(("wait", stream, memory.flags[0], 2, 3, "room at"), ("copy", 1, -1, target, -1, target + 8, 4))
+    word(memory.flags[0]).value, word(target + 8).value = 6, 9
+    begin = time.monotonic()
+    try:
+        executor.issue(wait, 0, 5, 0, ())
+    except _C.GroupBroken:
+        assert stream == 0
+    executor.synchronize()
+    assert 0.3 < time.monotonic() - begin < 3
+    said = "operation 1 (linear 8192x3072), buffer buffer: rank 0 has waited 0.3 s for room at rank 3: "
+    assert control.broken.startswith(said + "epoch 7 is expected, 6 is seen")
+    assert word(target).value == 0  # the copy behind the wait was dropped
+    with pytest.raises(_C.GroupBroken, match="has waited"):
+        executor.issue(program(), 0, 0, 0, ())
+    with pytest.raises(_C.GroupBroken):
+        control.announce("next", 2)
+
+
+def test_breaking_the_group_ends_waits() -> None:
+    memory = Memory(2)
+    control, peer = memory.control(0), memory.control(1)
+    executor = _C.Executor(-1, [0], control)
+    threading.Timer(0.2, peer.break_group, ("enough",)).start()
+    waits = program(("wait", 1, memory.flags[0], 0, 1, "data from"), ("wait", 0, memory.flags[0], 0, 1, "data from"))
+    with pytest.raises(_C.GroupBroken, match="^enough$"):
+        executor.issue(waits, 0, 1, 0, ())
+    executor.synchronize()
+    executor.close()
+
+
+def test_closing_ends_waits_and_refuses_more(alone) -> None:
+    memory, control, executor = alone
+    executor.issue(program(("wait", 1, memory.flags[0], 0, 0, "data from")), 0, 1, 0, ())
+    executor.close()
+    executor.close()
+    assert control.broken is None
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.issue(program(), 0, 1, 0, ())
+
+
+def used() -> tuple[int, int, int]:
+    """Resident pages, threads and descriptors of this process."""
+    threads = len(os.listdir("/proc/self/task"))
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]), threads, len(os.listdir("/proc/self/fd"))
+
+
+def test_opening_again_and_again_leaves_nothing() -> None:
+    def once() -> None:
+        memory = Memory(2)
+        controls = [memory.control(rank) for rank in range(2)]
+        executors = [_C.Executor(-1, [0, 0], control) for control in controls]
+        view = torch.utils.dlpack.from_dlpack(_C.dlpack(memory.arenas[0], ranks.ARENA, -1, memory.map))
+        view.fill_(1)
+        for executor in executors:
+            executor.issue(program(("copy", 1, -1, memory.arenas[1], -1, memory.arenas[0], 64)), 0, 0, 0, ())
+            executor.synchronize()
+
+    for _ in range(5):
+        once()
+    gc.collect()
+    before = used()
+    for _ in range(50):
+        once()
+    gc.collect()
+    after = used()
+    assert after[1:] == before[1:]
+    assert after[0] - before[0] < 100  # pages; one leaked mapping a round would be over 1000
+
+
+def test_dlpack_is_a_view_that_keeps_its_owner() -> None:
+    class Owner:
+        pass
+
+    owner, gone = Owner(), []
+    data = (ctypes.c_uint8 * 16)(*range(16))
+    weakref.finalize(owner, gone.append, True)
+    view = torch.utils.dlpack.from_dlpack(_C.dlpack(ctypes.addressof(data), 16, -1, owner))
+    del owner
+    assert (view.dtype, view.shape, str(view.device)) == (torch.uint8, (16,), "cpu")
+    view[3] = 77
+    assert data[3] == 77 and view.tolist() == list(data) and not gone
+    holder = [view]
+    del view
+    thread = threading.Thread(target=holder.clear)
+    thread.start()
+    thread.join()
+    assert gone == [True]
+    _C.dlpack(ctypes.addressof(data), 16, -1, object())  # a capsule that nobody takes

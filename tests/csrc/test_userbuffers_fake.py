@@ -1,0 +1,242 @@
+"""te_lite._C's device memory and CUDA executor against a fake libcuda: what the driver is asked, and given back."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.csrc.ranks import script
+from tests.csrc.test_driver import FAKE_SOURCE, build
+
+# What a script finds: the extension, without torch, and what the fake driver saw.
+PREAMBLE = """
+import ctypes, gc, importlib.util, mmap, os, sys, threading, time
+spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
+_C = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_C)
+fake = ctypes.CDLL("libcuda.so.1")
+fake.fake_calls.restype = ctypes.c_char_p
+def live():
+    gc.collect()
+    return fake.fake_live()
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+words = mmap.mmap(-1, 4096)
+at = ctypes.addressof(ctypes.c_char.from_buffer(words))
+def word(i):
+    return ctypes.c_uint32.from_address(at + 4 * i)
+def group(timeout=20.0):
+    size = 2 * _C.CONTROL_BYTES
+    blocks = mmap.mmap(-1, size)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
+    control = _C.Control(0, 2, [base, base + _C.CONTROL_BYTES], blocks, timeout)
+    executor = _C.Executor(1, [0x11, 0x22], control)
+    executor.set_flags(at, 64)
+    executor.set_abort(at + 64)
+    return control, executor
+"""
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("fake_driver"), FAKE_SOURCE)
+
+
+MAPPED_TWICE = """
+mine = _C.CudaMemory.vmm(1, 70000)
+fd = mine.export_fd()
+theirs = _C.CudaMemory.import_fd(0, fd, 70000)
+os.close(fd)
+assert mine.bytes == theirs.bytes == 131072 and mine.address != theirs.address  # two granules
+assert ctypes.string_at(mine.address, mine.bytes) == bytes(mine.bytes)
+word_of = ctypes.c_uint32.from_address
+word_of(mine.address + 69996).value = 7
+assert word_of(theirs.address + 69996).value == 7
+del mine
+word_of(theirs.address).value = 8  # the mapping keeps the memory
+print(refused(theirs.ipc_handle))
+del theirs
+mine = _C.CudaMemory.ipc(0, 100)
+theirs = _C.CudaMemory.open_ipc(0, mine.ipc_handle(), 100)
+assert (mine.bytes, theirs.address) == (100, mine.address) and ctypes.string_at(mine.address, 100) == bytes(100)
+print(refused(mine.export_fd))
+print(refused(_C.CudaMemory.open_ipc, 0, b"short", 100))
+print(refused(_C.CudaMemory.vmm, 0, 0))
+del mine, theirs
+assert live() == 0
+"""
+
+
+def test_memory_is_mapped_twice_and_given_back(fake_driver: Path) -> None:
+    assert script(PREAMBLE + MAPPED_TWICE, fake_driver).splitlines() == [
+        "ValueError: this memory has no IPC handle: ipc_handle() is for ipc()",
+        "ValueError: this memory has no descriptor: export_fd() is for vmm()",
+        "ValueError: an IPC handle of 5 bytes: ipc_handle() gives 64",
+        "ValueError: device memory of 0 bytes: at least 1 is needed",
+    ]
+
+
+FAILS = """
+entry = os.environ["FAKE_CUDA_FAIL"]
+fd = os.memfd_create("peer")
+os.ftruncate(fd, 65536)
+blocks = mmap.mmap(-1, _C.CONTROL_BYTES)
+base = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
+control = _C.Control(0, 1, [base], blocks, 1.0)
+makers = [
+    lambda: _C.CudaMemory.vmm(0, 1),
+    lambda: _C.CudaMemory.import_fd(0, fd, 1),
+    lambda: _C.CudaMemory.ipc(0, 1),
+    lambda: _C.CudaMemory.open_ipc(0, b"h" * 64, 1),
+    lambda: _C.Executor(0, [], control),
+]
+failed = [refused(make) for make in makers]
+assert live() == 0, failed
+print([error is not None and entry in error for error in failed].count(True))
+"""
+# An entry that fails: how many of the makers above need it.
+TAKES = {
+    "cuDevicePrimaryCtxRetain": 5,
+    "cuMemGetAllocationGranularity": 2,
+    "cuMemCreate": 1,
+    "cuMemImportFromShareableHandle": 1,
+    "cuMemAddressReserve": 2,
+    "cuMemMap": 2,
+    "cuMemSetAccess": 2,
+    "cuMemsetD8": 2,
+    "cuMemAlloc": 1,
+    "cuIpcOpenMemHandle": 1,
+    "cuEventCreate": 1,
+    "cuStreamCreateWithPriority": 1,
+}
+
+
+@pytest.mark.parametrize("entry", TAKES)
+def test_what_fails_halfway_is_given_back(fake_driver: Path, entry: str) -> None:
+    assert int(script(PREAMBLE + FAILS, fake_driver, FAKE_CUDA_FAIL=entry)) == TAKES[entry]
+
+
+PROGRAM = """
+control, executor = group()
+p = _C.Program("buffer")
+p.after(1, 0)
+p.wait(1, at, -1, 1, "room at")
+p.copy(1, 0, 8, 1, 0, 16)
+p.set(1, at + 4, 0)
+p.set(1, at + 8, 1)
+p.wait(2, at, 0, 1, "data from")
+p.after(2, 2)
+p.cut()
+p.after(0, 1)
+p.set(0, at + 12, 0)
+word(0).value = 2**32 - 1
+source = ctypes.create_string_buffer(b"x" * 16)
+target = ctypes.create_string_buffer(24)
+executor.issue(p, 0, 2**32 - 1, 0x5, (ctypes.addressof(target), ctypes.addressof(source)))
+executor.issue(p, 1, 2**32 - 1, 0x7, (0, 0))
+assert target.raw == bytes(8) + b"x" * 16
+assert [word(i).value for i in (1, 2, 3)] == [2**32 - 1, 0, 2**32 - 1]
+print(fake.fake_calls().decode(), end="")
+outside = _C.Program("buffer")
+outside.wait(0, at + 64, 0, 1, "data from")
+print(refused(executor.issue, outside, 0, 0, 0, ()).replace(str(at + 64), "A").replace(str(at), "B")[:80])
+print(refused(executor.set_flags, at, 64))
+executor.close()
+executor.close()
+del executor
+control.close()
+assert live() == 0 and control.broken is None
+"""
+
+
+def test_a_program_as_the_driver_sees_it(fake_driver: Path) -> None:
+    assert script(PREAMBLE + PROGRAM, fake_driver).splitlines() == [
+        f"record {0x5} {0x800}",
+        f"await {0x11} {0x800}",
+        f"batch {0x11} 1",
+        f"copy {0x11} 16",
+        f"batch {0x11} 2",
+        f"batch {0x22} 1",
+        f"record {0x11} {0x800}",
+        f"await {0x7} {0x800}",
+        f"batch {0x7} 1",
+        "ValueError: a wait for the flag at A, outside of the 64 bytes at B that set_flag",
+        "ValueError: the flags of this executor are set already: set them once",
+    ]
+
+
+CAPTURE = """
+control, executor = group()
+fake.fake_capture(1)
+p = _C.Program("buffer")
+p.wait(0, at, -2, 1, "data from")
+p.set(1, at + 4, 0)
+p.cut()
+p.set(1, at + 4, 1)
+print(refused(executor.issue, p, 0, 9, 0x5, ()))
+word(40).value = 77
+print(refused(executor.issue, p, 0, 9, 0x5, (), at + 160))
+record = (ctypes.c_uint64 * 10)()
+executor.wait_kernel = _C.Kernel(ctypes.addressof(record), 32, 0, "ppip-")
+print(refused(lambda: setattr(executor, "wait_kernel", _C.Kernel(1, 32, 0, "pp"))))
+executor.issue(p, 0, 9, 0x5, (), at + 160)
+assert list(record)[3:6] == [0x5, at, at + 160] and record[6] % 2**32 == 2**32 - 2 and record[7] == at + 64
+assert word(1).value == 77
+print(refused(executor.issue, p, 1, 9, 0x5, (), at + 160))
+"""
+
+
+def test_a_capture_needs_an_epoch_word(fake_driver: Path) -> None:
+    said = script(PREAMBLE + CAPTURE, fake_driver).splitlines()
+    assert [line[: line.index(":", 14)] for line in said] == [
+        "RuntimeError: a program is issued to a stream under capture, which would freeze its epoch",
+        "RuntimeError: a wait with an epoch word needs the executor's wait_kernel",
+        "ValueError: a wait kernel with arguments 'pp'",
+        "ValueError: a set of epoch + 1 with an epoch word",
+    ]
+
+
+# The fake's streams hold the thread that issues, as a full queue does.
+RELEASE = """
+control, executor = group(timeout=TIMEOUT)
+control.announce("linear 8192x3072", 1)
+p = _C.Program("buffer")
+p.wait(0, at, -1, 1, "room at")  # there
+p.wait(0, at + 4, 0, 1, "data from")
+p.wait(1, at + 4, 1, 1, "data from")
+p.copy(1, -1, at + 200, -1, at + 204, 4)
+word(0).value = word(1).value = 4
+word(51).value = 9
+if BREAK:
+    threading.Timer(0.3, control.break_group, ("enough",)).start()
+begin = time.monotonic()
+executor.issue(p, 0, 5, 0x5, ())
+took = time.monotonic() - begin
+assert word(1).value == 6 and word(50).value == 9
+time.sleep(0.5)
+assert (word(0).value, word(16).value, word(2).value) == (4, 1, 0), "the abort word, and no flag that nobody waits for"
+word(1).value = 5  # a peer's late write, below what a stream may yet wait for
+time.sleep(0.5)
+assert word(1).value == 6
+print(control.broken)
+print(took)
+print(refused(executor.issue, p, 0, 6, 0x5, ()).split(":")[0])
+executor.close()
+del executor
+assert live() == 0
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_overdue_or_broken_wait_is_released(fake_driver: Path, broken: bool) -> None:
+    values = f"BREAK, TIMEOUT = {broken}, {20.0 if broken else 1.5}\n"
+    reason, took, error = script(PREAMBLE + values + RELEASE, fake_driver).splitlines()
+    if broken:
+        assert reason == "enough" and float(took) < 3
+    else:
+        said = "operation 1 (linear 8192x3072), buffer buffer: rank 0 has waited "
+        assert reason.startswith(said) and 1.5 < float(took) < 5
+        assert "s for data from rank 1: epoch 5 is expected, 4 is seen" in reason
+    assert error == "GroupBroken"

@@ -1,0 +1,331 @@
+"""The protocol of userbuffers on ranks that are threads: what arrives, in which order it is added, what is awaited."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from te_lite import _C
+from te_lite.functional.saved import load, save
+from te_lite.overlap import arena
+from te_lite.overlap.arena import ALIGNMENT, Arena, HostMemory, aligned
+from te_lite.overlap.bootstrap import BootstrapError
+from te_lite.overlap.buffers import Gather, Scatter, following, gathered_bytes, part_offsets
+from te_lite.overlap.group import SLOTS
+from te_lite.quantize.mxfp8 import MXFormat
+from te_lite.quantize.qtensor import QTensor
+from te_lite.testing.numerics import assert_bitwise_equal
+from tests.overlap.threads import LIMIT_S, in_group, make_group, on_threads, plain, poison
+
+
+def shard(rank: int, use: int, m: int = 5, k: int = 32) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(1000 * use + rank)
+    return torch.randn(m, k, generator=gen).bfloat16()
+
+
+def gathered(size: int, use: int, **sizes: int) -> torch.Tensor:
+    return torch.cat([shard(rank, use, **sizes) for rank in range(size)])
+
+
+def summed(size: int, rank: int, use: int) -> torch.Tensor:
+    """Rank's rows of the sum over all: rank + 1, rank + 2, ..., its own last and unrounded, in fp32, rounded once."""
+    total = torch.zeros(5, 32)
+    for peer in following(rank, size):
+        total += partial(peer, rank, use).bfloat16().float()
+    return (total + partial(rank, rank, use)).bfloat16()
+
+
+def partial(source: int, destination: int, use: int) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(10000 * use + 100 * source + destination)
+    return torch.randn(5, 32, generator=gen) * 2.0 ** (4 * source)  # another order would round elsewhere
+
+
+def scatter(group, use: int) -> torch.Tensor:
+    exchange = Scatter(group, 5, 32, torch.bfloat16)
+    for peer in following(group.rank, group.size):
+        exchange.push(partial(group.rank, peer, use).bfloat16(), peer)
+    return exchange.reduce(partial(group.rank, group.rank, use))
+
+
+def test_addresses():
+    assert [aligned(n) for n in (0, 1, ALIGNMENT, ALIGNMENT + 1)] == [0, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT]
+    assert following(2, 4) == [3, 0, 1]
+    assert part_offsets([100, 3, 0, 8], 4) == [0, 512, 768, 768]
+    assert gathered_bytes([100, 3, 0, 8], 4) == 1024
+
+
+@pytest.mark.parametrize("first_epoch", [1, 2**31 - 2, 2**32 - 3, 2**32 - 1])
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_uses_of_few_slots_whatever_the_epoch(size, first_epoch):
+    """Gathers and scatters in turn, delays of their own on each rank, epochs that pass 2^31 and wrap around."""
+
+    def run(group):
+        group.executor.set_delays(group.rank + 1, 2000)
+        for use in range(12):
+            m = (5, 1, 16)[use % 3]
+            gather = Gather(group, plain(shard(group.rank, use, m=m)), "row", own=True)
+            if use % 2:
+                for source in following(group.rank, size):
+                    assert_bitwise_equal(f"use {use}", gather.shard(source).row, shard(source, use, m=m))
+            assert_bitwise_equal(f"use {use}", gather.whole().row, gathered(size, use, m=m))
+            gather.close()
+            assert_bitwise_equal(f"sum {use}", scatter(group, use), summed(size, group.rank, use))
+
+    in_group(size, run, first_epoch=first_epoch)
+
+
+def test_the_order_of_the_sum_shows():
+    """The expected sums would differ in another order, so that their equality says something."""
+    want = summed(4, 0, 0)
+    other = sum(partial(peer, 0, 0).bfloat16().float() for peer in (3, 2, 1)).add(partial(0, 0, 0)).bfloat16()
+    early = sum(partial(peer, 0, 0).bfloat16() for peer in (1, 2, 3)).add(partial(0, 0, 0).bfloat16())
+    assert not torch.equal(want, early)
+    assert torch.allclose(want.float(), other.float(), rtol=0.01, atol=0.5)
+
+
+def test_two_gathers_at_once_and_poison_between_uses():
+    """As many uses are in flight as there are slots; what lay in a slot before is never seen."""
+
+    def run(group):
+        for use in range(0, 6, SLOTS):
+            poison(group)
+            group.exchange.all(None)
+            gathers = [Gather(group, plain(shard(group.rank, use + i)), "row", own=True) for i in range(SLOTS)]
+            for i, gather in enumerate(gathers):
+                assert_bitwise_equal(f"use {use + i}", gather.whole().row, gathered(group.size, use + i))
+            for gather in gathers:
+                gather.close()
+            group.exchange.all(None)  # nothing is under way when the next poison comes
+
+    in_group(4, run)
+
+
+@pytest.mark.parametrize("ignore_free", [False, True])
+def test_a_slow_reader_keeps_its_slot(ignore_free):
+    """Rank 0 runs ahead into a slot that rank 1 still reads. Without the free counters that corrupts what is read."""
+
+    def run(group):
+        group.executor.set_ignore_free(ignore_free)
+        if group.rank == 0:
+            for use in range(SLOTS + 1):
+                Gather(group, plain(shard(0, use)), "row", own=False).close()
+            return None
+        first = Gather(group, plain(shard(1, 0)), "row", own=True)
+        view, limit = first.whole().row, time.monotonic() + (LIMIT_S if ignore_free else 0.5)
+        while torch.equal(view, gathered(2, 0)) and time.monotonic() < limit:
+            time.sleep(0.01)
+        seen = view.clone()
+        first.close()
+        for use in range(1, SLOTS + 1):
+            Gather(group, plain(shard(1, use)), "row", own=False).close()
+        return seen
+
+    _, seen = in_group(2, run)
+    if ignore_free:
+        assert_bitwise_equal("what a later use has written", seen[:5], shard(0, SLOTS))
+    else:
+        assert_bitwise_equal("what was read", seen, gathered(2, 0))
+
+
+def test_scales_travel_with_odd_sizes():
+    """Parts of several types, vectors that end anywhere: every part arrives where its reader looks for it."""
+    m, k = 3, 96  # 9 bytes of scales a rank
+
+    def tensors(rank):
+        gen = torch.Generator().manual_seed(rank)
+        return (torch.randint(0, 255, shape, generator=gen, dtype=torch.uint8) for shape in ((m, k), (m, k // 32)))
+
+    def operand(rank):
+        data, scale = tensors(rank)
+        return QTensor(MXFormat(), (m, k), torch.bfloat16, data.view(torch.float8_e4m3fn), scale)
+
+    def run(group):
+        q = operand(group.rank)
+        gather = Gather(group, q, "row", own=True)
+        whole = [part.clone() for part in gather.whole().wire("row")]
+        parts = [torch.cat(rank_parts) for rank_parts in zip(*(operand(r).wire("row") for r in range(3)), strict=True)]
+        for got, want in zip(whole, parts, strict=True):
+            assert_bitwise_equal("whole", got, want)
+        for peer in following(group.rank, 3):
+            for got, want in zip(gather.shard(peer).wire("row"), operand(peer).wire("row"), strict=True):
+                assert_bitwise_equal(f"shard {peer}", got, want)
+        gather.close()
+
+    in_group(3, run)
+
+
+def test_what_is_kept_for_backward_may_not_lie_in_the_arena():
+    """A borrowed tensor is refused, one made from it too; keep() gives a copy that outlives the slot."""
+
+    def run(group):
+        gather = Gather(group, plain(shard(group.rank, 0)), "row", own=True)
+        borrowed = gather.whole()
+        peer = gather.shard(1 - group.rank)
+        kept = []
+        context = SimpleNamespace(save_for_backward=lambda *tensors: kept.extend(tensors))
+        for q in (borrowed, peer, borrowed.only("row"), borrowed.rows(0, 2)):
+            assert q.borrowed
+            with pytest.raises(RuntimeError, match="borrowed tensor .* userbuffer"):
+                save(context, q)
+            with pytest.raises(RuntimeError, match="borrowed"):
+                save(context, plain(shard(0, 0)), None, q)
+        assert not kept
+        copy = borrowed.keep()
+        save(context, copy)
+        gather.close()
+        group.exchange.all(None)
+        poison(group)
+        assert bool(borrowed.row.isnan().all())  # it was a view of the arena
+        context.saved_tensors = tuple(kept)
+        (loaded,) = load(context)
+        assert_bitwise_equal("kept", loaded.row, gathered(2, 0))
+        group.exchange.all(None)
+
+    in_group(2, run)
+
+
+def test_capacity_decides_and_says_what_to_do():
+    def run(group):
+        fits, too_much = plain(shard(0, 0, m=32)), plain(shard(0, 0, m=320))
+        assert group.gather_refusal(fits, "row") == group.scatter_refusal(32, 32, torch.bfloat16) == ""
+        for refusal in (group.gather_refusal(too_much, "row"), group.scatter_refusal(320, 32, torch.bfloat16)):
+            assert "initialize_ub was given the shape [64, 32]" in refusal and "bytes are more than" in refusal
+
+    in_group(2, run)
+
+
+def test_the_shape_that_was_asked_for_fits():
+    """[tokens, hidden] in the widest type, gathered with scales of its own or scattered."""
+    for tokens, hidden, size in ((64, 32, 2), (2, 32, 2), (4096, 96, 4), (1000, 64, 2)):
+        m = tokens // size
+
+        def run(group, m=m, hidden=hidden):
+            assert not group.gather_refusal(plain(torch.zeros(m, hidden, dtype=torch.bfloat16)), "row")
+            q = QTensor(
+                MXFormat(),
+                (m, hidden),
+                torch.bfloat16,
+                torch.zeros(m, hidden, dtype=torch.float8_e4m3fn),
+                torch.zeros(m, hidden // 32, dtype=torch.uint8),
+            )
+            assert not group.gather_refusal(q, "row")
+            assert not group.scatter_refusal(m, hidden, torch.bfloat16)
+
+        in_group(size, run, tokens=tokens, hidden=hidden)
+
+
+def until_broken(group) -> None:
+    """Raises GroupBroken, or comes back when the limit has passed."""
+    for _ in range(int(LIMIT_S / 0.02)):
+        group.control.check()
+        time.sleep(0.02)
+
+
+def broken(group, text: str) -> str:
+    """The message with which the group is broken, which must come within the limit."""
+    with pytest.raises(_C.GroupBroken) as caught:
+        until_broken(group)
+    assert text in str(caught.value), str(caught.value)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_run_the_same_are_named_on_all():
+    def run(group):
+        for _ in range(3):
+            group.announce("fc1 fprop, bf16 [5, 32]")
+        group.announce(f"fc1 fprop, bf16 [{5 + group.rank // 2}, 32]")
+        return broken(group, "as operation 4")
+
+    texts = set(in_group(3, run))
+    assert len(texts) == 1
+    assert all(said in texts.copy().pop() for said in ("[5, 32]", "rank 2 runs fc1 fprop, bf16 [6, 32]"))
+
+
+def test_an_error_in_one_rank_ends_the_operation_on_all():
+    def run(group):
+        with pytest.raises((ValueError, _C.GroupBroken)) as caught:
+            with group.operation("fc1 fprop"):
+                gather = Gather(group, plain(shard(group.rank, 0)), "row", own=True)
+                if group.rank == 1:
+                    raise ValueError("a GEMM went wrong")
+                gather.whole()
+                gather.close()
+                until_broken(group)
+        assert isinstance(caught.value, ValueError if group.rank == 1 else _C.GroupBroken)
+        assert "rank 5 failed in fc1 fprop: ValueError: a GEMM went wrong" in broken(group, "")
+        with pytest.raises(_C.GroupBroken, match="a GEMM went wrong"):
+            group.announce("the next call")
+
+    def start(rank, exchange):
+        group = make_group(exchange)
+        try:
+            run(group)
+        finally:
+            group.close()
+
+    on_threads(3, start, ranks=(3, 5, 9))
+
+
+def test_a_wait_that_is_overdue_names_whom_it_waits_for(monkeypatch):
+    monkeypatch.setenv("TE_LITE_UB_TIMEOUT", "0.5")
+
+    def run(group):
+        if group.rank == 1:
+            time.sleep(1.5)
+            return broken(group, "")
+        with pytest.raises(_C.GroupBroken) as caught, group.operation("fc2 dgrad"):
+            Gather(group, plain(shard(0, 0)), "row", own=False).shard(1)
+        return str(caught.value)
+
+    first, second = in_group(2, run)
+    assert first == second
+    for part in ("fc2 dgrad", "gather[0]", "rank 0 has waited", "data from rank 1", "epoch 1 is expected, 0 is seen"):
+        assert part in first, first
+
+
+@pytest.mark.parametrize("step", ["allocating", "mapping"])
+def test_memory_that_one_rank_cannot_map_is_every_ranks_error(monkeypatch, step):
+    """With the rank that failed and its reason. It can be tried again."""
+    here = threading.local()
+
+    class Memory(HostMemory):
+        def __init__(self, fd, size):
+            here.made = getattr(here, "made", 0) + 1
+            if here.rank == 2 and here.made == (1 if step == "allocating" else 2):
+                raise OSError("no memory for you")
+            super().__init__(fd, size)
+
+    def run(rank, exchange):
+        here.rank = rank
+        with pytest.raises(BootstrapError, match=rf"{step} .* rank 2 \(OSError: no memory for you\)") as caught:
+            make_group(exchange)
+        make_group(exchange).close()
+        return str(caught.value)
+
+    monkeypatch.setattr(arena, "HostMemory", Memory)
+    assert len(set(on_threads(3, run))) == 1
+
+
+PLACES = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]
+
+
+def test_arena_slots_do_not_overlap():
+    def run(rank, exchange):
+        memory = Arena(rank, exchange.size, torch.device("cpu"))
+        memory.reserve("a", 100, 2)
+        memory.reserve("b", ALIGNMENT, 3)
+        memory.commit(exchange)
+        for value, (name, slot) in enumerate(PLACES):
+            memory.view(name, slot, rank).fill_(16 * rank + value)
+            assert memory.view(name, slot, rank).data_ptr() == memory.address(name, slot, rank)
+        exchange.all(None)
+        for peer in range(exchange.size):
+            for value, (name, slot) in enumerate(PLACES):
+                view = memory.view(name, slot, peer)
+                assert view.dtype == torch.uint8 and view.tolist() == [16 * peer + value] * ALIGNMENT
+        exchange.all(None)
+        return memory.way
+
+    assert on_threads(3, run) == ["host"] * 3

@@ -1,0 +1,191 @@
+"""ub_cfgs: what is unknown raises with the nearest name, what is left out is Transformer Engine's default."""
+
+import pytest
+
+import te_lite as te
+from te_lite.overlap import userbuffers
+from te_lite.overlap.config import DEFAULTS, IGNORED, METHODS, OFFERED, layer_methods
+
+LAYER_GEMMS = tuple(
+    f"{layer}_{gemm}" for layer in ("qkv", "proj", "fc1", "fc2") for gemm in ("fprop", "dgrad", "wgrad")
+)
+NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8
+
+
+def test_defaults_are_transformer_engines():
+    methods = layer_methods(None, 1).methods
+    assert methods == layer_methods({}, 1).methods == layer_methods([{}, {}], 2).methods == DEFAULTS
+    assert set(methods) == set(LAYER_GEMMS) == set(OFFERED)
+    assert {methods[name] for name in ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")} == {"ring_exchange"}
+    assert {methods[name] for name in ("proj_fprop", "fc2_fprop")} == {"pipeline"}
+    assert {methods[f"{layer}_{gemm}"] for layer in ("qkv", "fc1") for gemm in ("dgrad", "wgrad")} == {"bulk"}
+    assert {methods[name] for name in ("proj_wgrad", "fc2_wgrad")} == {"external"}
+
+
+@pytest.mark.parametrize("name", LAYER_GEMMS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_taken_where_it_is_offered_and_refused_elsewhere(name, method):
+    given = {name: {"method": method}}
+    if name.endswith("_wgrad") and method == "auto" and name in ("qkv_wgrad", "fc1_wgrad"):
+        given[name.replace("wgrad", "dgrad")] = {"method": "auto"}
+    if method not in OFFERED[name]:
+        with pytest.raises(ValueError, match=rf"{name}.*{method}.*choose one of") as caught:
+            layer_methods(given, 1)
+        assert all(repr(offered) in str(caught.value) for offered in OFFERED[name])
+        return
+    methods = layer_methods(given, 1).methods
+    assert methods[name] == method
+    untouched = set(LAYER_GEMMS) - set(given) - {name.replace("dgrad", "wgrad")}
+    assert {key: methods[key] for key in untouched} == {key: DEFAULTS[key] for key in untouched}
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong", "nearest"),
+    [
+        ({"fc2_dgrd": {}}, "fc2_dgrd", "fc2_dgrad"),
+        ({"fc1_fprob": {"method": "ring_exchange"}}, "fc1_fprob", "fc1_fprop"),
+        ({"projj_dgrad": {}}, "projj_dgrad", "proj_dgrad"),
+        ({"fc1_fprop": {"metod": "ring_exchange"}}, "metod", "method"),
+        ({"fc1_fprop": {"num_sms": 4}}, "num_sms", "num_sm"),
+        ({"fc1_fprop": {"is_reduce_scater": False}}, "is_reduce_scater", "is_reduce_scatter"),
+        ({"fc1_fprop": {"method": "ring_exchang"}}, "ring_exchang", "ring_exchange"),
+        ({"proj_fprop": {"method": "pipelined"}}, "pipelined", "pipeline"),
+    ],
+)
+def test_unknown_names_raise_with_the_nearest(given, wrong, nearest):
+    with pytest.raises(ValueError) as caught:
+        layer_methods(given, 1)
+    assert repr(wrong) in str(caught.value)
+    assert f"did you mean {nearest!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"attention": {}}, {"x": {"method": "bulk"}}, {"fc1_fprop": {"zzz": 1}}])
+def test_what_is_near_nothing_raises_with_all_names(given):
+    with pytest.raises(ValueError, match="must be one of") as caught:
+        layer_methods(given, 1)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", [None, 3, ["bulk"]])
+def test_a_method_that_is_no_name(method):
+    with pytest.raises(ValueError, match="is none of"):
+        layer_methods({"fc1_dgrad": {"method": method}}, 1)
+
+
+def test_options_without_a_meaning_are_named():
+    given = {"qkv_fprop": dict.fromkeys(IGNORED, 1), "fc2_fprop": {"num_sm": 1, "method": "pipeline"}}
+    assert set(layer_methods(given, 1).ignored) == {f"qkv_fprop.{name}" for name in IGNORED} | {"fc2_fprop.num_sm"}
+    assert layer_methods(None, 1).ignored == ()
+    assert layer_methods([{"fc1_fprop": {"num_sm": 2}}, {"fc1_fprop": {"num_sm": 2}}], 2).ignored == (
+        "fc1_fprop.num_sm",
+    )
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_list_has_one_entry_for_each_mode(length):
+    with pytest.raises(ValueError, match=f"list of {length}.*2 modes"):
+        layer_methods([{}] * length, 2)
+
+
+def test_one_entry_serves_all_modes():
+    given = [{"qkv_fprop": {"method": "fused"}}]
+    assert layer_methods(given, 2).methods == layer_methods(given[0], 1).methods
+
+
+def test_modes_that_disagree_raise():
+    with pytest.raises(ValueError, match=r"\['proj_fprop'\].*each quantization mode"):
+        layer_methods([{}, {"proj_fprop": {"method": "ring_exchange"}}], 2)
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name in LAYER_GEMMS for method in OFFERED[name]])
+@pytest.mark.parametrize("claim", [True, False])
+def test_is_reduce_scatter_must_be_true_of_the_gemm(name, method, claim):
+    given = {name: {"method": method, "is_reduce_scatter": claim}}
+    column = name.startswith(("qkv", "fc1"))
+    scatters = {"fprop": not column, "dgrad": column and method != "bulk", "wgrad": column}[name.split("_")[1]]
+    if claim == scatters:
+        layer_methods({**given, name.replace("wgrad", "dgrad"): given[name]} if method == "auto" else given, 1)
+    else:
+        with pytest.raises(ValueError, match="is_reduce_scatter"):
+            layer_methods(given, 1)
+
+
+@pytest.mark.parametrize("name", ["qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad"])
+def test_pipeline_for_an_all_gather_says_why(name):
+    with pytest.raises(ValueError, match="pipeline is for reduce-scatters"):
+        layer_methods({name: {"method": "pipeline"}}, 1)
+
+
+@pytest.mark.parametrize("layer", ["qkv", "fc1"])
+def test_a_dgrad_that_scatters_settles_wgrad(layer):
+    other = {"qkv": "fc1", "fc1": "qkv"}[layer]
+    methods = layer_methods({f"{layer}_dgrad": {"method": "ring_exchange"}}, 1).methods
+    assert methods[f"{layer}_wgrad"] == "none"
+    assert methods[f"{other}_wgrad"] == "bulk"
+    with pytest.raises(ValueError, match=f"{layer}_wgrad cannot be 'bulk'"):
+        layer_methods({f"{layer}_dgrad": {"method": "pipeline"}, f"{layer}_wgrad": {"method": "bulk"}}, 1)
+    both = {f"{layer}_dgrad": {"method": "bulk"}, f"{layer}_wgrad": {"method": "bulk"}}
+    assert layer_methods(both, 1).methods == DEFAULTS
+
+
+def test_modes():
+    assert userbuffers._modes(False, None) == [NONE]
+    assert userbuffers._modes(True, None) == [FP8]
+    assert userbuffers._modes(True, NONE) == [NONE]
+    assert userbuffers._modes(False, [NONE, FP8]) == [NONE, FP8]
+    with pytest.raises(TypeError, match="'fp8'"):
+        userbuffers._modes(False, ["fp8"])
+    with pytest.raises(ValueError, match="empty"):
+        userbuffers._modes(False, [])
+
+
+FLAGS = dict.fromkeys(userbuffers.UB_FLAGS, False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "cfg", "asked"),
+    [
+        ("column", ["ub_overlap_ag"], {}, {"fprop": "ring_exchange"}),
+        ("column", ["ub_overlap_rs"], {}, {}),
+        ("column", ["ub_overlap_rs_dgrad"], {}, {"dgrad": "pipeline"}),
+        ("column", ["ub_overlap_rs_dgrad"], {"fc1_dgrad": {"method": "fused"}}, {"dgrad": "fused"}),
+        ("column", ["ub_bulk_dgrad"], {}, {"dgrad": "bulk"}),
+        ("column", ["ub_bulk_wgrad"], {}, {"wgrad": "bulk"}),
+        ("column", ["ub_bulk_dgrad", "ub_bulk_wgrad"], {}, {"dgrad": "bulk", "wgrad": "bulk"}),
+        ("column", ["ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad"], {}, {"dgrad": "pipeline"}),
+        ("row", ["ub_overlap_ag"], {}, {"dgrad": "ring_exchange", "wgrad": "external"}),
+        ("row", ["ub_overlap_rs"], {}, {"fprop": "pipeline"}),
+        ("row", ["ub_overlap_rs"], {"fc2_fprop": {"method": "auto"}}, {"fprop": "auto"}),
+        ("row", ["ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad"], {}, {}),
+    ],
+)
+def test_what_the_flags_ask_for(mode, flags, cfg, asked):
+    """The table of flags, for both kinds of linear."""
+    layer = "fc1" if mode == "column" else "fc2"
+    methods = layer_methods(cfg, 1).methods
+    assert userbuffers._asked(mode, {**FLAGS, **dict.fromkeys(flags, True)}, methods, layer) == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        ({"shape": [128]}, ValueError, "shape="),
+        ({"shape": [0, 64]}, ValueError, "positive"),
+        ({"shape": [128, 64], "dtype": "bf16"}, TypeError, "dtype="),
+        ({"shape": [128, 64], "ub_cfgs": {"fc3_fprop": {}}}, ValueError, "fc3_fprop"),
+        ({"shape": [128, 64], "quantization_modes": [NONE, FP8], "ub_cfgs": [{}] * 3}, ValueError, "list of 3"),
+        ({"shape": [128, 64], "quantization_modes": ["fp8"]}, TypeError, "UserBufferQuantizationMode"),
+        ({"shape": [128, 64]}, RuntimeError, "init_process_group"),
+    ],
+)
+def test_initialize_ub_refuses(arguments, kind, match):
+    """Before anything else, and without torch.distributed."""
+    with pytest.raises(kind, match=match):
+        te.initialize_ub(tp_size=2, device="cpu", **arguments)
+    assert not userbuffers.initialised()
+
+
+def test_destroy_ub_without_initialize_ub_is_no_error():
+    before = userbuffers.generation()
+    te.destroy_ub()
+    assert userbuffers.generation() == before and userbuffers.groups() == []
