@@ -20,6 +20,7 @@ from te_lite.ops.registry import register
 from te_lite.ops.source import ACTIVATIONS, FLAT, Source, plain, produce_ref
 from te_lite.ops.sums import column_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
+from te_lite.ops.word_tiles import words_fit
 
 E4M3, MX_BLOCK, BLOCK = torch.float8_e4m3fn, 32, 128
 
@@ -189,7 +190,10 @@ def _block_cast_cuda(
     rows, width = x.shape
     base, glu = ACTIVATIONS[activation]
     cols = width // 2 if glu else width
-    block_m, block_n, num_warps, registers = block_config(block, square, row is not None, col is not None, kind)
+    if block == BLOCK and col is not None and not (square or flat) and bias_grad is None and words_fit(kind, x, cols):
+        kind = "words"
+    config = block_config(block, square, row is not None, col is not None, kind, pow2)
+    block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     if not tiles_n * tiles_m:
         if bias_grad is not None:

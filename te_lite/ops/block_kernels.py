@@ -1,16 +1,15 @@
-"""The Triton kernels of `block_cast.py` and `row_cast.py`: scales of blocks, of rows and of columns."""
+"""The Triton kernels of `block_cast.py`: scales of blocks."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from te_lite.ops.cast_kernels import (
-    Config,
+from te_lite.ops.cast_kernels import Config, scale_of
+from te_lite.ops.tiles import (
     largest_of,
     magnitude_bits,
     quarters,
-    scale_of,
     store_quarter,
     store_quarters,
     store_sums,
@@ -18,7 +17,7 @@ from te_lite.ops.cast_kernels import (
     to_fp8_bytes,
     to_fp8_words,
 )
-from te_lite.ops.source import produce
+from te_lite.ops.word_tiles import column_bits, column_words, row_bits, to_fp8_pairs, word_quarters
 
 # (block length, square, row wanted, col wanted) -> tile, one block high: columns of blocks need no second one.
 BLOCK_CONFIGS: dict[tuple[int, bool, bool, bool], Config] = {
@@ -32,26 +31,25 @@ BLOCK_CONFIGS: dict[tuple[int, bool, bool, bool], Config] = {
     (128, True, False, True): Config(128, 128, 4),
     (128, True, True, True): Config(128, 128, 4),
 }
+# Tiles of words in blocks of 128, with columns; row wanted -> Config.
+WORD_BLOCK_CONFIGS = {False: Config(128, 64, 4), True: Config(128, 128, 8, registers=80)}
 
 
-def block_config(block: int, square: bool, row: bool, col: bool, kind: str) -> tuple[int, int, int, int | None]:
-    """(rows, columns, warps, registers at most) of a tile.
+def block_config(block: int, square: bool, row: bool, col: bool, kind: str, pow2: bool) -> Config:
+    """Of the tables above. kind: of the source, or "words".
 
     Sources that are computed get a warp for 1024 values: with a plain tensor's, the two tiles of a gated activation's
     gradient spill up to 6 KB a thread (read from the compiler for sm_90; not timed).
     """
-    block_m, block_n, num_warps, registers, _ = BLOCK_CONFIGS[block, square, row, col]
-    if kind != "plain":
-        num_warps, registers = block_m * block_n // 1024, None
-    return block_m, block_n, num_warps, registers
+    if kind == "words":
+        config = WORD_BLOCK_CONFIGS[row]
+        return config if pow2 else config._replace(registers=None)  # divisions would spill
+    config = BLOCK_CONFIGS[block, square, row, col]
+    num_warps = config.block_m * config.block_n // 1024
+    return config if kind == "plain" else Config(config.block_m, config.block_n, num_warps)
 
 
-VECTOR_AMAX_CONFIG = Config(16, 128, 1)
-MOST_COLUMNS = 32768  # a row that one program holds
-ROW_WARPS = (4, 8)  # of a plain tensor, of a source that is computed
 DEQUANTIZE_CONFIG = Config(32, 256, 4)
-
-_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -109,22 +107,11 @@ def _row_quarters(
     B: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    _row_quarter(
-        v0, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
-    _row_quarter(
-        v1, row, row_scale, eps, m0 + 1, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
-    _row_quarter(
-        v2, row, row_scale, eps, m0 + 2, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
-    _row_quarter(
-        v3, row, row_scale, eps, m0 + 3, n0, n_out, rows, cols, width, scale_m, scale_n, B, E8M0, CAP, POW2, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
+    for r in tl.static_range(4):
+        _row_quarter(
+            (v0, v1, v2, v3)[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width, scale_m, scale_n,
+            B, E8M0, CAP, POW2, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -210,6 +197,51 @@ def _block_tile(
 
 
 @triton.jit
+def _word_row(
+    w, row, m0, n0, rows, cols, eps,
+    FP16: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One quarter with a scale a row, which is returned as it is to be stored."""
+    s, stored = _scales(row_bits(w, FP16), eps, False, CAP, POW2)
+    h = to_fp8_pairs(w, s[:, None], FP16, False)
+    row = row.to(tl.pointer_type(tl.int16))
+    store_quarter(row, h, m0, n0 // 2, n0 // 2, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
+    return stored
+
+
+@triton.jit
+def _word_tile(
+    tile_m, n0, x, row, row_scale, col, col_scale, eps, rows, cols, padded,
+    row_scale_m, row_scale_n, col_scale_m, col_scale_n,
+    CAP: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """_block_tile of words with a transposed copy. Blocks are as long as the tile is high; with rows it is as wide."""
+    FP16: tl.constexpr = x.dtype.element_ty == tl.float16
+    m0 = tile_m * BLOCK_M
+    w0, w1, w2, w3 = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
+    # Columns' scales first: they wait for all four quarters, so that the loads are issued together.
+    even, odd = column_bits(w0, w1, w2, w3, FP16)
+    even, stored_even = _scales(even, eps, False, CAP, POW2)
+    odd, stored_odd = _scales(odd, eps, False, CAP, POW2)
+    n = n0 + tl.arange(0, BLOCK_N)
+    stored = tl.reshape(tl.join(stored_even, stored_odd), [BLOCK_N])
+    tl.store(col_scale + tile_m.to(tl.int64) * col_scale_m + n * col_scale_n, stored, mask=n < cols)
+    if row is not None:
+        r0 = _word_row(w0, row, m0, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        r1 = _word_row(w1, row, m0 + 1, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        r2 = _word_row(w2, row, m0 + 2, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        r3 = _word_row(w3, row, m0 + 3, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        m = m0 + tl.arange(0, BLOCK_M)
+        stored = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK_M])  # row 4i + r from quarter r
+        tl.store(row_scale + (n0 // BLOCK_N).to(tl.int64) * row_scale_n + m * row_scale_m, stored, mask=m < rows)
+        # Zero, which the compiler does not know: else it keeps the tile as fp32 values, for both passes at once.
+        zero = rows >> 31
+        w0, w1, w2, w3 = w0 ^ zero, w1 ^ zero, w2 ^ zero, w3 ^ zero
+    w = column_words(w0, w1, w2, w3, even[None, :], odd[None, :], FP16)
+    store_words(col, w, m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
 def block_kernel(
     x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial,
     eps, rows, cols, padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n,
@@ -228,7 +260,12 @@ def block_kernel(
     tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
     split = tl.program_id(0) // tiles_n
     n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
-    if not LOOP:
+    if KIND == "words":
+        _word_tile(
+            split, n0, x, row, row_scale, col, col_scale, eps, rows, cols, padded,
+            row_scale_m, row_scale_n, col_scale_m, col_scale_n, CAP, POW2, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    elif not LOOP:
         total, total2 = _block_tile(
             split, n0, x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, eps, rows, cols, width, padded,
             row_scale_m, row_scale_n, col_scale_m, col_scale_n, KIND, ACT, GLU, ZERO_CENTERED, B, SQUARE, E8M0, CAP,
@@ -248,74 +285,6 @@ def block_kernel(
                 total2 += b
     if partial is not None:
         store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
-
-
-@triton.jit
-def _max_into(out, bits, at, mask):
-    """out[at] = max(out[at], bits), nan counting as inf."""
-    tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + at, tl.minimum(bits, 0x7F800000), mask=mask, sem="relaxed")
-
-
-@triton.jit(do_not_specialize_on_alignment=["row_amax", "col_amax"])
-def vector_amax_kernel(
-    row_amax, col_amax, x, dy, mean, rstd, gamma, beta, rows, cols,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """row_amax[m], col_amax[n] = max with the largest |value| of each row and column, as bits; one tile a program."""
-    TWO: tl.constexpr = GLU and KIND == "dact"
-    tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
-    m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
-    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
-    v, v2 = produce(
-        x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1
-    )
-    v = magnitude_bits(v)
-    v2 = magnitude_bits(v2)
-    m = m0 + tl.arange(0, BLOCK_M)
-    n = n0 + tl.arange(0, BLOCK_N)
-    if row_amax is not None:
-        _max_into(row_amax, tl.max(tl.maximum(v, v2) if TWO else v, axis=1), m, m < rows)
-    if col_amax is not None:
-        _max_into(col_amax, tl.max(v, axis=0), n, n < cols)
-        if TWO:
-            _max_into(col_amax, tl.max(v2, axis=0), n + cols, n < cols)
-
-
-@triton.jit
-def row_kernel(
-    x, dy, mean, rstd, gamma, beta, row, row_scale, eps, rows, cols,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """E4M3 with one scale a row, in one read: a program holds BLOCK_M whole rows, BLOCK_N >= cols."""
-    TWO: tl.constexpr = GLU and KIND == "dact"
-    width = cols * 2 if TWO else cols
-    m0 = tl.program_id(0) * BLOCK_M
-    v, v2 = produce(
-        x, dy, mean, rstd, gamma, beta, m0, 0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1
-    )  # fmt: skip
-    bits = tl.max(magnitude_bits(v), axis=1)
-    if TWO:
-        bits = tl.maximum(bits, tl.max(magnitude_bits(v2), axis=1))
-    s = scale_of(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), eps, 448.0, _FLOAT_MAX, POW2)
-    m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
-    tl.store(row_scale + m0 + m, tl.div_rn(1.0, s), mask=m0 + m < rows)
-    mask = (m0 + m < rows)[:, None] & (n < cols)[None, :]
-    out = row.to(tl.pointer_type(tl.uint8)) + m0.to(tl.int64) * width + m[:, None] * width + n[None, :]
-    tl.store(out, to_fp8_bytes(v * s[:, None], False), mask=mask)
-    if TWO:
-        tl.store(out + cols, to_fp8_bytes(v2 * s[:, None], False), mask=mask)
-
-
-@triton.jit
-def vector_scales_kernel(amax, scale, inverse, eps, n, POW2: tl.constexpr, BLOCK: tl.constexpr):
-    """scale_of each amax, and its inverse."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    s = scale_of(tl.load(amax + i, mask=i < n, other=0.0), eps, 448.0, _FLOAT_MAX, POW2)
-    tl.store(scale + i, s, mask=i < n)
-    tl.store(inverse + i, tl.div_rn(1.0, s), mask=i < n)
 
 
 @triton.jit

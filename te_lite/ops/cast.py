@@ -13,11 +13,12 @@ from torch import Tensor
 
 from te_lite.ops.cast_kernels import (
     AMAX_CONFIG,
-    CONFIGS,
     FEW,
     MOST_PARTIALS,
     MOST_SPLITS,
+    WORD_CONFIGS,
     amax_kernel,
+    cast_config,
     one_row_kernel,
     transform_kernel,
 )
@@ -29,6 +30,7 @@ from te_lite.ops.sums import column_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.transpose import transpose as transpose  # part of this family, in its own file for length
 from te_lite.ops.transpose import transpose_ref as transpose_ref
+from te_lite.ops.word_tiles import words_fit
 
 FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _INF = float("inf")
@@ -225,12 +227,15 @@ def _transform_cuda(
     rows, width = x.shape
     base, glu = ACTIVATIONS[activation]
     cols = width // 2 if glu else width  # of the tiles: a gated activation's halves are read side by side
-    config = CONFIGS[col is not None, kind != "plain", rows * cols <= FEW]
+    few, hp_too, sums = rows * cols <= FEW, hp is not None, bias_grad is not None
+    words = col is not None and scale_inv is not None and not (few or hp_too or sums) and words_fit(kind, x, cols)
+    config = cast_config(col is not None, kind != "plain", few, hp_too, sums)
+    if words:
+        kind, config = "words", WORD_CONFIGS[row is not None]
     block_m, block_n, num_warps, registers, _ = config
-    registers = registers if x.element_size() == 2 else None  # fp32 tiles would spill
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     splits, partial = max(1, tiles_m), None
-    if bias_grad is not None:
+    if sums:
         splits = min(splits, MOST_SPLITS)
         partial = x.new_empty((splits, bias_grad.shape[0]), dtype=torch.float32)
     q = col if row is None else row

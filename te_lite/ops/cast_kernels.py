@@ -1,8 +1,4 @@
-"""The Triton kernels of `cast.py`, and the tiles they run with.
-
-A tile is read as four interleaved quarters, rows m0 + 4i + r for r = 0..3: four bytes of one column are then one 32-bit
-word of the transposed copy, and it crosses shared memory in words, not in bytes.
-"""
+"""The Triton kernels of `cast.py`, and the sizes of the tiles they run with."""
 
 from __future__ import annotations
 
@@ -12,21 +8,22 @@ import triton
 import triton.language as tl
 
 from te_lite.ops.source import produce
+from te_lite.ops.tiles import (
+    largest_of,
+    magnitude_bits,
+    quarters,
+    store_quarters,
+    store_sums,
+    store_words,
+    to_fp8_bytes,
+    to_fp8_words,
+)
+from te_lite.ops.word_tiles import largest_bits, largest_words, to_fp8_pairs, turned, word_quarters
 
 MOST_PARTIALS = 1024  # partial maxima that every program of a cast reduces again, in one load
 _PARTIALS = tl.constexpr(MOST_PARTIALS)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_PACK = """{{
-.reg .b16 low, high;
-cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
-cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
-mov.b32 $0, {{low, high}};
-}}"""
-_PACK_E4M3 = tl.constexpr(_PACK.format("e4m3"))
-_PACK_E5M2 = tl.constexpr(_PACK.format("e5m2"))
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _INF_BITS = tl.constexpr(0x7F800000)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 class Config(NamedTuple):
@@ -49,19 +46,25 @@ CONFIGS: dict[tuple[bool, bool, bool], Config] = {
     (False, False, True): Config(16, 256, 4),
     (False, True, False): Config(32, 128, 4),
     (False, True, True): Config(16, 128, 4),
-    (True, False, False): Config(128, 64, 4, registers=112),
+    (True, False, False): Config(128, 64, 4, registers=96),
     (True, False, True): Config(64, 64, 4),
     (True, True, False): Config(64, 64, 4),
     (True, True, True): Config(64, 64, 4),
 }
+# Tiles of words; row wanted -> Config.
+WORD_CONFIGS = {True: Config(128, 64, 4), False: Config(256, 64, 8)}
+
+
+def cast_config(col: bool, computed: bool, few: bool, hp: bool, sums: bool) -> Config:
+    """Of CONFIGS, with as many registers as column sums need, or a high-precision copy: with fewer those spill."""
+    config = CONFIGS[col, computed, few]
+    if config.registers is None or not (hp or sums):
+        return config
+    return config._replace(registers=None if hp else config.registers + 32)
+
+
 # Reads only: exactly the programs that fit at once, each leaving one partial maximum.
 AMAX_CONFIG = Config(16, 256, 4, programs_per_sm=8)
-
-
-@triton.jit
-def magnitude_bits(v):
-    """|v| of fp32 values as their bits, which order like the magnitudes; nan comes out above inf."""
-    return v.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
@@ -86,97 +89,17 @@ def scale_from_amax(amax, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr)
 
 
 @triton.jit
-def _byte(q, E5M2: tl.constexpr):
-    """The interpreter's fp8 byte: numpy's rounding, not the hardware's."""
-    largest = 57344.0 if E5M2 else 448.0
-    q = tl.clamp(q, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
-    b = q.to(tl.float8e5) if E5M2 else q.to(tl.float8e4nv)
-    return b.to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def to_fp8_bytes(q, E5M2: tl.constexpr):
-    """fp32 -> the bytes of its fp8 value, nearest even; nan stays, what is too large saturates, inf too.
-
-    In assembler because ptxas 12.8 (Triton 3.6's) miscompiles what Triton makes of `.to(fp8)` once single bytes of the
-    result are used: it moves the shift that takes the second byte of a pair before the conversion. Four values in one
-    32-bit register leave no such shift. Not pure: Triton would compute the value twice rather than move its layout.
-    """
-    if _INTERPRETED:
-        q8 = _byte(q, E5M2)
-    elif E5M2:
-        q8 = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q], tl.uint8, False, 4)
-    else:
-        q8 = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q], tl.uint8, False, 4)
-    return q8
-
-
-@triton.jit
-def to_fp8_words(q0, q1, q2, q3, E5M2: tl.constexpr):
-    """Four fp32 tiles -> one tile of words whose bytes, lowest first, are the fp8 values of q0 to q3."""
-    if _INTERPRETED:
-        w = _byte(q0, E5M2).to(tl.int32) | (_byte(q1, E5M2).to(tl.int32) << 8)
-        w = w | (_byte(q2, E5M2).to(tl.int32) << 16) | (_byte(q3, E5M2).to(tl.int32) << 24)
-    elif E5M2:
-        w = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q0, q1, q2, q3], tl.int32, False, 1)
-    else:
-        w = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q0, q1, q2, q3], tl.int32, False, 1)
-    return w
-
-
-@triton.jit
-def quarters(
-    x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The four interleaved quarters of produce()'s tile of BLOCK_M rows, then those of its second tile."""
-    Q: tl.constexpr = BLOCK_M // 4
-    a0, b0 = produce(x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
-    a1, b1 = produce(
-        x, dy, mean, rstd, gamma, beta, m0 + 1, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
-    )
-    a2, b2 = produce(
-        x, dy, mean, rstd, gamma, beta, m0 + 2, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
-    )
-    a3, b3 = produce(
-        x, dy, mean, rstd, gamma, beta, m0 + 3, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
-    )
-    return a0, a1, a2, a3, b0, b1, b2, b3
-
-
-@triton.jit
-def store_quarter(out, v, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One quarter, whose first row is m0, into columns n_out.. of `out`, a matrix `width` wide."""
-    m = tl.arange(0, BLOCK_M // 4) * 4
-    n = tl.arange(0, BLOCK_N)
-    mask = (m0 + m < rows)[:, None] & (n0 + n < cols)[None, :]
-    tl.store(out + m0.to(tl.int64) * width + n_out + (m[:, None] * width + n[None, :]), v, mask=mask)
-
-
-@triton.jit
-def store_quarters(out, v0, v1, v2, v3, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The four quarters of a tile."""
-    store_quarter(out, v0, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
-    store_quarter(out, v1, m0 + 1, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
-    store_quarter(out, v2, m0 + 2, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
-    store_quarter(out, v3, m0 + 3, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of words, four rows each, into the transposed copy [width, padded] of bytes; zeros from `rows` on.
-
-    Transposed in registers first, so that neighbouring threads store neighbouring rows m.
-    """
-    i = tl.arange(0, BLOCK_M // 4)
-    n = tl.arange(0, BLOCK_N)
-    left = tl.minimum(tl.maximum(rows - m0 - 4 * i, 0), 4)
-    # Masked whatever the scale is: with one of inf or nan, 0 * scale is not 0.
-    w = w & tl.where(left == 4, -1, (1 << (8 * left)) - 1)[:, None]
-    out = col.to(tl.pointer_type(tl.int32)) + (n_out.to(tl.int64) * padded + m0) // 4
-    mask = (n0 + n < cols)[:, None] & (m0 + 4 * i < padded)[None, :]
-    tl.store(out + (n[:, None] * (padded // 4) + i[None, :]), tl.trans(w), mask=mask)
+def _scale(scale, amax, scale_inv, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+    """The scale of the whole matrix; 1 where there is none. Program 0 writes its inverse."""
+    s = 1.0
+    if scale_inv is not None:
+        if scale is not None:
+            s = tl.load(scale)
+        else:
+            s = scale_from_amax(amax, count, eps, FP8_MAX, POW2)
+        if tl.program_id(0) == 0:
+            tl.store(scale_inv, tl.div_rn(1.0, s))
+    return s
 
 
 @triton.jit
@@ -217,17 +140,11 @@ def _emit(
 
 
 @triton.jit
-def largest_of(v0, v1, v2, v3):
-    """Elementwise largest magnitude of four tiles, as bits."""
-    a = tl.maximum(magnitude_bits(v0), magnitude_bits(v1))
-    return tl.maximum(a, tl.maximum(magnitude_bits(v2), magnitude_bits(v3)))
-
-
-@triton.jit
 def _transform_tile(
-    tile_m, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width, padded,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile_m, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv,
+    eps, rows, cols, width, padded, count,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of transform_kernel: (its largest magnitude as bits, sums of four rows, those of the second tile)."""
     TWO: tl.constexpr = GLU and KIND == "dact"
@@ -235,6 +152,7 @@ def _transform_tile(
     a0, a1, a2, a3, b0, b1, b2, b3 = quarters(
         x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N
     )
+    s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)  # while the tile is on its way
     # Reduced before anything is stored: a tile of maxima would occupy registers until the end.
     largest = largest_of(a0, a1, a2, a3)
     if TWO:
@@ -253,13 +171,25 @@ def _transform_tile(
 
 
 @triton.jit
-def store_sums(partial, total, total2, split, n0, cols, width, TWO: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Column sums of a program's tiles into its row of partial [splits, width]."""
-    n = tl.arange(0, BLOCK_N)
-    out = partial + split.to(tl.int64) * width + n0 + n
-    tl.store(out, tl.sum(total, axis=0), mask=n0 + n < cols)
-    if TWO:
-        tl.store(out + cols, tl.sum(total2, axis=0), mask=n0 + n < cols)
+def _word_tile(
+    tile_m, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count,
+    FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """_transform_tile of words, with one scale and neither hp nor sums: its largest magnitude."""
+    FP16: tl.constexpr = x.dtype.element_ty == tl.float16
+    m0 = tile_m * BLOCK_M
+    w0, w1, w2, w3 = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
+    s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)
+    largest = tl.max(largest_bits(largest_words(w0, w1, w2, w3), FP16))
+    h0, h1 = to_fp8_pairs(w0, s, FP16, E5M2), to_fp8_pairs(w1, s, FP16, E5M2)
+    h2, h3 = to_fp8_pairs(w2, s, FP16, E5M2), to_fp8_pairs(w3, s, FP16, E5M2)
+    if row is not None:
+        row = row.to(tl.pointer_type(tl.int16))
+        n = n0 // 2
+        store_quarters(row, h0, h1, h2, h3, m0, n, n, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
+    if col is not None:
+        store_words(col, turned(h0, h1, h2, h3), m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
+    return largest
 
 
 @triton.jit(do_not_specialize_on_alignment=["amax_out", "scale"])
@@ -277,23 +207,20 @@ def transform_kernel(
     splits-th tile of its columns: straight-line code takes 40 registers fewer (77 against 81 us at 8192 x 8192).
     """
     program = tl.program_id(0)
-    s = 1.0
-    if scale_inv is not None:
-        if scale is not None:
-            s = tl.load(scale)
-        else:
-            s = scale_from_amax(amax, count, eps, FP8_MAX, POW2)
-        if program == 0:
-            tl.store(scale_inv, tl.div_rn(1.0, s))
     TWO: tl.constexpr = GLU and KIND == "dact"
     width = cols * 2 if TWO else cols
     tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
     split = program // tiles_n
     n0 = (program % tiles_n) * BLOCK_N
-    if not LOOP:
+    if KIND == "words":
+        largest = _word_tile(
+            split, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count, FP8_MAX, E5M2, POW2,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    elif not LOOP:
         largest, total, total2 = _transform_tile(
-            split, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width, padded,
-            KIND, ACT, GLU, ZERO_CENTERED, E5M2, BLOCK_M, BLOCK_N,
+            split, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv, eps,
+            rows, cols, width, padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         largest = 0
@@ -301,8 +228,9 @@ def transform_kernel(
         total2 = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             most, a, b = _transform_tile(
-                tile_m, n0, s, x, dy, mean, rstd, gamma, beta, row_scale, col_scale, hp, row, col, rows, cols, width,
-                padded, KIND, ACT, GLU, ZERO_CENTERED, E5M2, BLOCK_M, BLOCK_N,
+                tile_m, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv,
+                eps, rows, cols, width, padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M,
+                BLOCK_N,
             )  # fmt: skip
             largest = tl.maximum(largest, most)
             total += a

@@ -112,6 +112,7 @@ def compiled_wait(device: torch.device) -> tuple[Any, Any]:
 
     launcher.launch(1, stream, (flag address, word address, delta, abort address)); .function of the second is the
     CUfunction: one block of 32 threads, parameters u64, u64, i32, u64 and two null pointers, metadata.shared bytes.
+    Launches once, so call it before a capture.
     """
     with torch.cuda.device(device):
         word = torch.zeros(1, dtype=torch.int32, device=device)

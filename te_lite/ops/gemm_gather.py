@@ -1,10 +1,12 @@
 """All-gather + GEMM in one kernel: it multiplies the shards of the other ranks as they arrive.
 
-a[R * m, K] = all_gather(own[m, K])                  # here: copies into `gathered`, with flags
-out[R * m, N] = a @ b[N, K]^T * a_scale * b_scale + bias
+    a[R * m, K] = all_gather(own[m, K])                  # here: copies into `gathered`, with flags
+    out[R * m, N] = a @ b[N, K]^T * a_scale * b_scale + bias
 
-copies    | rank+1, piece 0 | rank+1, piece 1 | rank+2, piece 0 | ...
-kernel    | own shard             | rank+1 | rank+2 | ...             (polls ready[source, piece] where it changes)
+    copies    | rank+1, piece 0 | rank+1, piece 1 | rank+2, piece 0 | ...
+    kernel    | own shard             | rank+1 | rank+2 | ...             (polls ready[source, piece] where it changes)
+
+The kernel occupies every multiprocessor while it waits: what sets the flags must not need one (copy engines do not).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def _finish(
 
 
 @triton.jit(
-    do_not_specialize=["delta", "rank", "rows_per_piece", "pieces"],
+    do_not_specialize=["delta", "m", "rank", "rows_per_piece", "pieces"],
     do_not_specialize_on_alignment=["ready", "epoch", "abort", "own_scale", "gathered_scale", "b_scale", "bias"],
 )
 def gather_kernel(

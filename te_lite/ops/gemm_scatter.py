@@ -1,10 +1,12 @@
 """GEMM + reduce-scatter in one kernel: it hands over what the others need first and adds what it gets to its own.
 
-y = a[R * m, K] @ b[N, K]^T * a_scale * b_scale            # this rank's part of a sum over ranks
-out[m, N] = reduce_scatter(y) + bias
+    y = a[R * m, K] @ b[N, K]^T * a_scale * b_scale            # this rank's part of a sum over ranks
+    out[m, N] = reduce_scatter(y) + bias
 
-kernel    | rank+1's rows | rank+2's rows | ... | own rows: wait for a piece's flags, add the others' slots, round |
-copies            | piece 0 | piece 1 | ...                  (or no copies: tiles stored into the peers' memory)
+    kernel    | rank+1's rows | rank+2's rows | ... | own rows: wait for a piece's flags, add the others' slots, round |
+    copies            | piece 0 | piece 1 | ...                  (or no copies: tiles stored into the peers' memory)
+
+While it waits it occupies every multiprocessor, as in ops/gemm_gather.py.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def _count(step, steps, args, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 _WORDS = ["signals", "counters", "ready", "epoch", "abort", "a_scale", "b_scale", "bias"]
 
 
-@triton.jit(do_not_specialize=["delta", "rank", "rows_per_piece", "pieces"], do_not_specialize_on_alignment=_WORDS)
+@triton.jit(do_not_specialize=["delta", "m", "rank", "rows_per_piece", "pieces"], do_not_specialize_on_alignment=_WORDS)
 def scatter_kernel(
     a_desc, b_desc, slots, signals, counters, staging, ready, out, epoch, abort, a_scale, b_scale, bias, delta, m, n, k,
     rank, rows_per_piece, pieces, RANKS: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
@@ -157,9 +159,9 @@ def run_scatter(config: tiles.Config, a, b, slots, signals, counters, staging, r
         return out
     split = a.dtype in tiles.FP8 and not fast_accum
     a_kind, b_kind = tiles.scale_kinds(a_scale, b_scale, ranks * m, n)
-    # In smaller parts where registers are short, or those of the main loop would spill.
-    fine = split or staging.dtype == torch.float32 or a_kind == "row" or ranks > 4
     block_m, block_n, block_k, warps, stages, group, per_sm = config
+    # In smaller parts where registers are short, or those of the main loop would spill.
+    fine = block_n == 256 and (split or staging.dtype == torch.float32 or a_kind == "row" or ranks > 4)
     scatter_kernel[(min(per_sm * sm_count(a.device), ranks * -(-m // block_m) * -(-n // block_n)),)](
         TensorDescriptor(a, (ranks * m, k), (k, 1), [block_m, block_k]),
         TensorDescriptor(b, (n, k), (k, 1), [block_n // 2 if split else block_n, block_k]),
@@ -208,7 +210,8 @@ def gemm_scatter(
     The rows of the others are rounded to the wire's type, staging's, and stored
       by copy engines: slots[R, m, N] and signals int32 [R, P] are local; signals[d, p] reaches the epoch once piece p
         (rows p * rows_per_piece ...) of slots[d] is complete, for a copy that waits for it;
-      directly: slots and signals are int64 [R], the addresses at rank d of this rank's slot [m, N] and of its P flags.
+      directly: slots and signals are int64 [R], the addresses at rank d of this rank's slot [m, N], multiples of 16,
+        and of its P flags.
     counters: int32 [R, P], zero between calls. rows_per_piece: a multiple of PIECE_ROWS, or P = 1.
     staging[R, m, N], ready int32 [R, P]: what the others sent, by rank; used once the flags have reached
     epoch[0] + delta (ops/flags.py), in the order of ops/reduce.py: the same bits on every run. Garbage after an abort.

@@ -112,7 +112,9 @@ def tile_at(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, group):
 
 
 @triton.jit
-def next_piece(tile, first, m, n, rows_per_piece, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+def next_piece(
+    tile, first, m, n, rows_per_piece, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
+):
     """(last piece that the tile's rows lie in, 1 if this program's tile before it lay in another piece or shard)."""
     step, row, _ = tile_at(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
     piece = (min(row + BLOCK_M, m) - 1) // rows_per_piece

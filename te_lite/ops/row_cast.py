@@ -10,7 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from te_lite.ops.block_kernels import (
+from te_lite.ops.cast import saturate_, scale_from_amax_ref
+from te_lite.ops.launch import launch
+from te_lite.ops.registry import register
+from te_lite.ops.row_kernels import (
     MOST_COLUMNS,
     ROW_WARPS,
     VECTOR_AMAX_CONFIG,
@@ -18,9 +21,6 @@ from te_lite.ops.block_kernels import (
     vector_amax_kernel,
     vector_scales_kernel,
 )
-from te_lite.ops.cast import saturate_, scale_from_amax_ref
-from te_lite.ops.launch import launch
-from te_lite.ops.registry import register
 from te_lite.ops.source import ACTIVATIONS, FLAT, Source, produce_ref
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
@@ -113,7 +113,7 @@ def vector_scales(amax: Tensor, eps: float = 0.0, pow2: bool = True) -> tuple[Te
 def row_cast(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[Tensor, Tensor]:
     """(E4M3 [M, N], fp32 inverse scales [M]) of v = produce_ref(source), one scale a row.
 
-    One launch and one read of the source, of at most MOST_COLUMNS (ops/block_kernels.py) columns.
+    One launch and one read of the source, of at most MOST_COLUMNS (ops/row_kernels.py) columns.
     """
     return _row_cast_op(*source[:-1], eps, pow2)
 

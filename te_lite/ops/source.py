@@ -252,6 +252,7 @@ def produce(
     """produce_ref's rows m0, m0 + STEP, ..., BLOCK_M of them, and columns n0 : n0 + BLOCK_N as an fp32 tile, zero
     outside rows x cols.
 
+    KIND "words": the int32 values themselves.
     Returns two tiles. cols is F for a gated activation and then dact returns (gate's, up's) gradients from
     one read; otherwise the second is to be ignored.
     """
@@ -268,7 +269,9 @@ def produce(
     else:
         h = x + first * cols + n0
         inside = m[:, None] * cols + n[None, :]
-    v = tl.load(h + inside, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(h + inside, mask=mask, other=0)
+    if KIND != "words":
+        v = v.to(tl.float32)
     v2 = v
     if KIND == "norm":
         if mean is not None:

@@ -1,12 +1,24 @@
 """What only shows on a GPU: cached launches, alignment, large matrices, graphs, streams, determinism."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from te_lite.ops import cast, launch
+from te_lite.ops import block_cast, cast, launch
 from te_lite.ops import source as S
-from tests.ops.test_cast import E4M3, E5M2, LARGEST, assert_same_bytes, bytes_of, padded_transpose, scale_of
+from tests.ops.test_cast import (
+    E4M3,
+    E5M2,
+    INF,
+    LARGEST,
+    NAN,
+    assert_same_bytes,
+    bytes_of,
+    padded_transpose,
+    scale_of,
+    special,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +47,73 @@ def test_a_cached_launch_is_never_taken_for_another():
                     for offset in (0, 1, 4):
                         x = base.to(dtype)[offset : offset + m * n].view(m, n)
                         _check(_quantize(x, fp8), x, fp8)
+
+
+def _reads_words() -> set[bool]:
+    """Whether the casts launched since the cache of launches was emptied did."""
+    kernels = (id(cast.transform_kernel), id(cast.one_row_kernel), id(block_cast.block_kernel))
+    return {key[4][0] == "words" for key in launch._COMPILED if key[0] in kernels}
+
+
+WORD_SHAPES = [(2, 16), (15, 48), (130, 80), (257, 208), (1000, 336), (4092, 64), (64, 4112)]
+
+
+@pytest.mark.parametrize("row", [False, True])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", WORD_SHAPES, ids=str)
+def test_casts_of_words(shape, dtype, fp8, row, monkeypatch):
+    """Every bit, by both ways to a scale, of values with rules of their own too; the pad is zero whatever the scale."""
+    monkeypatch.setattr(cast, "FEW", 0)
+    launch._COMPILED.clear()
+    x = special(*shape, dtype, "cuda")
+    finite = torch.where(x.isfinite(), x, 0.0)
+    for v, scale in ((x, 0.37), (x, NAN), (x, INF), (finite, 3.0), (finite, None), (x, None), (x * 0, None)):
+        amax_out = torch.full((1,), 0.125, device="cuda")
+        source = S.plain(v)
+        given = {"amax": cast.amax(source)} if scale is None else {"scale": torch.tensor([scale], device="cuda")}
+        out = cast._allocate(source, None, fp8, row, True, False)
+        for t in (out.col, out.row) if row else (out.col,):
+            t.view(torch.uint8).fill_(0x5A)
+        flat = (given.get("scale"), given.get("amax"), None, None, 0.0, False)
+        cast._transform_op(*source[:-1], *flat, *out, amax_out)
+        amax = torch.where(v.isfinite(), v.abs().float(), INF).max().item()
+        s = scale_of(amax, LARGEST[fp8]) if scale is None else np.float32(scale)
+        want = bytes_of(v, float(s), fp8)
+        if row:
+            assert_same_bytes(out.row, want)
+        assert_same_bytes(out.col, padded_transpose(want))
+        assert out.scale_inv.cpu().numpy().tobytes() == (np.float32(1) / np.float32([s])).tobytes()
+        assert amax_out.item() == max(amax, 0.125)
+    assert _reads_words() == {True}
+
+
+def test_what_is_read_as_words():
+    """Plain 16-bit tensors, where a transposed copy with one scale (of large ones) or of blocks of 128 is wanted."""
+    wide, ones = torch.randn(2064, 2048, device="cuda"), torch.ones(2064, device="cuda")
+    for dtype, cols, want in (
+        (torch.bfloat16, 2048, True),
+        (torch.float16, 2048, True),
+        (torch.float32, 2048, False),
+        (torch.bfloat16, 2040, False),
+    ):
+        launch._COMPILED.clear()
+        source = S.plain(wide[:, :cols].to(dtype).contiguous())
+        _quantize(source.x)
+        block_cast.block_cast(source, block=128, row=False, col=True)
+        assert _reads_words() == {want}, (dtype, cols)
+    launch._COMPILED.clear()
+    x, one = wide.bfloat16(), ones[:1].clone()
+    for layouts in (
+        {"row": True},
+        {"row": True, "col": True, "bias_grad": True},
+        {"col": True, "hp_dtype": torch.bfloat16},
+    ):
+        cast.transform(S.plain(x), fp8_dtype=E4M3, scale=one, **layouts)
+    cast.transform(S.plain(x), fp8_dtype=E4M3, col=True, col_scale=ones[:2048].clone())
+    block_cast.block_cast(S.plain(x), block=128, square=True, col=True)
+    cast.transform(S.act(x, "gelu"), fp8_dtype=E4M3, col=True, scale=one)
+    assert _reads_words() == {False}
 
 
 def test_amax_out_at_every_alignment():

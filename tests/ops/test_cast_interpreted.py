@@ -9,6 +9,7 @@ from torch import Tensor
 from te_lite.ops import block_cast, cast, row_cast
 from te_lite.ops import source as S
 from te_lite.ops.transpose import _transpose_cuda
+from te_lite.ops.word_tiles import words_fit
 from tests.ops.interpreted import only_interpreted, run_interpreted
 
 E4M3 = torch.float8_e4m3fn
@@ -91,6 +92,37 @@ def test_interpreted_transform(shape):
             assert torch.equal(got.float(), expected.float()), f"{name}: {field} differs"
         assert out.col.view(torch.uint8)[:, shape.m :].count_nonzero() == 0, f"{name}: pad is not zero bytes"
         assert history[0, 1] == want_amax and (history == 0.25).sum() >= 5, f"{name}: amax_out"
+
+
+WORDS = [Shape(130, 80, "several tiles along both"), Shape(3, 304, "fewer rows than a word has"), Shape(260, 64, "pad")]
+
+
+@only_interpreted
+@pytest.mark.parametrize("row", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", WORDS, ids=lambda s: s.why)
+def test_interpreted_words(shape, dtype, row, monkeypatch):
+    monkeypatch.setattr(cast, "FEW", 0)
+    source = S.plain(_small(shape.m, shape.n).to(dtype))
+    assert words_fit(source.kind, source.x, source.cols)
+    for given in ({"scale": torch.tensor([2.0])}, {"amax": torch.tensor([1.0, 448.0])}):
+        out, amax_out, want_amax = (
+            _poison(cast._allocate(source, None, E4M3, row, True, False)),
+            torch.zeros(1),
+            torch.zeros(1),
+        )
+        cast._transform_cuda(
+            *source[:-1], given.get("scale"), given.get("amax"), None, None, 0.0, False, *out, amax_out
+        )
+        want = cast.transform_ref(source, fp8_dtype=E4M3, row=row, col=True, amax_out=want_amax, **given)
+        for field, got, expected in zip(out._fields, out, want, strict=True):
+            assert (got is None and expected is None) or torch.equal(got.float(), expected.float()), field
+        assert amax_out == want_amax
+    out = block_cast._allocate(source, 128, False, row, True, False, False)
+    block_cast._block_cast_cuda(*source[:-1], 128, False, True, 0.0, torch.finfo(dtype).max, False, *out)
+    want = block_cast.block_cast_ref(source, block=128, row=row, col=True)
+    for field, got, expected in zip(out._fields, out, want, strict=True):
+        assert (got is None and expected is None) or torch.equal(got.float(), expected.float()), field
 
 
 @only_interpreted

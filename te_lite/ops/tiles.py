@@ -1,0 +1,147 @@
+"""Tiles of fp32 values in Triton kernels: read as quarters, rounded to fp8, stored by row and by column.
+
+A tile is read as four interleaved quarters, rows m0 + 4i + r for r = 0..3: four bytes of one column are then one 32-bit
+word of the transposed copy, and it crosses shared memory in words, not in bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from te_lite.ops.source import produce
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def pack(kind: str, order: str) -> tl.constexpr:
+    """Assembler: four fp32 values, operands in this order, to the four bytes of a register, lowest first."""
+    a, b, c, d = order
+    return tl.constexpr(f"""{{ .reg .b16 low, high;
+        cvt.rn.satfinite.{kind}x2.f32 low, ${b}, ${a};
+        cvt.rn.satfinite.{kind}x2.f32 high, ${d}, ${c};
+        mov.b32 $0, {{low, high}}; }}""")
+
+
+_PACK_E4M3, _PACK_E5M2 = pack("e4m3", "1234"), pack("e5m2", "1234")
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def magnitude_bits(v):
+    """|v| of fp32 values as their bits, which order like the magnitudes; nan comes out above inf."""
+    return v.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def _byte(q, E5M2: tl.constexpr):
+    """The interpreter's fp8 byte: numpy's rounding, not the hardware's."""
+    largest = 57344.0 if E5M2 else 448.0
+    q = tl.clamp(q, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+    b = q.to(tl.float8e5) if E5M2 else q.to(tl.float8e4nv)
+    return b.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def to_fp8_bytes(q, E5M2: tl.constexpr):
+    """fp32 -> the bytes of its fp8 value, nearest even; nan stays, what is too large saturates, inf too.
+
+    In assembler because ptxas 12.8 (Triton 3.6's) miscompiles what Triton makes of `.to(fp8)` once single bytes of the
+    result are used: it moves the shift that takes the second byte of a pair before the conversion. Four values in one
+    32-bit register leave no such shift. Not pure: Triton would compute the value twice rather than move its layout.
+    """
+    if INTERPRETED:
+        q8 = _byte(q, E5M2)
+    elif E5M2:
+        q8 = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q], tl.uint8, False, 4)
+    else:
+        q8 = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q], tl.uint8, False, 4)
+    return q8
+
+
+@triton.jit
+def to_fp8_words(q0, q1, q2, q3, E5M2: tl.constexpr):
+    """Four fp32 tiles -> one tile of words whose bytes, lowest first, are the fp8 values of q0 to q3."""
+    if INTERPRETED:
+        w = _byte(q0, E5M2).to(tl.int32) | (_byte(q1, E5M2).to(tl.int32) << 8)
+        w = w | (_byte(q2, E5M2).to(tl.int32) << 16) | (_byte(q3, E5M2).to(tl.int32) << 24)
+    elif E5M2:
+        w = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q0, q1, q2, q3], tl.int32, False, 1)
+    else:
+        w = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q0, q1, q2, q3], tl.int32, False, 1)
+    return w
+
+
+@triton.jit
+def quarters(
+    x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The four interleaved quarters of produce()'s tile of BLOCK_M rows, then those of its second tile."""
+    Q: tl.constexpr = BLOCK_M // 4
+    a0, b0 = produce(x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
+    a1, b1 = produce(
+        x, dy, mean, rstd, gamma, beta, m0 + 1, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
+    )
+    a2, b2 = produce(
+        x, dy, mean, rstd, gamma, beta, m0 + 2, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
+    )
+    a3, b3 = produce(
+        x, dy, mean, rstd, gamma, beta, m0 + 3, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
+    )
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
+@triton.jit
+def store_quarter(out, v, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One quarter, whose first row is m0, into columns n_out.. of `out`, a matrix `width` wide."""
+    m = tl.arange(0, BLOCK_M // 4) * 4
+    n = tl.arange(0, BLOCK_N)
+    mask = (m0 + m < rows)[:, None] & (n0 + n < cols)[None, :]
+    tl.store(out + m0.to(tl.int64) * width + n_out + (m[:, None] * width + n[None, :]), v, mask=mask)
+
+
+@triton.jit
+def store_quarters(out, v0, v1, v2, v3, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The four quarters of a tile."""
+    store_quarter(out, v0, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+    store_quarter(out, v1, m0 + 1, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+    store_quarter(out, v2, m0 + 2, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+    store_quarter(out, v3, m0 + 3, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of words, four rows each, into the transposed copy [width, padded] of bytes; zeros from `rows` on.
+
+    Transposed in registers first, so that neighbouring threads store neighbouring rows m.
+    """
+    i = tl.arange(0, BLOCK_M // 4)
+    n = tl.arange(0, BLOCK_N)
+    left = tl.minimum(tl.maximum(rows - m0 - 4 * i, 0), 4)
+    # Masked whatever the scale is: with one of inf or nan, 0 * scale is not 0.
+    w = w & tl.where(left == 4, -1, (1 << (8 * left)) - 1)[:, None]
+    out = col.to(tl.pointer_type(tl.int32)) + (n_out.to(tl.int64) * padded + m0) // 4
+    # padded and m0 are multiples of 16. Triton has to know, to see a mask that is the same for four words: 16 bytes.
+    known = i < tl.multiple_of((padded - m0) // 4, 4)
+    tl.store(
+        out + (n[:, None] * (padded // 4) + i[None, :]), tl.trans(w), mask=(n0 + n < cols)[:, None] & known[None, :]
+    )
+
+
+@triton.jit
+def largest_of(v0, v1, v2, v3):
+    """Elementwise largest magnitude of four tiles, as bits."""
+    a = tl.maximum(magnitude_bits(v0), magnitude_bits(v1))
+    return tl.maximum(a, tl.maximum(magnitude_bits(v2), magnitude_bits(v3)))
+
+
+@triton.jit
+def store_sums(partial, total, total2, split, n0, cols, width, TWO: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Column sums of a program's tiles into its row of partial [splits, width]."""
+    n = tl.arange(0, BLOCK_N)
+    out = partial + split.to(tl.int64) * width + n0 + n
+    tl.store(out, tl.sum(total, axis=0), mask=n0 + n < cols)
+    if TWO:
+        tl.store(out + cols, tl.sum(total2, axis=0), mask=n0 + n < cols)

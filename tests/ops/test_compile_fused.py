@@ -1,0 +1,180 @@
+"""What the kernels of fused schedules become on a Hopper GPU, read from the compiler on any machine."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import triton
+from triton.compiler import ASTSource
+
+from te_lite.ops import flags, reduce
+from te_lite.ops.gemm_gather import gather_kernel
+from te_lite.ops.gemm_scatter import _WORDS, scatter_kernel
+from tests.ops.interpreted import ACTIVE
+from tests.ops.test_compile_sm90 import SM90, local_memory
+
+pytestmark = pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
+
+WORDS = {*_WORDS, "own_scale", "gathered_scale", "flag", "word", "delta", "rank", "rows_per_piece", "pieces"}
+SHARED_MEMORY = 227 * 1024
+
+
+def compile_sm90(
+    kernel, types: dict[str, str], constants: dict, num_warps: int, num_stages: int = 3, unaligned: set[str] = WORDS
+):
+    """As at a launch with sizes and addresses that are multiples of 16, shards' rows excepted."""
+    signature, values, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = types.get(name, "constexpr")
+        if name not in types:
+            values[(i,)] = constants.get(name)
+        elif name not in unaligned | {"m"} and not types[name].startswith("tensordesc"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(ASTSource(kernel, signature, values, attributes), target=SM90, options=options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """stack: bytes of spilled registers that are tolerated, outside of the main loop."""
+
+    a: str = "bf16"
+    b: str = ""
+    out: str = "bf16"
+    scale: tuple[str, str] = ("none", "none")
+    bias: str = ""
+    split: bool = False
+    tile: tuple[int, int, int] = (128, 256, 8)
+    wire: str = "bf16"
+    direct: bool = False
+    ranks: int = 4
+    stack: int = 0
+
+    @property
+    def block_k(self) -> int:
+        return 128 if self.a.startswith("fp8") else 64
+
+    @property
+    def constants(self) -> dict:
+        block_m, block_n, _ = self.tile
+        a_scale, b_scale = self.scale
+        return {
+            "RANKS": self.ranks, "A_SCALE": a_scale, "B_SCALE": b_scale, "SPLIT": self.split, "BLOCK_M": block_m,
+            "BLOCK_N": block_n, "BLOCK_K": self.block_k, "GROUP": 8,
+        }  # fmt: skip
+
+    def operand(self, kind: str) -> str:
+        rows = {"a": self.tile[0], "b": self.tile[1] // 2 if self.split else self.tile[1]}[kind]
+        return f"tensordesc<{self.a if kind == 'a' else self.b or self.a}[{rows}, {self.block_k}]>"
+
+    def types(self) -> dict[str, str]:
+        types = dict.fromkeys(("ready", "epoch", "abort"), "*i32")
+        types |= dict.fromkeys(("delta", "m", "n", "k", "rank", "rows_per_piece", "pieces"), "i32")
+        types |= dict.fromkeys(("own_scale", "gathered_scale", "a_scale", "b_scale"), "*fp32") if self.b_scaled else {}
+        return types | ({"bias": f"*{self.bias}"} if self.bias else {})
+
+    @property
+    def b_scaled(self) -> bool:
+        return self.scale != ("none", "none")
+
+
+E4M3, E5M2 = "fp8e4nv", "fp8e5"
+TENSOR, ROW = ("tensor", "tensor"), ("row", "row")
+GATHER = [
+    Case(),
+    Case("fp16", out="fp32", bias="fp32"),
+    Case(E4M3, scale=ROW, bias="bf16"),
+    Case(E4M3, scale=("shard", "tensor"), split=True),
+    Case(E4M3, scale=ROW, bias="bf16", split=True),
+    Case(E5M2, E4M3, out="fp32", scale=ROW, bias="bf16", split=True, stack=16),
+    Case(E4M3, scale=ROW, bias="bf16", split=True, tile=(128, 128, 8)),
+    Case(tile=(64, 128, 4)),
+    Case(E4M3, scale=ROW, bias="bf16", split=True, tile=(64, 64, 4)),
+]
+SCATTER = [
+    Case(),
+    Case(bias="bf16", direct=True),
+    Case(ranks=8, bias="bf16"),
+    Case("fp16", out="fp32", bias="fp32", wire="fp32", direct=True),
+    Case(E4M3, scale=TENSOR, bias="bf16"),
+    Case(E4M3, scale=ROW, bias="bf16", direct=True),
+    Case(E4M3, scale=TENSOR, split=True, stack=16),
+    Case(E5M2, E4M3, scale=ROW, bias="bf16", split=True, stack=16),
+    Case(E4M3, scale=ROW, bias="bf16", split=True, direct=True, tile=(128, 128, 8)),
+    Case(direct=True, tile=(64, 128, 4)),
+    Case(E4M3, scale=ROW, bias="bf16", split=True, wire="fp32", tile=(64, 64, 4)),
+]
+
+
+def check_main_loop(compiled, case: Case, folder: Path, stages: int) -> None:
+    ptx = compiled.asm["ptx"]
+    kinds = {"bf16": "bf16", "fp16": "f16", E4M3: "e4m3", E5M2: "e5m2"}
+    assert f"wgmma.mma_async.sync.aligned.m64n{case.tile[1] // (2 if case.split else 1)}" in ptx
+    assert f".f32.{kinds[case.a]}.{kinds[case.b or case.a]}" in ptx
+    # Loads of `stages - 1` steps before each of the two loops and one in it: a loop that was not pipelined has fewer.
+    loads = (3 if case.split else 2) * 2 * stages
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == loads
+    assert case.split or "wgmma.wait_group.sync.aligned 1" in ptx, "a product is awaited before the next is issued"
+    assert compiled.metadata.shared <= SHARED_MEMORY // (1 if case.tile[0] * case.tile[1] > 8192 else 2)
+    assert (local_memory(compiled, folder) or 0) <= case.stack, "registers spill"
+    assert not re.search(r"C75\d\d", assembler_log(compiled, folder)), "wgmma is serialized"
+    wait = re.search(r"ld\.acquire\.sys\.global\.b32.*?bar\.sync 0;\s*fence\.proxy\.async\.global;", ptx, re.DOTALL)
+    assert wait and "ld.relaxed.sys.global.b32" in wait[0] and "ld.global.nc" not in ptx
+
+
+def assembler_log(compiled, folder: Path) -> str:
+    source = folder / "kernel.ptx"
+    source.write_text(compiled.asm["ptx"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    done = subprocess.run(
+        [tool, "-v", "-arch=sm_90a", source, "-o", folder / "kernel.o"], capture_output=True, text=True, timeout=120
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("case", GATHER, ids=str)
+def test_gather(case, tmp_path):
+    block_m, block_n, num_warps = case.tile
+    parts = 4 if case.out == "fp32" or case.scale[1] == "row" else 2
+    types = case.types() | {"own": case.operand("a"), "gathered": case.operand("a"), "b_desc": case.operand("b")}
+    types["out_desc"] = f"tensordesc<{case.out}[1, {block_m}, {block_n // parts}]>"
+    compiled = compile_sm90(gather_kernel, types, case.constants | {"PARTS": parts}, num_warps, 4)
+    check_main_loop(compiled, case, tmp_path, 4)
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global", compiled.asm["ptx"])) == 2 * parts
+
+
+@pytest.mark.parametrize("case", SCATTER, ids=str)
+def test_scatter(case, tmp_path):
+    fine = case.tile[1] == 256 and (case.split or case.wire == "fp32" or case.scale[0] == "row" or case.ranks > 4)
+    types = case.types() | {"a_desc": case.operand("a"), "b_desc": case.operand("b"), "counters": "*i32"}
+    types |= {"slots": "*i64" if case.direct else f"*{case.wire}", "signals": "*i64" if case.direct else "*i32"}
+    types |= {"staging": f"*{case.wire}", "out": f"*{case.out}"}
+    compiled = compile_sm90(scatter_kernel, types, case.constants | {"FINE": fine}, case.tile[2], 4)
+    check_main_loop(compiled, case, tmp_path, 4)
+    ptx = compiled.asm["ptx"]
+    # 16 bytes a thread, what goes to a peer's memory above all.
+    assert re.search(r"st\.global\.v4\.b32", ptx) and not re.search(r"st\.global(\.v2)?\.b(16|32) ", ptx)
+    assert "ld.global.cg.v4.b32" in ptx and not re.search(r"ld\.global\.cg\.(b|v2)", ptx)
+    scope = "sys" if case.direct else "gpu"
+    order = rf"bar\.sync 0;.*?fence\.acq_rel\.{scope};.*?atom\.acq_rel\.gpu\.global\.inc.*?fence\.acq_rel\.sys;"
+    assert re.search(order + r"\s*st\.release\.sys\.global\.b32", ptx, re.DOTALL)
+
+
+@pytest.mark.parametrize("wire, own, bias, ranks", [("bf16", "fp32", "bf16", 4), ("fp32", "fp32", "", 8)])
+def test_reduce(wire, own, bias, ranks, tmp_path):
+    types = {"staging": f"*{wire}", "own": f"*{own}", "out": "*bf16", "total": "i32", "n": "i32", "rank": "i32"}
+    types |= {"bias": f"*{bias}"} if bias else {}
+    constants = {"RANKS": ranks, "VECTOR": 8, "STEP": reduce._STEP}
+    compiled = compile_sm90(reduce.reduce_kernel, types, constants, reduce._WARPS, unaligned={"rank"})
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", ptx) and "st.global.v4.b32" in ptx
+    assert not re.search(r"ld\.global\S*\.b16", ptx) and local_memory(compiled, tmp_path) in (0, None)
+
+
+def test_wait_kernel():
+    types = {"flag": "*i32", "word": "*i32", "delta": "i32", "abort": "*i32"}
+    compiled = compile_sm90(flags.wait_kernel, types, {}, 1)
+    assert "ld.acquire.sys.global.b32" in compiled.asm["ptx"] and compiled.metadata.shared == 0
