@@ -156,8 +156,8 @@ class Linear(_OneLinear):
     fuse_wgrad_accumulation: weight.main_grad += dw. delay_wgrad_compute: dw waits for backward_dw().
     save_original_input: keep x itself for backward instead of its quantized copy.
 
-    Raises ValueError for sizes that tp_size does not divide and for a group of another size, NotImplementedError for
-    ub_* arguments.
+    Raises ValueError for sizes that tp_size does not divide and for a group of another size, RuntimeError for
+    ub_* flags before te.initialize_ub (docs/overlap.md).
     """
 
     def __init__(

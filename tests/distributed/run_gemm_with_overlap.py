@@ -35,6 +35,7 @@ from te_lite.ops.source import plain  # noqa: E402
 from te_lite.overlap import fused, ring, userbuffers  # noqa: E402
 from te_lite.overlap.buffers import Gather, Scatter, following  # noqa: E402
 from te_lite.overlap.collective import Collective  # noqa: E402
+from te_lite.overlap.group import PIECES  # noqa: E402
 from te_lite.overlap.schedule import Product  # noqa: E402
 from te_lite.parallel import TensorParallel  # noqa: E402
 from te_lite.quantize.qtensor import QTensor  # noqa: E402
@@ -117,21 +118,21 @@ class Problem:
 
     def refusal(self, method: str) -> str:
         """Why the method cannot run here, or ""."""
-        m = self.x.shape[0]
         if self.group is None:
             return "no userbuffers: the ranks cannot map each other's memory"
         if self.mode == "column":
-            fits = self.group.gather_refusal(self.x, "row")
-            return fits or (fused.gather_refusal(self.gemm, self.x) if method == "fused" else "")
-        fits = self.group.scatter_refusal(m // self.tp.size, self.gemm.columns, self.dtype)
-        return fits or (fused.scatter_refusal(self.gemm, self.x) if method == "fused" else "")
+            why = self.group.gather_refusal(self.x, "row")
+        else:
+            why = self.group.scatter_refusal(self.x.shape[0] // self.tp.size, self.gemm.columns, self.dtype)
+        return why or (fused.refusal(self.gemm, self.x) if method == "fused" else "")
 
     def hidden(self, method: str) -> Tensor:
         """The same as unhidden(), with its communication behind the GEMM."""
         ways = {"ring": ring, "fused": fused}[method]
         with self.group.operation(f"{self.mode} {method} {list(self.x.shape)}"):
             if self.mode == "column":
-                gather = Gather(self.group, self.x, "row", own=False)
+                pieces = fused.pieces(self.x, PIECES) if method == "fused" else 1
+                gather = Gather(self.group, self.x, "row", own=False, pieces=pieces)
                 out = ways.gather_gemm(self.gemm, self.x, gather)
                 gather.close()
                 return out
