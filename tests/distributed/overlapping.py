@@ -30,6 +30,9 @@ SCATTERS = ("proj_fprop", "fc2_fprop", "qkv_dgrad", "fc1_dgrad")
 GATHERS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
 
 
+COLUMN, ROW, NORMED, MLP = (LINEAR, "column"), (LINEAR, "row"), (LN_LINEAR, "column"), (LN_MLP, None)
+
+
 def everywhere(method: str, *names: str) -> dict[str, dict[str, str]]:
     return {name: {"method": method} for name in names}
 
@@ -43,7 +46,7 @@ METHODS: dict[str, tuple[dict[str, bool], dict]] = {
     "fused": ({**AG, **DGRAD}, everywhere("fused", *SCATTERS, *GATHERS)),
 }
 # kind and mode of a module -> what ub_cfgs calls it
-LAYERS = {(LINEAR, "column"): "qkv", (LINEAR, "row"): "proj", (LN_LINEAR, "column"): "fc1", (LN_MLP, None): None}
+LAYERS = {COLUMN: "qkv", ROW: "proj", NORMED: "fc1", MLP: None}
 
 
 class Specified(Collective):
@@ -171,6 +174,9 @@ class Sizes:
     ffn: int
 
 
+SMALL = Sizes(128, 128, 128)
+
+
 class Pair:
     """A module that overlaps and its twin that does the same by torch.distributed, with the same parameters."""
 
@@ -200,13 +206,19 @@ class Pair:
         dy = reference.make_tokens(m * self.size, width, seed=seed + 1, dtype=torch.bfloat16, scale=0.1)
         return reference.spread_tokens(self.spec, x, dy) if self.spread else (x, dy)
 
+    def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This rank's x and dy."""
+        x, dy = batch
+        return leaf(shard_input(x, self.spec, self.rank), self.device), shard_output(dy, self.spec, self.rank).to(
+            self.device
+        )
+
     def forward(self, batch: tuple[Tensor, Tensor], twin: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(x, output, its gradient to come) of this rank."""
-        x, dy = batch
-        x = leaf(shard_input(x, self.spec, self.rank), self.device)
+        x, dy = self.inputs(batch)
         with under(self.recipe):
             out = (self.twin if twin else self.module)(x)
-        return x, out, shard_output(dy, self.spec, self.rank).to(self.device)
+        return x, out, dy
 
     def backward(self, call: tuple[Tensor, Tensor, Tensor], twin: bool = False) -> dict[str, Tensor]:
         """{"out", "dx", gradients by name} of this call alone."""
@@ -229,6 +241,23 @@ def assert_same(label: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> 
     assert set(got) == set(want), f"{label}: {sorted(got)} are not {sorted(want)}"
     for name in want:
         assert_bitwise_equal(f"{label}: {name}", got[name].cpu(), want[name].cpu())
+
+
+def pair_of(which, recipe, device, method="bulk", group=None, sizes: Sizes = SMALL, **options: Any) -> Pair:
+    """which: one of LAYERS."""
+    return Pair(*which, recipe, method, sizes, group or dist.group.WORLD, device, **options)
+
+
+def check_pass(pair: Pair, seed: int, m: int) -> None:
+    """Forward and backward of a batch of m tokens a rank, bit for bit."""
+    batch = pair.batch(seed, m)
+    got = pair.backward(pair.forward(batch))
+    assert_same(f"{pair.label}, {m} tokens a rank", got, pair.expected(batch))
+
+
+def rows_of(pair: Pair) -> dict[str, dict]:
+    """The report of the module: GEMM -> row."""
+    return {row["gemm"]: row for row in te.overlap_report() if row["module"] == pair.label}
 
 
 def poison(groups: list[Group]) -> None:
