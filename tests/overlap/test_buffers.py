@@ -238,9 +238,8 @@ def test_ranks_that_do_not_run_the_same_are_named_on_all():
         group.announce(f"fc1 fprop, bf16 [{5 + group.rank // 2}, 32]")
         return broken(group, "as operation 4")
 
-    texts = set(in_group(3, run))
-    assert len(texts) == 1
-    assert all(said in texts.copy().pop() for said in ("[5, 32]", "rank 2 runs fc1 fprop, bf16 [6, 32]"))
+    for text in in_group(3, run):  # rank 2 is compared with rank 0 here and with rank 1 there
+        assert "bf16 [5, 32]" in text and "rank 2 runs fc1 fprop, bf16 [6, 32]" in text
 
 
 def test_an_error_in_one_rank_ends_the_operation_on_all():

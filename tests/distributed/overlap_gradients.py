@@ -1,0 +1,99 @@
+"""Checks of overlapped modules that every rank runs: recomputation, and what becomes of weight gradients."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import te_lite as te
+from te_lite.testing.numerics import assert_bitwise_equal
+from tests.distributed.overlapping import (
+    COLUMN,
+    LAYERS,
+    MLP,
+    ROW,
+    Gathered,
+    Pair,
+    assert_same,
+    begin,
+    check_pass,
+    pair_of,
+    poison,
+)
+from tests.harness import under
+from tests.reference import LINEAR
+
+
+def checkpointed(device) -> None:
+    """Recomputation through userbuffers gives the same bits, reentrant or not."""
+    size = dist.get_world_size()
+    group = begin(32 * size, 128, dist.group.WORLD, device)
+    for recipe in ("bf16", "delayed", "mxfp8"):
+        for which, method in ((COLUMN, "bulk"), (ROW, "pipeline"), (MLP, "bulk")):
+            for reentrant in (True, False):
+                pair = pair_of(which, recipe, device, method)
+                for step in range(2):
+                    batch = pair.batch(step, 16)
+                    x, dy = pair.inputs(batch)
+                    with under(recipe):
+                        out = te.checkpoint(pair.module, x, use_reentrant=reentrant)
+                    poison([group])
+                    got = pair.backward((x, out, dy))
+                    assert_same(f"{pair.label} reentrant {reentrant}", got, pair.expected(batch))
+
+
+def weight_gradients(device) -> None:
+    """Put off, accumulated into main_grad, or not wanted: the same numbers, nothing read from a slot that is gone."""
+    size = dist.get_world_size()
+    group = begin(32 * size, 128, dist.group.WORLD, device)
+    for recipe in ("bf16", "current", "mxfp8", "rowwise_with_gw_hp"):
+        for which in LAYERS:
+            for method in ("bulk", "pipeline"):
+                plain = pair_of(which, recipe, device, method)
+                batch = plain.batch(5, 32)
+                want = plain.expected(batch)
+                late = pair_of(which, recipe, device, method, delay_wgrad_compute=True)
+                call = late.forward(batch)
+                call[1].backward(call[2])
+                poison([group])
+                check_pass(plain, 6, 16)  # other data in the same slots
+                late.module.backward_dw()
+                grads = {name: p.grad for name, p in late.module.named_parameters() if p.grad is not None}
+                for name, grad in grads.items():
+                    assert_bitwise_equal(f"{late.label} put off: {name}", grad, want[name])
+                assert set(grads) == set(want) - {"out", "dx"}
+                frozen_weights(plain, batch, want)
+                main_grads(which, recipe, method, batch, want, device)
+
+
+def frozen_weights(pair: Pair, batch, want) -> None:
+    """No weight gradient, and no gather for one; the rest stays the same."""
+    for p in pair.module.parameters():
+        p.requires_grad_(False)
+    with Gathered() as gathered:
+        call = pair.forward(batch)
+        before = gathered.compared
+        got = pair.backward(call)
+    if pair.spec.mode == "column" and pair.spec.kind == LINEAR:
+        assert gathered.compared == before, "x was gathered for a weight gradient that nobody wants"
+    # Without wgrad nothing hides a reduce-scatter, which Collective then sums: dx of a column-parallel linear.
+    assert set(got) == {"out", "dx"}
+    assert_bitwise_equal(f"{pair.label} frozen: out", got["out"], want["out"])
+    if pair.spec.mode == "row":
+        assert_bitwise_equal(f"{pair.label} frozen: dx", got["dx"], want["dx"])
+
+
+def main_grads(which, recipe, method, batch, want, device) -> None:
+    """fuse_wgrad_accumulation: added to what is there, in fp32."""
+    fused = pair_of(which, recipe, device, method, fuse_wgrad_accumulation=True)
+    weights = {name: p for name, p in fused.module.named_parameters() if p.dim() == 2}
+    for p in weights.values():
+        p.main_grad = torch.ones(p.shape, dtype=torch.float32, device=device)
+    got = fused.backward(fused.forward(batch))
+    for name, p in weights.items():
+        assert name not in got
+        error = (p.main_grad - 1 - want[name].float()).abs().max()
+        assert error <= 2.0**-7 * want[name].float().abs().max(), f"{fused.label} main_grad of {name}: off by {error}"
+
+
+GRADIENTS = [checkpointed, weight_gradients]

@@ -1,0 +1,193 @@
+"""Checks of overlapped modules that every rank runs: sizes, shapes, capacity, what the report says."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+import te_lite as te
+from te_lite.testing.numerics import assert_bitwise_equal
+from tests.distributed.overlapping import (
+    COLUMN,
+    LAYERS,
+    MLP,
+    ROW,
+    assert_same,
+    begin,
+    check_pass,
+    pair_of,
+    poison,
+    rows_of,
+    specified,
+)
+from tests.distributed.run_groups import refuses
+from tests.distributed.run_modules import shard_input
+from tests.harness import leaf, under
+
+
+def token_counts_change(device) -> None:
+    """Any number of tokens, also none and such as give unequal blocks, in turn, with evaluation in between."""
+    size = dist.get_world_size()
+    group = begin(64 * size, 128, dist.group.WORLD, device)
+    for method, recipe in (("bulk", "bf16"), ("bulk", "mxfp8"), ("pipeline", "blockwise"), ("pipeline", "current")):
+        pairs = [pair_of(which, recipe, device, method) for which in LAYERS]
+        for step, m in enumerate((64, 3, 0, 1, 7, 33, 64, 0, 0, 16)):
+            for pair in pairs:
+                check_pass(pair, 10 * step, m)
+                with torch.no_grad(), under(recipe):
+                    x, _ = pair.batch(step, max(m // 4, 1))
+                    x = shard_input(x, pair.spec, pair.rank).to(device)
+                    out = pair.module(x)
+                    with specified():
+                        assert_bitwise_equal(f"{pair.label} evaluation", out, pair.twin(x))
+    assert group.control.broken is None
+
+
+def over_capacity(device) -> None:
+    """Collective on every rank, with the reason; what fits again overlaps again; strict raises on every rank."""
+    size = dist.get_world_size()
+    begin(16 * size, 128, dist.group.WORLD, device)
+    for method, recipe in (("bulk", "bf16"), ("pipeline", "current"), ("ring_exchange", "mxfp8")):
+        for which in LAYERS:
+            pair = pair_of(which, recipe, device, method)
+            for step, (m, fits) in enumerate(((8, True), (160, False), (200, False), (8, True))):
+                check_pass(pair, step, m)
+                for name, row in rows_of(pair).items():
+                    if name.endswith("wgrad") and not row["reason"]:
+                        continue
+                    asked = "initialize_ub was given the shape" in row["reason"]
+                    assert asked != fits and (row["schedule"] == "collective") != fits, row
+    pair = pair_of(COLUMN, "bf16", device)
+    x = shard_input(pair.batch(1, 160)[0], pair.spec, pair.rank).to(device)
+
+    def forward() -> None:
+        with te.autocast(recipe=te.recipe.from_name("current"), strict=True):
+            pair.module(x)
+
+    refuses(RuntimeError, "overlap by 'ring_exchange' was asked for and does not happen", forward)
+    with te.autocast(recipe=te.recipe.from_name("current"), strict=True):
+        pair.module(x[:8])
+    te.destroy_ub()
+    begin(16 * size, 128, dist.group.WORLD, device, strict=True)
+    pair = pair_of(ROW, "bf16", device)
+    wide = shard_input(pair.batch(1, 160)[0], pair.spec, pair.rank).to(device)
+    refuses(RuntimeError, "give it the largest [tokens, hidden]", lambda: pair.module(wide))
+    check_pass(pair, 3, 8)
+
+
+def flags_without_effect(device) -> None:
+    """Flags without sequence parallelism, or without userbuffers for the group: named in the report, strict raises."""
+    size = dist.get_world_size()
+    common = {"tp_group": dist.group.WORLD, "tp_size": size, "device": device, "params_dtype": torch.bfloat16}
+    flags = {"ub_overlap_ag": True, "ub_name": "qkv", "parallel_mode": "column"}
+    refuses(
+        RuntimeError,
+        "before te.initialize_ub",
+        lambda: te.Linear(64, 64 * size, sequence_parallel=True, **common, **flags),
+    )
+    begin(64 * size, 64, dist.group.WORLD, device)
+    unnamed = {**common, **flags, "ub_name": None}
+    refuses(ValueError, "ub_name", lambda: te.Linear(64, 64 * size, sequence_parallel=True, **unnamed))
+    apart = te.Linear(64, 64 * size, **common, **flags)
+    apart.name = "without sequence parallelism"
+    x = torch.ones(4, 64, dtype=torch.bfloat16, device=device)
+    apart(x)
+    (reason,) = {row["reason"] for row in te.overlap_report() if row["module"] == apart.name}
+    assert "sequence parallelism is off" in reason
+    module = te.Linear(64, 64 * size, sequence_parallel=True, **common, **flags)
+    want = module(x).clone()
+    te.destroy_ub()
+    module.name = "after destroy_ub"
+    assert_bitwise_equal("without userbuffers", module(x), want)
+    (reason,) = {row["reason"] for row in te.overlap_report() if row["module"] == module.name}
+    assert "call initialize_ub" in reason
+    with torch.no_grad():
+        refuses(RuntimeError, "does not happen", lambda: _strictly(module, x))
+
+
+def _strictly(module, x):
+    with te.autocast(recipe=te.recipe.from_name("current"), strict=True):
+        module(x)
+
+
+def number_formats_side_by_side(device) -> None:
+    """bf16 first and last, fp8 between, one backward through all of them; the same with a twin."""
+    size = dist.get_world_size()
+    group = begin(32 * size, 128, dist.group.WORLD, device)
+    recipes = ("bf16", "current", "mxfp8", "bf16")
+    pairs = [pair_of(MLP, recipe, device, seed=i) for i, recipe in enumerate(recipes)]
+    for step in range(3):
+        batch = pairs[0].batch(step, 32)
+        results = []
+        for twin in (False, True):
+            with specified() if twin else nullcontext():
+                h = x = leaf(shard_input(batch[0], pairs[0].spec, pairs[0].rank), device)
+                for pair in pairs:
+                    with under(pair.recipe):
+                        h = (pair.twin if twin else pair.module)(h)
+                if not twin and step:
+                    poison([group])
+                h.backward(shard_input(batch[1], pairs[0].spec, pairs[0].rank).to(device))
+            result = {"out": h.detach(), "dx": x.grad}
+            for i, pair in enumerate(pairs):
+                module = pair.twin if twin else pair.module
+                result.update({f"{i} {name}": p.grad for name, p in module.named_parameters()})
+                module.zero_grad(set_to_none=True)
+            results.append(result)
+        assert_same(f"step {step}", *results)
+
+
+def three_dimensions(device) -> None:
+    """[S, B, K]: the result is that of [S * B, K], in the caller's shape, whatever the strides."""
+    size = dist.get_world_size()
+    begin(32 * size, 128, dist.group.WORLD, device)
+    for recipe in ("bf16", "mxfp8"):
+        for which in LAYERS:
+            pair = pair_of(which, recipe, device)
+            batch = pair.batch(1, 24)
+            want = pair.expected(batch)
+            x, dy = (t.to(device) for t in batch)
+            x = shard_input(x, pair.spec, pair.rank)
+            flat, out, dy = pair.forward(batch)
+            lead = (x.shape[0] // 3, 3)
+            strided = x.view(*lead, -1).transpose(0, 1).contiguous().transpose(0, 1)  # [S, B, K], batch first in memory
+            strided = strided.detach().requires_grad_()
+            with under(recipe):
+                out = pair.module(strided)
+            assert out.shape[1] == 3 and out._base is None
+            out.backward(dy.view(out.shape))
+            got = {"out": out.detach().flatten(0, 1), "dx": strided.grad.flatten(0, 1)}
+            got.update({name: p.grad for name, p in pair.module.named_parameters() if p.grad is not None})
+            assert_same(f"{pair.label} [S, B, K]", got, want)
+
+
+def report_names_the_methods(device) -> None:
+    """overlap_report() says for every GEMM what happened, and how much was sent."""
+    size = dist.get_world_size()
+    begin(32 * size, 128, dist.group.WORLD, device)
+    expected = {
+        COLUMN: {"fprop": "ring", "dgrad": "bulk", "wgrad": "bulk"},
+        ROW: {"fprop": "pipeline", "dgrad": "ring", "wgrad": "external"},
+    }
+    for which, methods in expected.items():
+        pair = pair_of(which, "mxfp8", device)
+        check_pass(pair, 1, 32)
+        for gemm, row in rows_of(pair).items():
+            assert row["schedule"].startswith(methods[gemm]) and not row["reason"], row
+            scatters = methods[gemm] == "pipeline" or (which is COLUMN and gemm == "wgrad")
+            a_value = 2 if scatters else 1 + 1 / 32  # a bf16 sum, or E4M3 and a scale for each 32
+            assert row["sent"] == 32 * 128 * a_value * (size - 1), row
+    text = te.format_report(te.overlap_report())
+    assert "pipeline" in text and "external" in text and "MiB" in text
+
+
+SIZES = [
+    token_counts_change,
+    over_capacity,
+    flags_without_effect,
+    number_formats_side_by_side,
+    three_dimensions,
+    report_names_the_methods,
+]

@@ -1,0 +1,287 @@
+"""What an overlapped linear must give, bit for bit, in torch.distributed's words; modules that overlap beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import te_lite as te
+from te_lite.overlap import userbuffers
+from te_lite.overlap.buffers import Gather
+from te_lite.overlap.collective import Collective, all_gather
+from te_lite.overlap.group import Group
+from te_lite.quantize.qtensor import QTensor
+from te_lite.testing.numerics import assert_bitwise_equal
+from tests import reference
+from tests.distributed.run_modules import shard_input, shard_output, shard_parameter
+from tests.harness import BLOCKED, build, leaf, under
+from tests.reference import LINEAR, LN_LINEAR, LN_MLP, Spec
+
+AG = {"ub_overlap_ag": True, "ub_overlap_rs": True}
+BULK = {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True}
+DGRAD = {"ub_overlap_rs_dgrad": True}
+SCATTERS = ("proj_fprop", "fc2_fprop", "qkv_dgrad", "fc1_dgrad")
+GATHERS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
+
+
+COLUMN, ROW, NORMED, MLP = (LINEAR, "column"), (LINEAR, "row"), (LN_LINEAR, "column"), (LN_MLP, None)
+
+
+def everywhere(method: str, *names: str) -> dict[str, dict[str, str]]:
+    return {name: {"method": method} for name in names}
+
+
+# method -> (flags, ub_cfgs). wgrad of a row-parallel linear is "external" in all of them where dy is gathered twice.
+METHODS: dict[str, tuple[dict[str, bool], dict]] = {
+    "bulk": ({**AG, **BULK}, {}),
+    "pipeline": ({**AG, **DGRAD}, {}),
+    "ring_exchange": ({**AG, **DGRAD}, everywhere("ring_exchange", *SCATTERS)),
+    "auto": ({**AG, **BULK}, everywhere("auto", *SCATTERS, *GATHERS, "qkv_wgrad", "fc1_wgrad", "proj_wgrad")),
+    "fused": ({**AG, **DGRAD}, everywhere("fused", *SCATTERS, *GATHERS)),
+}
+# kind and mode of a module -> what ub_cfgs calls it
+LAYERS = {COLUMN: "qkv", ROW: "proj", NORMED: "fc1", MLP: None}
+
+
+class Specified(Collective):
+    """The unfused program of each method: the GEMM cut as the method cuts it, sums in the order of the protocol.
+
+    Bitwise what userbuffers give where the same GEMMs run; whether they are right is for the fp32 oracle to say.
+    """
+
+    def __init__(self, tp: Any, group: Group, layer: str, methods: Mapping[str, str], strict: bool) -> None:
+        super().__init__(tp)
+        self.group, self.methods = group, methods
+
+    def _cut(self, gemm, shard: QTensor) -> Tensor:
+        """gemm of every rank's shard; this rank's own was not on the wire."""
+        parts = [all_gather(part.contiguous(), self.tp.group).chunk(self.tp.size) for part in shard.wire("row")]
+        shards = [shard.from_wire(one, "row", shard.shape[0]) for one in zip(*parts, strict=True)]
+        shards[dist.get_rank(self.tp.group)] = shard
+        return torch.cat([gemm(one) for one in shards])
+
+    def _ordered(self, partial: Tensor, own: Tensor) -> Tensor:
+        """Sum over ranks of partial[R*m, N], this rank's rows: from rank + 1 on, own[m, N] last, in fp32."""
+        rank, size = dist.get_rank(self.tp.group), self.tp.size
+        every = all_gather(partial.contiguous(), self.tp.group).view(size, size, *own.shape)
+        total = every[(rank + 1) % size, rank].float()
+        for i in range(2, size):
+            total += every[(rank + i) % size, rank].float()
+        return (total + own.float()).to(partial.dtype)
+
+    def _gemm_scatter(self, gemm, a: QTensor) -> Tensor:
+        rank, m = dist.get_rank(self.tp.group), a.shape[0] // self.tp.size
+        pieces = [a.rows(i * m, (i + 1) * m) for i in range(self.tp.size)]
+        return self._ordered(torch.cat([gemm(piece) for piece in pieces]), gemm(pieces[rank], torch.float32))
+
+    def _scatters(self, name: str, rows: int, gemm) -> bool:
+        m = rows // self.tp.size
+        return bool(m and self.methods.get(name) and not self.group.scatter_refusal(m, gemm.columns, gemm.dtype))
+
+    def _gathers(self, name: str, q: QTensor) -> bool:
+        return bool(q.shape[0] and self.methods.get(name) and not self.group.gather_refusal(q, "row"))
+
+    def fprop(self, gemm, x: QTensor) -> Tensor:
+        if self.tp.mode == "column":
+            return self._cut(gemm, x) if self._gathers("fprop", x) else super().fprop(gemm, x)
+        return self._gemm_scatter(gemm, x) if self._scatters("fprop", x.shape[0], gemm) else super().fprop(gemm, x)
+
+    def backward(self, dgrad, wgrad, dy, dy_wgrad, x):
+        given = {"dgrad": dgrad}
+        if dgrad is not None and self.tp.mode == "row" and self._gathers("dgrad", dy):
+            given["dgrad"] = lambda gathered: self._cut(dgrad, dy)
+        dx, dw = super().backward(given["dgrad"], wgrad, dy, dy_wgrad, x)
+        if dgrad is None or self.tp.mode == "row":
+            return dx, dw
+        bulk = self.methods.get("dgrad", "bulk") == "bulk"
+        if not bulk and self._scatters("dgrad", dy.shape[0], dgrad):
+            dx = self._gemm_scatter(dgrad, dy)
+        elif bulk and wgrad is not None and self._scatters("wgrad", dy.shape[0], dgrad):
+            partial = dgrad(dy)
+            dx = self._ordered(partial, partial.chunk(self.tp.size)[dist.get_rank(self.tp.group)])
+        return dx, dw
+
+
+@contextmanager
+def specified() -> Iterator[None]:
+    """Modules whose plans are made inside run Specified in place of Overlapped."""
+    original = userbuffers.Overlapped
+    userbuffers.Overlapped = Specified
+    try:
+        yield
+    finally:
+        userbuffers.Overlapped = original
+
+
+class Gathered:
+    """While open, every gather through userbuffers is compared with Collective's: data and scales, shards and whole."""
+
+    def __init__(self) -> None:
+        self.compared = 0
+        self._originals = Gather.__init__, Gather.shard, Gather.whole, Gather.close
+
+    def __enter__(self) -> Gathered:
+        init, shard, whole, close = self._originals
+        watch = self
+
+        def start(gather: Gather, group: Group, q: QTensor, *args: Any, **options: Any) -> None:
+            ranks = group.process_group
+            gather.want = [all_gather(part.contiguous(), ranks) for part in q.wire(args[0])]
+            init(gather, group, q, *args, **options)
+
+        def check(gather: Gather, source: int) -> None:
+            watch.compared += 1
+            for i, (got, want) in enumerate(zip(gather._borrow(source), gather.want, strict=True)):
+                label = f"part {i} of {gather.q.format.label} {list(gather.q.shape)} from {source}"
+                assert_bitwise_equal(label, got, want.chunk(gather.group.size)[source])
+
+        def one(gather: Gather, source: int) -> QTensor:
+            q = shard(gather, source)
+            check(gather, source)
+            return q
+
+        def all_of(gather: Gather) -> QTensor:
+            q = whole(gather)
+            for source in range(gather.group.size):
+                check(gather, source)
+            return q
+
+        def end(gather: Gather) -> None:
+            for source in range(gather.group.size):
+                if gather.own or source != gather.group.rank:
+                    check(gather, source)
+            close(gather)
+
+        Gather.__init__, Gather.shard, Gather.whole, Gather.close = start, one, all_of, end
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        Gather.__init__, Gather.shard, Gather.whole, Gather.close = self._originals
+
+
+@dataclass
+class Sizes:
+    """Features of a module: in, out, of an MLP's middle."""
+
+    k: int
+    n: int
+    ffn: int
+
+
+SMALL = Sizes(128, 128, 128)
+
+
+class Pair:
+    """A module that overlaps and its twin that does the same by torch.distributed, with the same parameters."""
+
+    def __init__(
+        self, kind: str, mode: str | None, recipe: str, method: str, sizes: Sizes, tp_group, device, **options: Any
+    ) -> None:
+        self.tp_group, self.device, self.recipe, self.sizes = tp_group, device, recipe, sizes
+        self.size, self.rank = dist.get_world_size(tp_group), dist.get_rank(tp_group)
+        self.spec = Spec(kind, mode=mode, tp=self.size, sequence_parallel=True, bias=options.pop("bias", True))
+        self.label = f"{kind} {mode or ''} {recipe} {method} tp {self.size}"
+        features, seed = (sizes.k, sizes.n, sizes.ffn), options.pop("seed", 3)
+        full = reference.make_parameters(self.spec, *features, seed=seed, dtype=torch.bfloat16)
+        self.spread = recipe in BLOCKED
+        self.full = reference.spread_parameters(self.spec, full) if self.spread else full
+        shards = {name: shard_parameter(name, p, self.spec, self.rank) for name, p in self.full.items()}
+        common = {"tp_group": tp_group, "tp_size": self.size, "sequence_parallel": True}
+        common.update({**METHODS[method][0], **options})
+        if LAYERS[kind, mode]:
+            common.setdefault("ub_name", LAYERS[kind, mode])
+        self.module, self.twin = (build(self.spec, *features, device=device, parameters=shards, **common) for _ in "12")
+        self.module.name = self.label
+
+    def batch(self, seed: int, m: int) -> tuple[Tensor, Tensor]:
+        """Full x [R*m, K] and dy."""
+        width = self.sizes.k if self.spec.kind == LN_MLP else self.sizes.n
+        x = reference.make_tokens(m * self.size, self.sizes.k, seed=seed, dtype=torch.bfloat16)
+        dy = reference.make_tokens(m * self.size, width, seed=seed + 1, dtype=torch.bfloat16, scale=0.1)
+        return reference.spread_tokens(self.spec, x, dy) if self.spread else (x, dy)
+
+    def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This rank's x and dy."""
+        x, dy = batch
+        return leaf(shard_input(x, self.spec, self.rank), self.device), shard_output(dy, self.spec, self.rank).to(
+            self.device
+        )
+
+    def forward(self, batch: tuple[Tensor, Tensor], twin: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, output, its gradient to come) of this rank."""
+        x, dy = self.inputs(batch)
+        with under(self.recipe):
+            out = (self.twin if twin else self.module)(x)
+        return x, out, dy
+
+    def backward(self, call: tuple[Tensor, Tensor, Tensor], twin: bool = False) -> dict[str, Tensor]:
+        """{"out", "dx", gradients by name} of this call alone."""
+        module = self.twin if twin else self.module
+        x, out, dy = call
+        result = {"out": out.detach().clone()}
+        out.backward(dy)
+        result["dx"] = x.grad
+        result.update({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+        module.zero_grad(set_to_none=True)
+        return result
+
+    def expected(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        with specified():
+            return self.backward(self.forward(batch, twin=True), twin=True)
+
+
+def assert_same(label: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Every tensor bit for bit."""
+    assert set(got) == set(want), f"{label}: {sorted(got)} are not {sorted(want)}"
+    for name in want:
+        assert_bitwise_equal(f"{label}: {name}", got[name].cpu(), want[name].cpu())
+
+
+def pair_of(which, recipe, device, method="bulk", group=None, sizes: Sizes = SMALL, **options: Any) -> Pair:
+    """which: one of LAYERS."""
+    return Pair(*which, recipe, method, sizes, group or dist.group.WORLD, device, **options)
+
+
+def check_pass(pair: Pair, seed: int, m: int) -> None:
+    """Forward and backward of a batch of m tokens a rank, bit for bit."""
+    batch = pair.batch(seed, m)
+    got = pair.backward(pair.forward(batch))
+    assert_same(f"{pair.label}, {m} tokens a rank", got, pair.expected(batch))
+
+
+def rows_of(pair: Pair) -> dict[str, dict]:
+    """The report of the module: GEMM -> row."""
+    return {row["gemm"]: row for row in te.overlap_report() if row["module"] == pair.label}
+
+
+def poison(groups: list[Group]) -> None:
+    """All slots of all ranks become 0xFF, NaN in every number format, while no exchange is under way."""
+    settle()
+    for group in groups:
+        for name in ("gather", "scatter"):
+            for slot in range(2):
+                group.arena.view(name, slot, group.rank).fill_(0xFF)
+    settle()
+
+
+def settle() -> None:
+    """Until every rank has done all that it was told."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def begin(tokens: int, hidden: int, tp_group, device, method: str = "bulk", **options: Any) -> Group:
+    """initialize_ub for one group, which is returned."""
+    size = dist.get_world_size(tp_group)
+    cfgs = options.pop("ub_cfgs", METHODS[method][1])
+    te.initialize_ub([tokens, hidden], size, ub_cfgs=cfgs, tp_group=tp_group, device=device, **options)
+    group = userbuffers._groups[tuple(dist.get_process_group_ranks(tp_group))]
+    group.process_group = tp_group
+    return group

@@ -1,0 +1,291 @@
+"""Ranks of the overlap tests, started by torchrun: modules with userbuffers against torch.distributed and the oracle.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 tests/distributed/run_overlap.py --suite matrix
+    ... --suite random --iterations 1000 --seed 7
+
+matrix: module x recipe x method, 20 iterations each, with delays, poison, several layers in the same buffers, several
+forwards before their backwards. random: shape, module, recipe, method and delays are drawn; a failure prints the
+arguments that repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+
+# One thread a rank, decided before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import te_lite as te  # noqa: E402
+from te_lite.overlap.config import OFFERED  # noqa: E402
+from te_lite.overlap.group import Group  # noqa: E402
+from te_lite.overlap.userbuffers import UB_FLAGS  # noqa: E402
+from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
+from te_lite.testing.numerics import measure  # noqa: E402
+from tests.distributed.overlapping import (  # noqa: E402
+    LAYERS,
+    METHODS,
+    Gathered,
+    Pair,
+    Sizes,
+    assert_same,
+    begin,
+    poison,
+    specified,
+)
+from tests.distributed.run_modules import shard_input, shard_output, shard_parameter  # noqa: E402
+from tests.harness import OPTIONS, RECIPES, Oracle  # noqa: E402
+from tests.reference import LINEAR, LN_MLP  # noqa: E402
+
+ITERATIONS = 20
+HOOKED = (0, 11)  # iterations in which every gathered operand is compared
+SLOW = 7  # iteration of bf16 with delays of up to 20 ms
+SIZES = Sizes(128, 128, 128)
+TOKENS = (24, 8, 32)  # of a rank; 32 fill MXFP8's blocks
+FILLED = (128, 8, 32)  # of a rank, for formats whose shards must be filled to be multiplied as they are
+STATEFUL = ("delayed",)
+NAMES = {"column": ("qkv", "fc1"), "row": ("proj", "fc2"), None: ("fc1",)}
+_truths: dict[tuple, tuple[dict, dict]] = {}
+
+
+def oracle_step(pair: Pair, step: int, batch: tuple[Tensor, Tensor], oracles: dict) -> tuple[dict, dict]:
+    """(truth, low-precision reference), shared by the methods: they must all be within its bounds."""
+    key = (pair.spec, pair.recipe, pair.size, step)
+    if key not in _truths:
+        # One rank computes it for all of them: they share cores.
+        maker = list(LAYERS).index((pair.spec.kind, pair.spec.mode)) % pair.size
+        made = [None]
+        if pair.rank == maker:
+            oracle = oracles.setdefault(key[:3], Oracle(pair.spec, pair.full, pair.recipe, device=pair.device))
+            made = [oracle.step(*batch)]
+        dist.broadcast_object_list(made, dist.get_global_rank(pair.tp_group, maker), group=pair.tp_group)
+        _truths[key] = made[0]
+    return _truths[key]
+
+
+def check_oracle(pair: Pair, label: str, got: dict[str, Tensor], truth: dict, low: dict) -> None:
+    """This rank's results within the bounds of the fp32 oracle of the unsharded module."""
+    wrong, parameters = [], dict(pair.module.named_parameters())
+    for name, value in got.items():
+        if getattr(parameters.get(name), "sequence_parallel", False):
+            value = value.clone()
+            dist.all_reduce(value, group=pair.tp_group)
+        part = {"out": shard_output, "dx": shard_input}.get(name, partial(shard_parameter, name))
+        own = [part(t, pair.spec, pair.rank) for t in (truth[name], low[name])]
+        close = measure(f"{label}: {name}", value.reshape(own[0].shape), *own)
+        wrong += [] if close.ok else [str(close)]
+    assert not wrong, "\n".join(wrong)
+
+
+def confirmed(pairs: Sequence[Pair]) -> None:
+    """The report says that what the flags ask for has happened."""
+    mine = {pair.label for pair in pairs}
+    rows = [row for row in te.overlap_report() if row["module"] in mine]
+    assert rows
+    for row in rows:
+        gemm = row["gemm"].rpartition("_")[2]
+        if gemm != "wgrad":
+            assert row["schedule"] != "collective" and row["sent"], row
+
+
+class Combination:
+    """All modules under one recipe and method, sharing the buffers."""
+
+    def __init__(self, recipe: str, method: str, group, device) -> None:
+        self.recipe, self.method, self.device = recipe, method, device
+        make = lambda *which, **more: Pair(*which, recipe, method, SIZES, group, device, **more)  # noqa: E731
+        self.pairs = [make(*which) for which in LAYERS]
+        # More of the same kinds, with other weights.
+        self.pairs += [make(LINEAR, "column", seed=5, ub_name="fc1"), make(LINEAR, "row", seed=5, ub_name="fc2")]
+        self.tokens = FILLED if recipe in ("blockwise", "current_per_shard") else TOKENS
+        self.known: dict[tuple[int, int], dict[str, Tensor]] = {}
+        # Fused kernels are other GEMMs: bit for bit the same only from run to run.
+        self.exact = device.type == "cpu" or method not in ("fused", "auto")
+
+    def check(self, index: int, which: int, label: str, got: dict[str, Tensor], want: dict[str, Tensor] | None) -> None:
+        if want is None:
+            want = self.known.get((index, which))
+        if want is None and self.exact:
+            want = self.pairs[index].expected(self.batches[which][index])
+        self.known.setdefault((index, which), want if want is not None else got)
+        if want is not None:
+            assert_same(label, got, want)
+
+    def iterate(self, iteration: int, group) -> None:
+        """Forwards of every module on one batch or two, then their backwards in some order."""
+        rng = random.Random(f"{self.recipe} {self.method} {iteration}")
+        stateful = self.recipe in STATEFUL
+        pairs = list(range(len(self.pairs))) if iteration % 2 else [0, 1, 2, 3]
+        which = [(iteration + i) % 3 for i in range((1, 1, 1, 2)[iteration % 4])]
+        calls = [(p, w) for w in which for p in pairs]
+        order = rng.sample(calls, len(calls)) if iteration % 4 == 3 else calls[::-1] if iteration % 2 else calls
+        results = {}
+        for twin in (False, True) if stateful and self.exact else (False,):
+            passes = {(p, w): self.pairs[p].forward(self.batches[w][p], twin) for p, w in calls}
+            if iteration % 3 == 1 and not twin:
+                poison([group])
+            results[twin] = {(p, w): self.pairs[p].backward(passes[p, w], twin) for p, w in order}
+        for (p, w), got in results[False].items():
+            label = f"{self.pairs[p].label}, iteration {iteration}, batch {w}"
+            if not stateful:
+                self.check(p, w, label, got, None)
+            elif self.exact:
+                assert_same(label, got, results[True][p, w])
+        self.results = results[False]
+
+    def run(self, group, oracles: dict) -> None:
+        self.batches = [
+            [pair.batch(100 * w + 7 * i, m) for i, pair in enumerate(self.pairs)] for w, m in enumerate(self.tokens)
+        ]
+        for iteration in range(ITERATIONS):
+            delay = 20000 if iteration == SLOW and self.recipe == "bf16" else (0, 200, 0, 1000)[iteration % 4]
+            group.executor.set_delays(1000 * iteration + group.rank, delay)
+            if iteration in HOOKED:
+                with Gathered() as gathered:
+                    self.iterate(iteration, group)
+                assert gathered.compared > 10
+            else:
+                self.iterate(iteration, group)
+            if iteration < (2 if self.recipe in STATEFUL else 1):
+                for (p, w), got in self.results.items():
+                    if p < len(LAYERS):
+                        self.against_oracle(p, w, iteration, got, oracles)
+        group.executor.set_delays(0, 0)
+        confirmed(self.pairs)
+
+    def against_oracle(self, p: int, w: int, step: int, got: dict[str, Tensor], oracles: dict) -> None:
+        pair = self.pairs[p]
+        truth, low = oracle_step(pair, step, self.batches[w][p], oracles)
+        check_oracle(pair, f"{pair.label}, step {step}", got, truth, low)
+
+
+def suite_matrix(args, device) -> None:
+    world = dist.group.WORLD
+    methods = [m for m in METHODS if args.device == "cuda" or m != "fused"]
+    oracles: dict = {}
+    for method in args.methods or methods:
+        tokens = max(max(TOKENS), max(FILLED)) * dist.get_world_size()
+        group = begin(tokens, max(SIZES.k, SIZES.n, SIZES.ffn), world, device, method, strict=True)
+        ring_again = method == "auto" and device.type == "cpu"
+        for recipe in args.recipes or (("bf16", "mxfp8") if ring_again else (*RECIPES, "current_per_shard")):
+            started = time.monotonic()
+            Combination(recipe, method, world, device).run(group, oracles)
+            if dist.get_rank() == 0:
+                print(f"{recipe} {method}: ok, {time.monotonic() - started:.1f} s", flush=True)
+        te.destroy_ub()
+
+
+DRAWN = 25  # random iterations that share userbuffers
+
+
+def draw_methods(rng: random.Random, device) -> dict[str, dict[str, str]]:
+    """ub_cfgs with a method for each GEMM, of those that are offered there."""
+    cfgs = {}
+    for name, offered in OFFERED.items():
+        if name.endswith("_wgrad"):
+            continue
+        cfgs[name] = {"method": rng.choice([m for m in offered if m != "fused" or device.type == "cuda"])}
+    return cfgs
+
+
+def draw_flags(rng: random.Random) -> dict[str, bool]:
+    flags = {flag: rng.random() < 0.7 for flag in UB_FLAGS}
+    if flags["ub_overlap_rs_dgrad"] and rng.random() < 0.5:
+        flags["ub_overlap_rs_dgrad"] = False  # it excludes the bulks, which must have their turn
+    return flags
+
+
+def random_iteration(rng: random.Random, group: Group, tokens: int, device) -> str:
+    """One or two modules of random shape, flags and recipe, a few passes of random token counts; what was drawn."""
+    world, size = dist.group.WORLD, dist.get_world_size()
+    pairs, said = [], []
+    for _ in range(rng.choice((1, 1, 2))):
+        (kind, mode), recipe = rng.choice(list(LAYERS)), rng.choice((*RECIPES, "current_per_shard"))
+        sizes = Sizes(*(16 * size * rng.choice((1, 2, 3, 4)) for _ in range(3)))
+        flags, bias, ub_name = draw_flags(rng), rng.random() < 0.5, rng.choice(NAMES[mode])
+        named = {} if kind == LN_MLP else {"ub_name": ub_name}
+        said.append(f"{kind} {mode} {recipe} {sizes} bias {bias} {flags} {ub_name}")
+        pairs.append(Pair(kind, mode, recipe, "bulk", sizes, world, device, bias=bias, **flags, **named))
+    # Over capacity now and then.
+    counts = [rng.choice((1, 3, 8, 16, 32, 33, 128, 3 * tokens // size)) for _ in range(rng.choice((1, 2, 3)))]
+    delay, order = rng.choice((0, 100, 1000, 20000)), rng.random()
+    said.append(f"tokens {counts} delay {delay}")
+    group.executor.set_delays(rng.getrandbits(30) + group.rank, delay)
+    batches = [(pair, pair.batch(rng.getrandbits(20), m)) for m in counts for pair in pairs]
+    shuffled = rng.sample(range(len(batches)), len(batches)) if order < 0.5 else list(range(len(batches)))
+    poisoned, results = rng.random() < 0.3, []
+    watched = Gathered() if rng.random() < 0.3 else nullcontext()  # it makes ranks wait for each other
+    for twin in (False, True):
+        with specified() if twin else watched:
+            calls = [pair.forward(batch, twin) for pair, batch in batches]
+            if poisoned and not twin:
+                poison([group])
+            results.append([batches[i][0].backward(calls[i], twin) for i in shuffled])
+    for i, got, want in zip(shuffled, *results, strict=True):
+        compare(batches[i][0], "; ".join(said), got, want, device)
+    return "; ".join(said)
+
+
+def compare(pair: Pair, label: str, got: dict[str, Tensor], want: dict[str, Tensor], device) -> None:
+    """Bit for bit; where a fused kernel may have run, as close as another order of the same sums is."""
+    if device.type == "cpu" or not any(row["schedule"] == "fused" for row in te.overlap_report()):
+        return assert_same(label, got, want)
+    for name, value in got.items():
+        error = (value.double() - want[name].double()).square().mean().sqrt()
+        # Another rounding of a bf16 result, and of what fc2 makes of fc1's.
+        assert error <= 2.0**-6 * want[name].double().square().mean().sqrt() + 1e-30, f"{label}: {name} off by {error}"
+
+
+def suite_random(args, device) -> None:
+    group, size = None, dist.get_world_size()
+    for iteration in range(args.first, args.first + args.iterations):
+        epoch = random.Random(f"{args.seed} methods {iteration // DRAWN}")
+        cfgs, tokens, hidden = draw_methods(epoch, device), size * epoch.choice((40, 128)), 64 * size
+        if group is None or iteration % DRAWN == 0:
+            te.destroy_ub()
+            group = begin(tokens, hidden, dist.group.WORLD, device, ub_cfgs=cfgs)
+        try:
+            random_iteration(random.Random(f"{args.seed} {iteration}"), group, tokens, device)
+        except BaseException:
+            print(f"repeat it: --suite random --seed {args.seed} --first {iteration} --iterations 1", file=sys.stderr)
+            raise
+        if dist.get_rank() == 0 and (iteration + 1) % 50 == 0:
+            print(f"{iteration + 1} random iterations, no mismatch", flush=True)
+    te.destroy_ub()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", choices=("matrix", "random"), default="matrix")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, help="of the matrix; default: all")
+    parser.add_argument("--recipes", nargs="*", choices=(*RECIPES, *OPTIONS), help="of the matrix; default: all")
+    parser.add_argument("--iterations", type=int, default=30, help="of the random suite")
+    parser.add_argument("--first", type=int, default=0, help="number of the first random iteration")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rank, world, device = init_ranks(args.device)
+    try:
+        {"matrix": suite_matrix, "random": suite_random}[args.suite](args, device)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once, so that no rank waits for this one
+    if rank == 0:
+        print(f"{args.suite} on {world} {args.device} ranks: no mismatch", flush=True)
+    leave_ranks()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
