@@ -79,12 +79,20 @@ class Control:
     """What the ranks of a group tell each other beside the work: that they live, what they run, why they stopped.
 
     addresses[r]: rank r's block in shared host memory that owner keeps alive and that began as zeros. timeout: seconds
-    that a wait may take. silence: seconds that a peer may show no sign of life. A thread compares the operations that
+    that a wait may take. silence: seconds that a peer may show no sign of life.
+    names: what messages call the ranks (default: by index). A thread compares the operations that
     the ranks announce; a forked child has neither the thread nor a say.
     """
 
     def __init__(
-        self, rank: int, size: int, addresses: list[int], owner: object, timeout: float, silence: float = 5.0
+        self,
+        rank: int,
+        size: int,
+        addresses: list[int],
+        owner: object,
+        timeout: float,
+        silence: float = 5.0,
+        names: list[int] = [],
     ) -> None: ...
     def announce(self, operation: str, value: int) -> None:
         """The next operation begins: its text and a hash of what must agree. GroupBroken."""

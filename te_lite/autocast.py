@@ -32,14 +32,19 @@ class Pass:
 class State:
     """What one autocast says. key: what a module's plan depends on."""
 
-    __slots__ = ("calibrating", "enabled", "group", "key", "one_pass", "recipe", "strict")
+    __slots__ = ("calibrating", "enabled", "group", "key", "one_pass", "recipe")
 
-    def __init__(
-        self, enabled: bool, calibrating: bool, recipe: Recipe, group: Any, one_pass: Pass, strict: bool
-    ) -> None:
+    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, group: Any, one_pass: Pass) -> None:
         self.enabled, self.calibrating, self.recipe, self.group = enabled, calibrating, recipe, group
-        self.one_pass, self.strict = one_pass, strict
-        self.key = (recipe, group, enabled, strict)
+        self.one_pass = one_pass
+        self.key = (recipe, group, enabled)
+
+
+class Context(NamedTuple):
+    """What an open autocast says: of quantization (None: neither enabled nor calibrating) and of overlap."""
+
+    state: State | None
+    strict: bool
 
 
 class ModelInit(NamedTuple):
@@ -51,13 +56,13 @@ class ModelInit(NamedTuple):
 
 
 class _Open(threading.local):
-    """The autocasts that this thread is in, outermost first; None for one that neither enables nor calibrates.
+    """The autocasts that this thread is in, outermost first.
 
     inits: the same for quantized_model_init.
     """
 
     def __init__(self) -> None:
-        self.stack: list[State | None] = []
+        self.stack: list[Context] = []
         self.inits: list[ModelInit | None] = []
 
 
@@ -67,7 +72,12 @@ _open = _Open()
 def current(default: State | None = None) -> State | None:
     """The innermost autocast's state, None where it neither enables nor calibrates fp8; default: where none is open."""
     stack = _open.stack
-    return stack[-1] if stack else default
+    return stack[-1].state if stack else default
+
+
+def strict() -> bool:
+    """Whether the innermost autocast forbids that an overlap which was asked for does not happen."""
+    return bool(_open.stack) and _open.stack[-1].strict
 
 
 class autocast(ContextDecorator):
@@ -102,16 +112,17 @@ class autocast(ContextDecorator):
 
     def __enter__(self) -> autocast:
         if not (self.enabled or self.calibrating):
-            _open.stack.append(None)
+            _open.stack.append(Context(None, self.strict))
             return self
-        outer = next((state for state in reversed(_open.stack) if state is not None), None)
+        outer = next((context.state for context in reversed(_open.stack) if context.state is not None), None)
         one_pass = outer.one_pass if outer is not None else Pass()
-        _open.stack.append(State(self.enabled, self.calibrating, self.recipe, self.group, one_pass, self.strict))
+        state = State(self.enabled, self.calibrating, self.recipe, self.group, one_pass)
+        _open.stack.append(Context(state, self.strict))
         return self
 
     def __exit__(self, exc_type: Any, *_: Any) -> None:
-        state = _open.stack.pop()
-        if state is None or exc_type is not None or any(outer is not None for outer in _open.stack):
+        state, _ = _open.stack.pop()
+        if state is None or exc_type is not None or any(outer.state is not None for outer in _open.stack):
             return
         # The first run of a reentrant checkpoint has gradients disabled although a backward will follow.
         if (torch.is_grad_enabled() or replay.is_open()) and not replay.replaying():
@@ -134,7 +145,7 @@ def fp8_autocast(
 class restored:
     """Inside, the autocast state is `stack`, as snapshot() took it earlier; leaving takes no step of any scale."""
 
-    def __init__(self, stack: list[State | None]) -> None:
+    def __init__(self, stack: list[Context]) -> None:
         self._inside = stack
 
     def __enter__(self) -> None:
@@ -145,7 +156,7 @@ class restored:
         _open.stack = self._outside
 
 
-def snapshot() -> list[State | None]:
+def snapshot() -> list[Context]:
     """The stack of open autocasts, for restored()."""
     return _open.stack.copy()
 

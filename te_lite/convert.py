@@ -115,7 +115,7 @@ def _convert(linear: nn.Linear, name: str, recipe: Recipe) -> None:
     made._specs = {}  # no attributes of ours on its parameters
     for key, value in vars(made).items():
         vars(linear).setdefault(key, value)
-    linear._default = State(True, False, recipe, None, Pass(), False)
+    linear._default = State(True, False, recipe, None, Pass())
     linear.__class__ = ConvertedLinear
 
 

@@ -61,8 +61,9 @@ std::string one_decimal(double seconds) {
   return text;
 }
 
-Control::Control(int rank, int size, const std::vector<uint64_t>& addresses, double timeout, double silence)
-    : rank(rank), timeout(timeout), silence_(silence), process_(getpid()), own_(block_of(rank, size, addresses)) {
+Control::Control(int rank, int size, const std::vector<uint64_t>& addresses, double timeout, double silence,
+                 std::vector<int> names)
+    : rank(rank), timeout(timeout), names_(std::move(names)), silence_(silence), process_(getpid()), own_(block_of(rank, size, addresses)) {
   for (uint64_t address : addresses) peers_.push_back({reinterpret_cast<ControlBlock*>(address)});
   own_.state.store(ControlBlock::kUp, std::memory_order_release);
   watcher_ = std::make_unique<std::thread>(&Control::watch, this);
@@ -145,7 +146,7 @@ void Control::look_at(int rank_of_peer, double passed) {
   peer.silent = up && heartbeat == peer.heartbeat ? peer.silent + passed : 0;
   peer.heartbeat = heartbeat;
   if (peer.silent < silence_) return;
-  break_group("rank " + std::to_string(rank_of_peer) + " has stopped: no heartbeat for " +
+  break_group("rank " + name(rank_of_peer) + " has stopped: no heartbeat for " +
               one_decimal(peer.silent) + " s (its process died or is suspended). See its output; the group's ranks " +
               "must be started again");
 }
@@ -159,8 +160,8 @@ void Control::compare_with(int rank_of_peer) {
     const std::optional<Operation> mine = read(own_, sequence);
     const std::optional<Operation> theirs = read(*peer.block, sequence);
     if (!mine || !theirs || mine->hash == theirs->hash) continue;
-    std::string low = "rank " + std::to_string(rank) + " runs " + mine->text;
-    std::string high = "rank " + std::to_string(rank_of_peer) + " runs " + theirs->text;
+    std::string low = "rank " + name(rank) + " runs " + mine->text;
+    std::string high = "rank " + name(rank_of_peer) + " runs " + theirs->text;
     if (rank > rank_of_peer) std::swap(low, high);  // the same words on both sides
     break_group("the ranks do not run the same program: " + low + ", " + high + " as operation " +
                 std::to_string(sequence) +

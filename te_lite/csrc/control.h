@@ -41,8 +41,12 @@ struct alignas(64) ControlBlock {
 class Control {
  public:
   // addresses[r]: rank r's block; the memory outlives this. timeout, silence: seconds that a wait may take and that
-  // a peer may show no heartbeat.
-  Control(int rank, int size, const std::vector<uint64_t>& addresses, double timeout, double silence);
+  // a peer may show no heartbeat. names: what messages call the ranks; none: by their index.
+  Control(int rank, int size, const std::vector<uint64_t>& addresses, double timeout, double silence,
+          std::vector<int> names);
+
+  // What messages call a rank.
+  std::string name(int rank) const { return std::to_string(names_.empty() ? rank : names_.at(rank)); }
   ~Control() { close(); }
 
   // Tells the peers that the next operation begins. Throws GroupBroken.
@@ -70,6 +74,7 @@ class Control {
   void look_at(int peer, double passed);
   void compare_with(int peer);
 
+  const std::vector<int> names_;
   const double silence_;
   const int process_;  // a forked child has this object, but not its thread
   std::vector<Peer> peers_;

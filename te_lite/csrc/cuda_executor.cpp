@@ -208,7 +208,7 @@ void CudaExecutor::watch() try {
   }
 } catch (const DriverError& error) {
   if (error.code == kDeinitialized) return;  // the process ends
-  control_.break_group(std::string("the watcher of rank ") + std::to_string(control_.rank) + " has failed: " +
+  control_.break_group(std::string("the watcher of rank ") + control_.name(control_.rank) + " has failed: " +
                        error.what());
 }
 

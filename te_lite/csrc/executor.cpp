@@ -33,9 +33,9 @@ void Executor::issue(const Program& program, int segment, uint32_t epoch, uint64
 }
 
 std::string Executor::overdue(const Step& wait, uint32_t seen, double seconds) const {
-  const std::string other = std::to_string(wait.waiting->rank);
+  const std::string other = control_.name(wait.waiting->rank);
   return control_.describe(wait.operation) + ", buffer " + wait.waiting->buffer + ": rank " +
-         std::to_string(control_.rank) + " has waited " + one_decimal(seconds) + " s for " + wait.waiting->kind +
+         control_.name(control_.rank) + " has waited " + one_decimal(seconds) + " s for " + wait.waiting->kind +
          " rank " + other + ": epoch " + std::to_string(wait.value) + " is expected, " + std::to_string(seen) +
          " is seen. See what rank " + other + " does; raise the time-out if it is only slow";
 }

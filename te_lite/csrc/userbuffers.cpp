@@ -94,9 +94,11 @@ void bind_control(py::module_& m) {
   m.attr("CONTROL_BYTES") = sizeof(ControlBlock);
   py::class_<Control>(m, "Control", "What the ranks of a group tell each other beside the work. See _C.pyi.")
       .def(py::init([](int rank, int size, const std::vector<uint64_t>& addresses, const py::object&, double timeout,
-                       double silence) { return std::make_unique<Control>(rank, size, addresses, timeout, silence); }),
+                       double silence, std::vector<int> names) {
+             return std::make_unique<Control>(rank, size, addresses, timeout, silence, std::move(names));
+           }),
            py::arg("rank"), py::arg("size"), py::arg("addresses"), py::arg("owner"), py::arg("timeout"),
-           py::arg("silence") = 5.0, py::keep_alive<1, 5>())
+           py::arg("silence") = 5.0, py::arg("names") = std::vector<int>(), py::keep_alive<1, 5>())
       .def("announce", [](Control& c, const std::string& operation,
                           const py::int_& value) { c.announce(operation, masked(value)); },
            py::arg("operation"), py::arg("value"))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_lite.autocast import State, current
+from te_lite.autocast import State, current, strict
 from te_lite.functional.linear import Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
 from te_lite.modules import scale_state
@@ -211,7 +211,7 @@ class TeLiteModule(nn.Module):
             backward_on_calling_thread()
         if replay.in_foreign_recomputation():
             check_recomputation(self, state, self._ran_fp8)
-        key = (None if state is None else state.key, dtype, inp.device, statistics.collecting(), generation())
+        key = (None if state is None else state.key, dtype, inp.device, statistics.collecting(), generation(), strict())
         if self._plan_key != key:
             self._plans = build_plans(self, state, dtype, inp.device)
             self._plan_key = key

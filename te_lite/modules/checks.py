@@ -29,9 +29,12 @@ def check_userbuffers(module: nn.Module, names: tuple[str | None, ...], symmetri
         return
     if not userbuffers.initialised():
         raise RuntimeError(f"{owner}({asked[0]}=True) before te.initialize_ub: call it first, on all ranks")
-    for name in names:
-        if name not in LAYERS:
-            raise ValueError(f"{owner}({asked[0]}=True) with ub_name={name!r}: must be one of {LAYERS}")
+    for name, mode in zip(names, module._modes, strict=True):
+        if mode is not None and name not in LAYERS[mode]:
+            raise ValueError(
+                f"{owner}({asked[0]}=True) with ub_name={name!r} and parallel_mode={mode!r}: ub_name must be one of "
+                f"{LAYERS[mode]}"
+            )
 
 
 def check_dtype(owner: str, params_dtype: torch.dtype | None) -> None:

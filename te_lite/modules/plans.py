@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_lite.autocast import State
+from te_lite.autocast import State, strict
 from te_lite.functional.plan import LinearPlan
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_still_quantized
@@ -48,8 +48,7 @@ def _build_plan(
     group = module.tp_group if state is None or state.group is None else state.group
     calibrating = state is not None and not state.enabled
     site = Site(index, dtype, tp, module._scales.getter(recipe, group, device), group, calibrating)
-    strict = state is not None and state.strict
-    schedule, alone = schedule_for(tp, module._ub_flags, module._ub_names[index] or "", strict)
+    schedule, alone = schedule_for(tp, module._ub_flags, module._ub_names[index] or "", strict())
     operands = operands_for(used, site)
     if (stats := statistics.collecting()) is not None:
         operands = stats.watch(operands, module, gemm_name)

@@ -17,7 +17,7 @@ class UserBufferQuantizationMode(enum.Enum):
 
 
 METHODS = ("ring_exchange", "pipeline", "bulk", "external", "fused", "auto")
-LAYERS = ("qkv", "proj", "fc1", "fc2")
+LAYERS = {"column": ("qkv", "fc1"), "row": ("proj", "fc2")}  # parallel_mode -> names
 # Transformer Engine's defaults; "layer_gemm" -> method.
 DEFAULTS = {
     "qkv_fprop": "ring_exchange",
@@ -37,12 +37,12 @@ DEFAULTS = {
 GATHERS = ("ring_exchange", "fused", "auto")
 SCATTERS = ("ring_exchange", "pipeline", "fused", "auto")
 OFFERED = {
-    **{f"{layer}_fprop": GATHERS for layer in ("qkv", "fc1")},
-    **{f"{layer}_fprop": SCATTERS for layer in ("proj", "fc2")},
-    **{f"{layer}_dgrad": ("bulk", *SCATTERS) for layer in ("qkv", "fc1")},
-    **{f"{layer}_dgrad": GATHERS for layer in ("proj", "fc2")},
-    **{f"{layer}_wgrad": ("bulk", "auto") for layer in ("qkv", "fc1")},
-    **{f"{layer}_wgrad": ("external", "auto") for layer in ("proj", "fc2")},
+    **{f"{layer}_fprop": GATHERS for layer in LAYERS["column"]},
+    **{f"{layer}_fprop": SCATTERS for layer in LAYERS["row"]},
+    **{f"{layer}_dgrad": ("bulk", *SCATTERS) for layer in LAYERS["column"]},
+    **{f"{layer}_dgrad": GATHERS for layer in LAYERS["row"]},
+    **{f"{layer}_wgrad": ("bulk", "auto") for layer in LAYERS["column"]},
+    **{f"{layer}_wgrad": ("external", "auto") for layer in LAYERS["row"]},
 }
 # Options of Transformer Engine's that have no meaning here: no SM is taken for communication.
 IGNORED = (
@@ -141,7 +141,7 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
 
 def _settle_wgrad(methods: dict[str, str], given: Config) -> None:
     """A dgrad that scatters its own output leaves nothing for a bulk reduce-scatter behind wgrad."""
-    for layer in ("qkv", "fc1"):
+    for layer in LAYERS["column"]:
         dgrad, wgrad = f"{layer}_dgrad", f"{layer}_wgrad"
         if methods[dgrad] not in ("bulk", "auto") and methods[wgrad] == "bulk":
             if wgrad in given:

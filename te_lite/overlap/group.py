@@ -88,7 +88,9 @@ class Group:
             at += count
         exchange.all(None)  # nobody's flags are written any more
         addresses = [memory.address for memory in self._control_memory]
-        self.control = _C.Control(self.rank, self.size, addresses, self._control_memory, timeout_s())
+        self.control = _C.Control(
+            self.rank, self.size, addresses, self._control_memory, timeout_s(), names=list(self.ranks)
+        )
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
         self.executor = _C.Executor(

@@ -23,7 +23,7 @@ class Overlapped(Collective):
 
     column   fprop   x is gathered into the GEMM
              dgrad   "bulk": the gather of x that wgrad needs is hidden behind it; any other: dx is scattered out of it
-             wgrad   "bulk": the reduce-scatter of dx is hidden behind it
+             wgrad   "bulk": the reduce-scatter of dx is hidden behind it; "external": the gather of x behind dgrad
     row      fprop   y is scattered out of the GEMM
              dgrad   dy is gathered into the GEMM
              wgrad   "external": the second gather of dy, where its number format needs one, is hidden behind dgrad
@@ -34,9 +34,21 @@ class Overlapped(Collective):
 
     name = "userbuffers"
 
-    def __init__(self, tp: TensorParallel, group: Group, layer: str, methods: Mapping[str, str], strict: bool) -> None:
+    def __init__(
+        self,
+        tp: TensorParallel,
+        group: Group,
+        layer: str,
+        methods: Mapping[str, str],
+        remarks: Mapping[str, str],
+        strict: bool,
+    ) -> None:
         super().__init__(tp)
-        self.group, self.layer, self.methods, self.strict = group, layer, methods, strict or group.strict
+        self.group, self.layer, self.strict = group, layer, strict or group.strict
+        self.methods, self.remarks = methods, remarks
+
+    def planned(self, gemm: str) -> str:
+        return self.methods.get(gemm, "local")
 
     def _text(self, gemm: str, q: QTensor, width: int) -> str:
         label = q.format.label or str(q.dtype).removeprefix("torch.")
@@ -120,11 +132,12 @@ class Overlapped(Collective):
     ) -> tuple[Tensor | None, Tensor | None]:
         scatters = self.methods.get("dgrad", "bulk") != "bulk"
         gather = scatter = dx = dw = None
-        if wgrad is not None and not scatters:
-            layout = "row" if x.format.col_from_row else "col"
-            if self._asked("dgrad", self.group.gather_refusal(x, layout), x.shape[0]):
+        if wgrad is not None:
+            layout, gemm = "row" if x.format.col_from_row else "col", "wgrad" if scatters else "dgrad"
+            method = self._asked(gemm, self.group.gather_refusal(x, layout), x.shape[0])
+            if method:
                 gather = Gather(self.group, x, layout, own=True)
-                self.notes["dgrad"] = Note("bulk", gather.sent)
+                self.notes[gemm] = Note(method, gather.sent)
         if dgrad is not None:
             m = dy.shape[0] // self.tp.size
             refusal = self.group.scatter_refusal(m, dgrad.columns, dgrad.dtype)
@@ -139,6 +152,10 @@ class Overlapped(Collective):
                     for destination in following(self.group.rank, self.group.size):
                         scatter.push(partial[destination * m : (destination + 1) * m], destination)
                 else:
+                    if wgrad is None and "wgrad" in self.methods:
+                        self.notes["dgrad"] = Note(
+                            "collective", 0, "no weight gradient to hide the scatter of dx behind"
+                        )
                     dx = self._sum("dgrad", partial)
         if wgrad is not None:
             dw = wgrad(dy_wgrad, self._regather(x) if gather is None else gather.whole())

@@ -46,14 +46,15 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     """The row with what the newest call has added."""
     schedule: Schedule = row["schedule"]
     # A GEMM that moves nothing of its own: what it reads another has brought.
-    nothing = Note("local" if schedule.notes else schedule.name, 0)
-    note = schedule.notes.get(row["gemm"].rpartition("_")[2], nothing)
+    gemm = row["gemm"].rpartition("_")[2]
+    nothing = Note("local" if schedule.notes else schedule.planned(gemm), 0)
+    note = schedule.notes.get(gemm, nothing)
     told = {
         **row,
         "schedule": note.method,
         "shape": (schedule.rows, *row["shape"]),
         "sent": note.sent,
-        "reason": "; ".join(filter(None, (row["reason"], note.reason))),
+        "reason": "; ".join(filter(None, (row["reason"], note.reason, schedule.remarks.get(gemm)))),
     }
     return {column: told[column] for column in COLUMNS}
 

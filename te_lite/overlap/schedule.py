@@ -7,7 +7,7 @@ program of a linear without communication is `Local`; `Collective` (collective.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ class Note(NamedTuple):
 class Schedule:
     """name: shown by overlap_report(). regathers: backward gathers x again, so forward keeps only the local shard.
 
-    For the report, of the newest call: notes of its GEMMs, rows: M of the forward GEMM.
+    For the report: remarks on GEMMs, and of the newest call notes of its GEMMs, rows: M of the forward GEMM.
     """
 
     name: str
@@ -65,7 +65,12 @@ class Schedule:
 
     def __init__(self) -> None:
         self.notes: dict[str, Note] = {}
+        self.remarks: Mapping[str, str] = {}
         self.rows = 0
+
+    def planned(self, gemm: str) -> str:
+        """What overlap_report() calls the communication of a GEMM that has not run."""
+        return self.name
 
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         """y of this rank from x of this rank; gemm(x) is x.row @ w.row^T."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, check_agreement
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.config import LAYERS, Config, LayerMethods, UserBufferQuantizationMode, layer_methods
+from te_lite.overlap.config import Config, LayerMethods, UserBufferQuantizationMode, layer_methods
 from te_lite.overlap.group import Group
 from te_lite.overlap.overlapped import Overlapped
 from te_lite.overlap.schedule import Local, Schedule
@@ -156,26 +156,35 @@ def groups() -> list[Group]:
     return [group for group in _groups.values() if isinstance(group, Group)]
 
 
-def _asked(mode: str, flags: Mapping[str, bool], methods: Mapping[str, str], layer: str) -> dict[str, str]:
-    """GEMM -> method, of one linear. mode: "column" or "row"."""
-    asked = {}
+def _asked(
+    mode: str, flags: Mapping[str, bool], layers: LayerMethods, layer: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(GEMM -> method, GEMM -> remark for the report) of one linear. mode: "column" or "row"."""
+    methods = {gemm: layers.methods[f"{layer}_{gemm}"] for gemm in ("fprop", "dgrad", "wgrad")}
+    asked, remarks = {}, {}
     if mode == "column":
+        bulks = [flag for flag in ("ub_bulk_dgrad", "ub_bulk_wgrad") if flags[flag]]
+        scatters = flags["ub_overlap_rs_dgrad"] or (bulks and methods["dgrad"] not in ("bulk", "auto"))
         if flags["ub_overlap_ag"]:
-            asked["fprop"] = methods[f"{layer}_fprop"]
-        dgrad = methods[f"{layer}_dgrad"]
-        if flags["ub_overlap_rs_dgrad"]:
-            asked["dgrad"] = "pipeline" if dgrad == "bulk" else dgrad
+            asked["fprop"] = methods["fprop"]
+        if scatters:
+            asked["dgrad"] = "pipeline" if methods["dgrad"] == "bulk" else methods["dgrad"]
+            asked["wgrad"] = "external"
+            if bulks:
+                remarks["wgrad"] = f"{' and '.join(bulks)} without effect: dgrad scatters its own output"
         else:
-            if flags["ub_bulk_dgrad"]:
-                asked["dgrad"] = dgrad
-            if flags["ub_bulk_wgrad"] and dgrad in ("bulk", "auto"):
-                asked["wgrad"] = "bulk"
+            asked |= {"dgrad": "bulk"} if flags["ub_bulk_dgrad"] else {}
+            asked |= {"wgrad": "bulk"} if flags["ub_bulk_wgrad"] else {}
     else:
         if flags["ub_overlap_rs"]:
-            asked["fprop"] = methods[f"{layer}_fprop"]
+            asked["fprop"] = methods["fprop"]
         if flags["ub_overlap_ag"]:
-            asked["dgrad"], asked["wgrad"] = methods[f"{layer}_dgrad"], "external"
-    return asked
+            asked["dgrad"], asked["wgrad"] = methods["dgrad"], "external"
+    for name in layers.ignored:
+        gemm, option = name.removeprefix(f"{layer}_").split(".")
+        if gemm in asked and name.startswith(f"{layer}_"):
+            remarks[gemm] = "; ".join(filter(None, (remarks.get(gemm), f"option {option} has no effect here")))
+    return asked, remarks
 
 
 def schedule_for(tp: TensorParallel, flags: Mapping[str, bool], layer: str, strict: bool) -> tuple[Schedule, str]:
@@ -189,8 +198,7 @@ def schedule_for(tp: TensorParallel, flags: Mapping[str, bool], layer: str, stri
     else:
         found = _groups.get(tuple(dist.get_process_group_ranks(tp.group)))
         if isinstance(found, Group):
-            methods = layer if layer in LAYERS else "qkv" if tp.mode == "column" else "proj"
-            return Overlapped(tp, found, layer, _asked(tp.mode, flags, found.layers.methods, methods), strict), ""
+            return Overlapped(tp, found, layer, *_asked(tp.mode, flags, found.layers, layer), strict), ""
         ranks = dist.get_process_group_ranks(tp.group)
         why = found.reason if found else f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
         schedule = Collective(tp)

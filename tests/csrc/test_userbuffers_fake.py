@@ -181,7 +181,8 @@ record = (ctypes.c_uint64 * 10)()
 executor.wait_kernel = _C.Kernel(ctypes.addressof(record), 32, 0, "ppip-")
 print(refused(lambda: setattr(executor, "wait_kernel", _C.Kernel(1, 32, 0, "pp"))))
 executor.issue(p, 0, 9, 0x5, (), at + 160)
-assert list(record)[3:6] == [0x5, at, at + 160] and record[6] % 2**32 == 2**32 - 2 and record[7] == executor.abort_address
+assert list(record)[3:6] == [0x5, at, at + 160] and record[6] % 2**32 == 2**32 - 2
+assert record[7] == executor.abort_address
 assert word(1).value == 77
 print(refused(executor.issue, p, 1, 9, 0x5, (), at + 160))
 """

@@ -147,12 +147,23 @@ FLAGS = dict.fromkeys(userbuffers.UB_FLAGS, False)
     [
         ("column", ["ub_overlap_ag"], {}, {"fprop": "ring_exchange"}),
         ("column", ["ub_overlap_rs"], {}, {}),
-        ("column", ["ub_overlap_rs_dgrad"], {}, {"dgrad": "pipeline"}),
-        ("column", ["ub_overlap_rs_dgrad"], {"fc1_dgrad": {"method": "fused"}}, {"dgrad": "fused"}),
+        ("column", ["ub_overlap_rs_dgrad"], {}, {"dgrad": "pipeline", "wgrad": "external"}),
+        (
+            "column",
+            ["ub_overlap_rs_dgrad"],
+            {"fc1_dgrad": {"method": "fused"}},
+            {"dgrad": "fused", "wgrad": "external"},
+        ),
+        ("column", ["ub_bulk_dgrad"], {"fc1_dgrad": {"method": "auto"}}, {"dgrad": "bulk"}),
         ("column", ["ub_bulk_dgrad"], {}, {"dgrad": "bulk"}),
         ("column", ["ub_bulk_wgrad"], {}, {"wgrad": "bulk"}),
         ("column", ["ub_bulk_dgrad", "ub_bulk_wgrad"], {}, {"dgrad": "bulk", "wgrad": "bulk"}),
-        ("column", ["ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad"], {}, {"dgrad": "pipeline"}),
+        (
+            "column",
+            ["ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad"],
+            {},
+            {"dgrad": "pipeline", "wgrad": "external"},
+        ),
         ("row", ["ub_overlap_ag"], {}, {"dgrad": "ring_exchange", "wgrad": "external"}),
         ("row", ["ub_overlap_rs"], {}, {"fprop": "pipeline"}),
         ("row", ["ub_overlap_rs"], {"fc2_fprop": {"method": "auto"}}, {"fprop": "auto"}),
@@ -162,8 +173,19 @@ FLAGS = dict.fromkeys(userbuffers.UB_FLAGS, False)
 def test_what_the_flags_ask_for(mode, flags, cfg, asked):
     """The table of flags, for both kinds of linear."""
     layer = "fc1" if mode == "column" else "fc2"
-    methods = layer_methods(cfg, 1).methods
-    assert userbuffers._asked(mode, {**FLAGS, **dict.fromkeys(flags, True)}, methods, layer) == asked
+    given, remarks = userbuffers._asked(mode, {**FLAGS, **dict.fromkeys(flags, True)}, layer_methods(cfg, 1), layer)
+    assert given == asked
+    both = mode == "column" and len(flags) == 3
+    assert remarks == ({"wgrad": BULKS_IGNORED} if both else {})
+
+
+BULKS_IGNORED = "ub_bulk_dgrad and ub_bulk_wgrad without effect: dgrad scatters its own output"
+
+
+def test_options_without_effect_are_named():
+    layers = layer_methods({"fc1_fprop": {"num_sm": 4, "use_ce": True}, "qkv_fprop": {"num_sm": 1}}, 1)
+    _, remarks = userbuffers._asked("column", {**FLAGS, "ub_overlap_ag": True}, layers, "fc1")
+    assert remarks == {"fprop": "option num_sm has no effect here; option use_ce has no effect here"}
 
 
 @pytest.mark.parametrize(
