@@ -56,6 +56,11 @@ class Buffer:
         self._first_flag = first_flag
         self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * slots
         self._next = 0
+        rank, ranks = arena.rank, range(arena.size)
+        places = [
+            [[arena.address(name, s, r) for r in ranks], [self.ready(s, r, rank) for r in ranks]] for s in range(slots)
+        ]
+        self.places = torch.tensor(places, dtype=torch.int64).to(arena.device)  # [slots, 2, R]: data, ready flags
 
     @staticmethod
     def flags_needed(size: int, slots: int, pieces: int) -> int:
@@ -238,12 +243,8 @@ def _scatter_program(buffer: Buffer, slot: int, size_bytes: int) -> _C.Program:
 
 def _addresses(buffer: Buffer, slot: int, size_bytes: int) -> tuple[Tensor, Tensor]:
     """(where this rank's partials lie, where its first ready flag lies) in the arena of each rank, int64 [R]."""
-    arena, rank = buffer.arena, buffer.arena.rank
-    ranks = range(arena.size)
-    slots = [arena.address(buffer.name, slot, r) + rank * size_bytes for r in ranks]
-    flags = [buffer.ready(slot, r, rank) for r in ranks]
-    made = torch.tensor([slots, flags], dtype=torch.int64).to(arena.device)
-    return made[0], made[1]
+    bases, flags = buffer.places[slot]
+    return bases + buffer.arena.rank * size_bytes, flags
 
 
 class Scatter:
@@ -279,7 +280,9 @@ class Scatter:
         return memory[: self.bytes * self.group.size].view(self.dtype).view(self.group.size, *self.shape)
 
     def addresses(self) -> tuple[Tensor, Tensor]:
-        """For a kernel that pushes by its own stores: see _addresses."""
+        """For a kernel that pushes by its own stores: see _addresses. What a graph computes is not for others."""
+        if self.buffer.words is not None:
+            return _addresses(self.buffer, self.slot, self.bytes)
         return self.buffer.cached(_addresses, self.slot, self.bytes)
 
     def reduce(self, own: Tensor) -> Tensor:
