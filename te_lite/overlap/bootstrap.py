@@ -37,7 +37,7 @@ class Exchange:
                 "torch.distributed.init_process_group first"
             )
         self._group, self._made, self._communicator = tp_group, None, None
-        _check_same(tp_group, f"tp_size={tp_size}, bootstrap_backend={backend!r}")
+        _check_same(tp_group, (f"tp_size={tp_size}", f"bootstrap_backend={backend!r}"))
         if backend not in BACKENDS:
             raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -90,17 +90,19 @@ class Exchange:
             self._communicator = None
 
 
-def _check_same(tp_group: dist.ProcessGroup | None, text: str) -> None:
+def _check_same(tp_group: dist.ProcessGroup | None, items: tuple[str, ...]) -> None:
     """Every rank that takes part says the same; ValueError on all of them otherwise. Collective."""
     said: list[Any] = [None] * dist.get_world_size(tp_group)
-    dist.all_gather_object(said, text, group=tp_group)
+    dist.all_gather_object(said, items, group=tp_group)
     check_agreement(range(len(said)) if tp_group is None else dist.get_process_group_ranks(tp_group), said)
 
 
-def check_agreement(ranks: Sequence[int], said: Sequence[str]) -> None:
-    """ValueError that names who said what, unless all said the same."""
+def check_agreement(ranks: Sequence[int], said: Sequence[tuple[str, ...]]) -> None:
+    """ValueError that names who said what, of what not all said, unless all said the same."""
     if len(set(said)) > 1:
-        differing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, said, strict=True))
+        common = set.intersection(*map(set, said))
+        texts = (", ".join(item for item in items if item not in common) for items in said)
+        differing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True))
         raise ValueError(f"initialize_ub got different arguments on the ranks of one group: {differing}")
 
 
