@@ -51,6 +51,7 @@ class Exchange:
             first = rank // tp_size * tp_size
             self.ranks = tuple(range(first, first + tp_size))
         self.rank, self.size = self.ranks.index(rank), tp_size
+        self._processes: list[tuple[str, int]] = []
         if backend == "mpi":
             self._communicator = _communicator(self.ranks)
             return
@@ -58,13 +59,19 @@ class Exchange:
         if other or (tp_group is None and tp_size != world):
             self._made = dist.new_group(list(self.ranks), backend=backend, use_local_synchronization=True)
             self._group = self._made
+        self._processes = self.all((host_identity(), os.getpid()))
 
     def all(self, value: T) -> list[T]:
         """`value` of every rank of the group, in the order of its ranks. Collective."""
         if self._communicator is not None:
             return self._communicator.allgather(value)
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
+        try:
+            dist.all_gather_object(gathered, value, group=self._group)
+        except RuntimeError as error:
+            dead = [rank for rank, place in zip(self.ranks, self._processes, strict=False) if _ended(*place)]
+            what = f"the process of ranks {dead} has ended" if dead else f"one of the ranks {list(self.ranks)} is gone"
+            raise RuntimeError(f"{what} while userbuffers were set up, see its output: {error}") from error
         return gathered
 
     def step(self, what: str, run: Callable[[], T]) -> T:
@@ -127,6 +134,16 @@ def host_identity() -> str:
     """Equal for processes that can share memory: the running kernel and the host's name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _ended(host: str, process: int) -> bool:
+    """Whether a process is known to have ended: of this host, and gone or not yet waited for by its parent."""
+    if host != host_identity() or not Path("/proc/self/stat").exists():
+        return False
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 class Doorway:
