@@ -37,7 +37,7 @@ class Exchange:
                 "torch.distributed.init_process_group first"
             )
         self._group, self._made, self._communicator = tp_group, None, None
-        _check_same(tp_group, f"tp_size={tp_size}, bootstrap_backend={backend!r}")
+        _check_same(tp_group, (f"tp_size={tp_size}", f"bootstrap_backend={backend!r}"))
         if backend not in BACKENDS:
             raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -51,6 +51,7 @@ class Exchange:
             first = rank // tp_size * tp_size
             self.ranks = tuple(range(first, first + tp_size))
         self.rank, self.size = self.ranks.index(rank), tp_size
+        self._processes: list[tuple[str, int]] = []
         if backend == "mpi":
             self._communicator = _communicator(self.ranks)
             return
@@ -58,13 +59,19 @@ class Exchange:
         if other or (tp_group is None and tp_size != world):
             self._made = dist.new_group(list(self.ranks), backend=backend, use_local_synchronization=True)
             self._group = self._made
+        self._processes = self.all((host_identity(), os.getpid()))
 
     def all(self, value: T) -> list[T]:
         """`value` of every rank of the group, in the order of its ranks. Collective."""
         if self._communicator is not None:
             return self._communicator.allgather(value)
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
+        try:
+            dist.all_gather_object(gathered, value, group=self._group)
+        except RuntimeError as error:
+            dead = [rank for rank, place in zip(self.ranks, self._processes, strict=False) if _ended(*place)]
+            what = f"the process of ranks {dead} has ended" if dead else f"one of the ranks {list(self.ranks)} is gone"
+            raise RuntimeError(f"{what} while userbuffers were set up, see its output: {error}") from error
         return gathered
 
     def step(self, what: str, run: Callable[[], T]) -> T:
@@ -90,17 +97,19 @@ class Exchange:
             self._communicator = None
 
 
-def _check_same(tp_group: dist.ProcessGroup | None, text: str) -> None:
+def _check_same(tp_group: dist.ProcessGroup | None, items: tuple[str, ...]) -> None:
     """Every rank that takes part says the same; ValueError on all of them otherwise. Collective."""
     said: list[Any] = [None] * dist.get_world_size(tp_group)
-    dist.all_gather_object(said, text, group=tp_group)
+    dist.all_gather_object(said, items, group=tp_group)
     check_agreement(range(len(said)) if tp_group is None else dist.get_process_group_ranks(tp_group), said)
 
 
-def check_agreement(ranks: Sequence[int], said: Sequence[str]) -> None:
-    """ValueError that names who said what, unless all said the same."""
+def check_agreement(ranks: Sequence[int], said: Sequence[tuple[str, ...]]) -> None:
+    """ValueError that names who said what, of what not all said, unless all said the same."""
     if len(set(said)) > 1:
-        differing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, said, strict=True))
+        common = set.intersection(*map(set, said))
+        texts = (", ".join(item for item in items if item not in common) for items in said)
+        differing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True))
         raise ValueError(f"initialize_ub got different arguments on the ranks of one group: {differing}")
 
 
@@ -125,6 +134,16 @@ def host_identity() -> str:
     """Equal for processes that can share memory: the running kernel and the host's name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _ended(host: str, process: int) -> bool:
+    """Whether a process is known to have ended: of this host, and gone or not yet waited for by its parent."""
+    if host != host_identity() or not Path("/proc/self/stat").exists():
+        return False
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 class Doorway:

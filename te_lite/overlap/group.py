@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,6 +134,14 @@ class Group:
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
         self.control.announce(text, zlib.crc32(text.encode()))
+
+    def await_verdict(self) -> None:
+        """RuntimeError that names what ranks run that do not run the same, once the watcher has compared them."""
+        end = time.monotonic() + self.control.timeout
+        while time.monotonic() < end:
+            self.control.check()
+            time.sleep(0.01)
+        raise RuntimeError("the ranks do not run the same program")
 
     @contextmanager
     def operation(self, text: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_lite.overlap import fused, ring
 from te_lite.overlap.buffers import Gather, Scatter, following
-from te_lite.overlap.collective import Collective
+from te_lite.overlap.collective import Collective, all_equal
 from te_lite.overlap.group import PIECES, Group
 from te_lite.overlap.schedule import Note, Product, Wgrad
 from te_lite.parallel import TensorParallel
@@ -76,17 +76,23 @@ class Overlapped(Collective):
         if self.tp.mode == "column":
             method = self._asked("fprop", self.group.gather_refusal(x, "row"), rows)
             if not method:
-                self.group.announce(text)
+                self._announce_collective(text)
                 return super().fprop(gemm, x)
             with self.group.operation(text):
                 return self._gather_gemm("fprop", method, gemm, x)
         m = rows // self.tp.size
         method = self._asked("fprop", self.group.scatter_refusal(m, gemm.columns, gemm.dtype), m)
         if not method:
-            self.group.announce(text)
+            self._announce_collective(text)
             return super().fprop(gemm, x)
         with self.group.operation(text):
             return self._gemm_scatter("fprop", method, gemm, x)
+
+    def _announce_collective(self, text: str) -> None:
+        """gloo ends the process, past any exception, where sizes differ: it starts once all ranks say the same."""
+        self.group.announce(text)
+        if self.group.device.type == "cpu" and not all_equal(text, self.tp.group, self.group.control.check):
+            self.group.await_verdict()
 
     def _way(self, name: str, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""

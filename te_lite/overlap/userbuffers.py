@@ -116,10 +116,11 @@ def initialize_ub(
             )
         if wrong is None:
             tokens, hidden = map(int, shape)
-            said = f"shape {[tokens, hidden]}, {dtype}, {sorted(layers.methods.items())}, strict {strict}"
-            said += f", cuda_graphs {cuda_graphs}, device {place.type}"
+            options = {"dtype": dtype, "strict": strict, "cuda_graphs": cuda_graphs, "device": place.type}
+            options.update(layers.methods)
+            said = (f"shape={[tokens, hidden]}", *(f"{name}={value}" for name, value in options.items()))
         else:
-            said = f"{type(wrong).__name__}: {wrong}"
+            said = (f"{type(wrong).__name__}: {wrong}",)
         check_agreement(exchange.ranks, exchange.all(said))
         if wrong is not None:
             raise wrong

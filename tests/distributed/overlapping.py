@@ -55,7 +55,7 @@ class Specified(Collective):
     Bitwise what userbuffers give where the same GEMMs run; whether they are right is for the fp32 oracle to say.
     """
 
-    def __init__(self, tp: Any, group: Group, layer: str, methods: Mapping[str, str], strict: bool) -> None:
+    def __init__(self, tp: Any, group: Group, layer: str, methods: Mapping[str, str], *_: object) -> None:
         super().__init__(tp)
         self.group, self.methods = group, methods
 

@@ -1,0 +1,289 @@
+"""A rank of the fault tests. Ranks are started one by one, not by torchrun, whose agent would stop the survivors.
+
+    RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 python tests/distributed/run_faults.py late
+
+Each line on stdout is "name: what this rank saw"; the tests read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import te_lite as te  # noqa: E402
+from te_lite import _C  # noqa: E402
+from te_lite.overlap import bootstrap, userbuffers  # noqa: E402
+from te_lite.overlap.buffers import Gather  # noqa: E402
+from te_lite.overlap.schedule import Product  # noqa: E402
+from te_lite.testing.distributed import backend_for  # noqa: E402
+from tests.distributed.overlapping import COLUMN, MLP, ROW, begin, check_pass, pair_of, rows_of  # noqa: E402
+from tests.harness import under  # noqa: E402
+
+VICTIM = 1
+DIST_TIMEOUT_S = 25  # torch.distributed's own
+
+
+def say(name: str, what: object) -> None:
+    print(f"{name}: {what}", flush=True)
+
+
+def said(name: str, run: Callable[[], object]) -> str:
+    """What run() raises, printed with the seconds it took."""
+    started = time.monotonic()
+    try:
+        run()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "nothing was raised"
+    say(name, f"[{time.monotonic() - started:.1f} s] {text}")
+    return text
+
+
+def victim() -> bool:
+    return dist.get_rank() == VICTIM
+
+
+def make(which, device, recipe="bf16", tokens: int = 32, **options):
+    """Userbuffers for the world, and a module that uses them."""
+    begin(tokens * dist.get_world_size(), 128, dist.group.WORLD, device, **options)
+    return pair_of(which, recipe, device)
+
+
+def step(pair, m: int = 8) -> None:
+    pair.backward(pair.forward(pair.batch(1, m)))
+
+
+def until_it_fails(run: Callable[[], None], seconds: float = 60.0) -> Callable[[], None]:
+    """run() again and again: what was announced is compared beside the work, so the call after may be the one."""
+
+    def loop() -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            run()
+            userbuffers.groups()[0].control.check()
+            time.sleep(0.01)
+
+    return loop
+
+
+# faults after which all ranks go on
+
+
+def mapping(device) -> None:
+    """The victim cannot map its peers' memory: one warning, Collective everywhere, strict raises everywhere."""
+    original = bootstrap.Exchange.step
+
+    def fail(exchange, what, run):
+        if victim() and what.startswith(("mapping", "opening the peers")):
+            run = mock.Mock(side_effect=OSError("no access to a peer"))
+        return original(exchange, what, run)
+
+    size = dist.get_world_size()
+    with mock.patch.object(bootstrap.Exchange, "step", fail), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        te.initialize_ub([64, 128], size, device=device)
+        say("warnings", len([w for w in caught if "overlap is off" in str(w.message)]))
+        pair = pair_of(MLP, "mxfp8", device, group=dist.group.WORLD)
+        with under("mxfp8"):
+            pair.module(pair.inputs(pair.batch(1, 8))[0]).sum().backward()
+        rows = rows_of(pair).values()
+        say("fallback", f"{ {row['schedule'] for row in rows} } {next(iter(rows))['reason']}")
+        te.destroy_ub()
+        said("strict", lambda: te.initialize_ub([64, 128], size, device=device, strict=True))
+    say("left over", userbuffers.groups())
+    te.destroy_ub()
+    step(make(MLP, device))  # the next try works
+    te.destroy_ub()
+
+
+def arguments(device) -> None:
+    """Ranks that disagree get the same error, which names what each has said; the next try works."""
+    size, mine = dist.get_world_size(), victim()
+    unknown = {"fc3_fprop": {}}
+    ring = {"proj_fprop": {"method": "ring_exchange"}}
+    cases = {
+        "shape": {"shape": [64 + mine, 128]},
+        "dtype": {"dtype": torch.float32 if mine else torch.bfloat16},
+        "methods": {"ub_cfgs": ring if mine else None},
+        "strict": {"strict": mine},
+        "graphs": {"cuda_graphs": mine},
+        "one unknown layer": {"ub_cfgs": unknown if mine else None},
+        "tp_size": {"tp_size": 1 if mine else size},
+        "backend": {"bootstrap_backend": "mpi" if mine else None},
+        "all unknown": {"ub_cfgs": unknown},
+        "unknown backend": {"bootstrap_backend": "smoke signals"},
+        "no mpi": {"bootstrap_backend": "mpi"},
+        "tp_size of the group": {"tp_size": 7, "tp_group": dist.group.WORLD},
+        "tp_size of the world": {"tp_size": 7},
+    }
+    for name, different in cases.items():
+        given = {"shape": [64, 128], "tp_size": size, "device": device, **different}
+        said(f"arguments, {name}", lambda given=given: te.initialize_ub(**given))
+        assert not userbuffers.initialised()
+    pair = make(MLP, device)
+    said("twice", lambda: te.initialize_ub([64, 128], size, device=device))
+    check_pass(pair, 1, 8)  # the first are as good as before
+    te.destroy_ub()
+
+
+def late(device) -> None:
+    """The victim comes five seconds late, to a forward and to a backward: it is waited for."""
+    pair = make(MLP, device)
+    started = time.monotonic()
+    if victim():
+        time.sleep(5)
+    call = pair.forward(pair.batch(1, 8))
+    if victim():
+        time.sleep(5)
+    pair.backward(call)
+    check_pass(pair, 1, 8)
+    say("late", f"{time.monotonic() - started:.1f}")
+    te.destroy_ub()
+
+
+def gemm_fails(device) -> None:
+    """A GEMM raises on the victim: the others hear of it at once and in its words, forward and backward."""
+    for which, name in ((COLUMN, "te_lite.fprop"), (ROW, "te_lite.fprop"), (COLUMN, "te_lite.dgrad")):
+        pair = make(which, device)
+        original = Product.__call__
+
+        def fail(product, *args, name=name, original=original, **kwargs):
+            if victim() and product.label == name:
+                raise ValueError("this GEMM went wrong")
+            return original(product, *args, **kwargs)
+
+        with mock.patch.object(Product, "__call__", fail):
+            said("gemm", until_it_fails(lambda pair=pair: step(pair)))
+        said("gemm, the next call", lambda pair=pair: step(pair))
+        te.destroy_ub()
+        dist.barrier()
+
+
+def mismatch(device) -> None:
+    """Another shape, then another recipe on the victim: named on all ranks, with both sides' words."""
+    pair = make(MLP, device)
+    said("shape mismatch", until_it_fails(lambda: step(pair, 16 if victim() else 8)))
+    te.destroy_ub()
+    dist.barrier()
+    pair = make(COLUMN, device, recipe="mxfp8" if victim() else "bf16")
+    said("recipe mismatch", until_it_fails(lambda: step(pair)))
+    te.destroy_ub()
+    dist.barrier()
+
+
+# faults that end the ranks
+
+
+def mismatch_over_capacity(device) -> None:
+    """As mismatch, where both calls are Collective's because they do not fit."""
+    pair = make(COLUMN, device)
+    said("collective mismatch", until_it_fails(lambda: step(pair, 208 if victim() else 200)))
+    te.destroy_ub()
+
+
+def mismatch_of_capacity(device) -> None:
+    """One call fits, the other does not: one waits in the arena, one for torch.distributed."""
+    pair = make(COLUMN, device)
+    said("collective mismatch", until_it_fails(lambda: step(pair, 200 if victim() else 8)))
+    te.destroy_ub()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(device, where: str) -> None:
+    """The victim is killed in its second forward or backward."""
+    pair = make(MLP, device)
+    step(pair)
+    dist.barrier()
+    call = pair.forward(pair.batch(1, 8)) if where == "backward" else None
+    if victim():
+        Gather.shard = lambda *args: kill()
+    said("killed", lambda: step(pair) if call is None else pair.backward(call))
+    said("the next call", lambda: step(pair))
+
+
+def killed_in_init(device) -> None:
+    """The victim is killed when it has told its peers where to send, and before it has sent."""
+    if victim():
+        bootstrap.Doorway.send = lambda *args: kill()
+    said("killed", lambda: make(MLP, device))
+
+
+# resources
+
+
+def resources() -> tuple[int, int, int]:
+    """(resident KiB, file descriptors, threads) of this process."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]), len(os.listdir("/proc/self/fd")), int(status["Threads"])
+
+
+def cycles(device) -> None:
+    """50 times initialize_ub, a step, destroy_ub; some of the set-ups fail half-way."""
+    pair = make(MLP, device, tokens=256)
+    te.destroy_ub()
+    for cycle in range(60):
+        if cycle % 5 == 4:
+            with mock.patch.object(userbuffers.Group, "_start", side_effect=bootstrap.BootstrapError("half-way")):
+                try:
+                    make(MLP, device, tokens=256, strict=True)
+                except bootstrap.BootstrapError:
+                    pass
+        backend = ("gloo", None)[cycle % 2]
+        begin(256 * dist.get_world_size(), 128, dist.group.WORLD, device, bootstrap_backend=backend)
+        step(pair, 64)
+        te.destroy_ub()
+        if cycle in (9, 59):
+            say("resources", " ".join(map(str, resources())))
+
+
+FAULTS: dict[str, tuple[Callable, ...]] = {
+    "survived": (arguments, mapping, gemm_fails, mismatch),
+    "late": (late,),
+    "mismatch_over_capacity": (mismatch_over_capacity,),
+    "mismatch_of_capacity": (mismatch_of_capacity,),
+    "killed_in_forward": (lambda device: killed(device, "forward"),),
+    "killed_in_backward": (lambda device: killed(device, "backward"),),
+    "killed_in_init": (killed_in_init,),
+    "cycles": (cycles,),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    local = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        torch.cuda.set_device(local)
+    torch.set_num_threads(1)
+    device = torch.device("cuda", local) if args.device == "cuda" else torch.device("cpu")
+    dist.init_process_group(backend_for(args.device), timeout=datetime.timedelta(seconds=DIST_TIMEOUT_S))
+    assert issubclass(_C.GroupBroken, RuntimeError)
+    for fault in FAULTS[args.fault]:
+        fault(device)
+    say("end", args.fault)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
