@@ -26,6 +26,7 @@ FUSED = {
     for layer, gemm in itertools.product(("qkv", "fc1", "proj", "fc2"), ("fprop", "dgrad"))
     if gemm == "fprop" or layer in ("proj", "fc2")
 }
+CONFIGS = {"default": None, "fused": FUSED}
 FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True}
 SCATTERS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
 
@@ -86,11 +87,12 @@ def compare(recipe: str, flags: dict[str, bool], device: torch.device, replays: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replays", type=int, default=REPLAYS)
+    parser.add_argument("--methods", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     args = parser.parse_args()
     rank, world, device = init_ranks("cuda")
     good = True
-    for (name, config), flags in itertools.product({"default": None, "fused": FUSED}.items(), (FLAGS, SCATTERS)):
-        te.initialize_ub([TOKENS, HIDDEN], world, ub_cfgs=config, strict=True, cuda_graphs=True)
+    for name, flags in itertools.product(args.methods, (FLAGS, SCATTERS)):
+        te.initialize_ub([TOKENS, HIDDEN], world, ub_cfgs=CONFIGS[name], strict=True, cuda_graphs=True)
         for recipe in RECIPES:
             same = compare(recipe, flags, device, args.replays)
             good &= same
