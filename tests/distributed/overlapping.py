@@ -61,7 +61,8 @@ class Specified(Collective):
 
     def _cut(self, gemm, shard: QTensor) -> Tensor:
         """gemm of every rank's shard; this rank's own was not on the wire."""
-        parts = [all_gather(part.contiguous(), self.tp.group).chunk(self.tp.size) for part in shard.wire("row")]
+        gathered = [all_gather(part.contiguous(), self.tp.group) for part in shard.wire("row")]
+        parts = [[piece.clone() for piece in whole.chunk(self.tp.size)] for whole in gathered]  # aligned for cuBLAS
         shards = [shard.from_wire(one, "row", shard.shape[0]) for one in zip(*parts, strict=True)]
         shards[dist.get_rank(self.tp.group)] = shard
         return torch.cat([gemm(one) for one in shards])
