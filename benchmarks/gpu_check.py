@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -39,7 +40,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Caps, not expectations: together they exceed TOTAL_S, which holds for the whole and leaves a machine that lends ten
 # minutes time to copy the results.
 LIMITS_S = {"tests": 360.0, "training": 240.0, "modules": 90.0, "kernels": 60.0, "gemms": 60.0, "recipes": 60.0}
-LIMITS_S |= {"per_shard": 60.0, "demo": 120.0}
+LIMITS_S |= {"per_shard": 60.0, "demo": 120.0, "matrix": 240.0, "random": 120.0, "overlap": 120.0}
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
@@ -157,14 +158,25 @@ def too_few(name: str, args: argparse.Namespace) -> list[Stage]:
     return [Stage(name, "skipped", detail={"reason": f"{gpu_count(args)} GPU: tensor parallelism needs 2"})]
 
 
-def per_shard_stage(args: argparse.Namespace) -> list[Stage]:
-    """What per-shard scales cost and save against an all-reduce of the amax."""
+def ranks_stage(name: str, script: list[str], args: argparse.Namespace) -> list[Stage]:
+    """A script on all GPUs (at most MAX_TP)."""
     tp = tp_size(args)
     if tp < 2:
-        return too_few("per_shard", args)
-    command = [*launcher(tp), "benchmarks/recipes.py", "--part", "per_shard", *script_options(args)]
-    run = run_command(command, limit("per_shard", args))
-    return [finished("per_shard", run, command, args.out, {"tp": tp})]
+        return too_few(name, args)
+    command = [*launcher(tp), *script]
+    run = run_command(command, limit(name, args))
+    return [finished(name, run, command, args.out, {"tp": tp})]
+
+
+def overlap_test(name: str, options: str) -> Callable[[argparse.Namespace], list[Stage]]:
+    """A suite of tests/distributed/run_overlap.py, with all its lines counted."""
+
+    def stage(args: argparse.Namespace) -> list[Stage]:
+        device = "cuda" if args.device.startswith("cuda") else "cpu"
+        script = ["tests/distributed/run_overlap.py", "--device", device, "--suite", name, *shlex.split(options)]
+        return ranks_stage(name, script, args)
+
+    return stage
 
 
 def training_stage(args: argparse.Namespace, echo: bool = True) -> list[Stage]:
@@ -198,18 +210,19 @@ def training_numbers(log: Path) -> dict[str, object]:
 
 
 def demo_stage(args: argparse.Namespace) -> list[Stage]:
-    """The example on all GPUs (at most MAX_TP), sequence parallel, once a recipe; the limit is shared."""
+    """The example on all GPUs (at most MAX_TP), sequence parallel, each recipe with and without overlap; the limit is
+    shared."""
     tp = tp_size(args)
     if tp < 2:
         return too_few("demo", args)
     stages = []
-    for recipe in DEMO_RECIPES:
+    for recipe, overlap in itertools.product(DEMO_RECIPES, ([], ["--overlap"])):
         log = args.out / f"demo_{recipe}.json"
-        options = ["--tp", str(tp), "--sequence-parallel", "--recipe", recipe, "--log-json", str(log)]
+        options = ["--tp", str(tp), "--sequence-parallel", "--recipe", recipe, "--log-json", str(log), *overlap]
         command = [*launcher(tp), "examples/train_gpt.py", *options, *shlex.split(args.demo_args)]
-        run = run_command(command, limit("demo", args) / len(DEMO_RECIPES))
-        detail = {"tp": tp, "recipe": recipe, **demo_numbers(log)}
-        stage = finished(f"demo {recipe}", run, command, args.out, detail)
+        run = run_command(command, limit("demo", args) / (2 * len(DEMO_RECIPES)))
+        detail = {"tp": tp, "recipe": recipe, "overlap": bool(overlap), **demo_numbers(log)}
+        stage = finished(f"demo {recipe}{' overlap' if overlap else ''}", run, command, args.out, detail)
         loss, entropy = detail.get("held_out_loss"), detail.get("unigram_entropy")
         if stage.status == "passed" and not (loss and entropy and loss < entropy):  # nan is not below, too
             stage.status = "failed"
@@ -235,7 +248,13 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "kernels": lambda args: benchmark_stage("kernels", args),
     "gemms": lambda args: benchmark_stage("gemms", args),
     "recipes": lambda args: benchmark_stage("recipes", args),
-    "per_shard": per_shard_stage,
+    # What per-shard scales cost and save against an all-reduce of the amax.
+    "per_shard": lambda args: ranks_stage(
+        "per_shard", ["benchmarks/recipes.py", "--part", "per_shard", *script_options(args)], args
+    ),
+    "overlap": lambda args: ranks_stage("overlap", ["benchmarks/overlap.py", *script_options(args)], args),
+    "matrix": overlap_test("matrix", ""),
+    "random": overlap_test("random", "--iterations 1000 --seed 1"),
     "demo": demo_stage,
 }
 

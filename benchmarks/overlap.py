@@ -1,0 +1,153 @@
+"""Forward plus backward of a tensor-parallel te.LayerNormMLP with its communication overlapped, against Collective.
+
+    torchrun --nproc-per-node 4 benchmarks/overlap.py
+    torchrun --nproc-per-node 2 benchmarks/overlap.py --device cpu    # smoke test; its numbers mean nothing
+
+Sequence parallel, RMSNorm, SwiGLU, no bias. In each run the overlapped module, the same without overlap and the six
+GEMMs alone, as cuBLAS runs them back to back on operands that lie ready, are interleaved; a sample starts on all ranks
+together and is the slowest rank's. Methods: "ring" is initialize_ub's default, "fused" asks for it wherever ub_cfgs
+offers it, "fused, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
+
+import torch
+import torch.distributed as dist
+
+import te_lite as te
+from benchmarks import modules, report
+from benchmarks.modules import BF16, RESULTS, ModuleStep, Shape
+from benchmarks.recipes import RanksClock
+from te_lite.overlap.config import OFFERED
+from te_lite.testing import bench, results
+from te_lite.testing.distributed import init_ranks, leave_ranks
+
+SHAPES = (Shape("70b", 8192, 8192, 28672), Shape("8b", 8192, 4096, 14336), Shape("small", 2048, 4096, 14336))
+SMOKE_SHAPES = (Shape("smoke", 64, 64, 128),)
+RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise")
+FUSED_RECIPES = ("bf16", "delayed", "current", "rowwise")  # of the others the fused kernels take none
+BULK = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True}
+SCATTERS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
+
+
+def everywhere(method: str, *, dgrad: bool) -> dict[str, dict[str, str]]:
+    """ub_cfgs that ask for `method` wherever it is offered; dgrad: also where bulk is the default."""
+    names = [name for name, offered in OFFERED.items() if method in offered]
+    return {name: {"method": method} for name in names if dgrad or "bulk" not in OFFERED[name]}
+
+
+METHODS = {
+    "ring": (None, BULK, RECIPES),
+    "fused": (everywhere("fused", dgrad=False), BULK, FUSED_RECIPES),
+    "fused, rs": (everywhere("fused", dgrad=True), SCATTERS, FUSED_RECIPES),
+}
+
+
+def mlp_step(shape: Shape, recipe: str, flags: dict[str, bool], device: torch.device) -> ModuleStep:
+    ranks = dist.get_world_size()
+    mlp = te.LayerNormMLP(
+        shape.hidden,
+        shape.ffn,
+        bias=False,
+        normalization="RMSNorm",
+        activation="swiglu",
+        set_parallel_mode=True,
+        sequence_parallel=True,
+        tp_group=dist.group.WORLD,
+        tp_size=ranks,
+        params_dtype=BF16,
+        device=device,
+        **flags,
+    )
+    x = torch.randn(shape.tokens // ranks, shape.hidden, device=device, dtype=BF16).requires_grad_()
+    return ModuleStep(mlp, modules.recipe_context(recipe), x, torch.randn_like(x))
+
+
+def compare(shape: Shape, recipe: str, method: str, args: argparse.Namespace, device: torch.device) -> dict:
+    """One row: the overlapped module, with Collective and the GEMMs beside it. The same on all ranks."""
+    overlapped = mlp_step(shape, recipe, METHODS[method][1], device)
+    plain = mlp_step(shape, recipe, {}, device)
+    ranks = dist.get_world_size()
+    local = Shape(shape.name, shape.tokens, shape.hidden, shape.ffn // ranks)
+    gemms = modules.gemm_step("LayerNormMLP", local, recipe != "bf16", str(device))
+    run = [
+        bench.Candidate("overlapped", overlapped.step, overlapped.reset),
+        bench.Candidate("collective", plain.step, plain.reset),
+        bench.Candidate("gemms", gemms),
+    ]
+    timings = bench.time_interleaved(run, RanksClock(device), rounds=args.rounds, wall_rounds=args.wall_rounds)
+    rows = [row for row in te.overlap_report() if row["sent"] and row["schedule"] != "collective"]
+    row = {"shape": shape.name, "tp": ranks, "recipe": recipe, "method": method}
+    row["took"] = ", ".join(f"{one['gemm']} {one['schedule']}" for one in rows)
+    timing = asdict(timings["overlapped"])
+    del timing["name"]
+    row |= timing
+    for name in ("collective", "gemms"):
+        row |= {f"{name}_gpu_us": timings[name].gpu_us, f"{name}_wall_us": timings[name].wall_us}
+        row["error"] = row["error"] or timings[name].error
+    if not row["error"]:
+        row["against_collective"] = row["collective_gpu_us"] / row["gpu_us"]
+        row["against_gemms"] = row["gpu_us"] / row["gemms_gpu_us"]
+    return row
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
+    rows = []
+    shapes = SMOKE_SHAPES if device.type == "cpu" else SHAPES
+    for shape in (shape for shape in shapes if shape.name in args.shapes or device.type == "cpu"):
+        for method in args.methods:
+            config, _, recipes = METHODS[method]
+            te.initialize_ub([shape.tokens, shape.hidden], dist.get_world_size(), ub_cfgs=config, device=device)
+            rows += [compare(shape, recipe, method, args, device) for recipe in args.recipes if recipe in recipes]
+            te.destroy_ub()
+    return rows
+
+
+def summary(rows: list[dict]) -> str:
+    columns = ("gpu_us", "collective_gpu_us", "gemms_gpu_us", "host_us", "wall_us", "collective_wall_us")
+    ratios = ("against_collective", "against_gemms")
+    lines = []
+    for row in rows:
+        cells = [report.number(row.get(name)) for name in columns] + [report.number(row.get(n), 2) for n in ratios]
+        lines.append([row["shape"], row["method"], row["recipe"], *cells, row["error"] or ""])
+    return results.text_table(("shape", "method", "recipe", *columns, *ratios, "error"), lines)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("--shapes", nargs="+", default=names, choices=names)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--wall-rounds", type=int, default=2)
+    parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for overlap.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    rank, ranks, device = init_ranks(torch.device(args.device).type)
+    if ranks < 2:
+        raise SystemExit(f"overlap on {ranks} rank: there is nothing to overlap; start it with torchrun on 2 or more")
+    torch.manual_seed(rank)
+    rows = measure(args, device)
+    if rank == 0:
+        results.write_results(args.out / "overlap.json", "overlap", rows, tree=tree, device=args.device, tp=ranks)
+        print(summary(rows))
+    leave_ranks()
+    return 1 if any(row["error"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
