@@ -98,7 +98,7 @@ class Overlapped(Collective):
         """(fused or ring, why not fused although it may be)."""
         if method not in ("fused", "auto"):
             return ring, ""
-        refusal = fused.refusal(gemm, a)
+        refusal = fused.refusal(gemm, a) or (fused.loss(gemm, a) if method == "auto" else "")
         return (ring if refusal else fused), refusal
 
     def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
