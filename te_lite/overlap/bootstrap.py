@@ -57,9 +57,16 @@ class Exchange:
             return
         other = backend is not None and backend not in str(dist.get_backend(tp_group))
         if other or (tp_group is None and tp_size != world):
-            self._made = dist.new_group(list(self.ranks), backend=backend, use_local_synchronization=True)
-            self._group = self._made
+            self._group = self._made = self._new_group(backend)
         self._processes = self.all((host_identity(), os.getpid()))
+
+    def _new_group(self, backend: str | None) -> dist.ProcessGroup:
+        """A process group of these ranks. Every rank of the world makes every group, in the same order: what torch has
+        for members alone hangs where a group of the same ranks was made before."""
+        blocks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(blocks, self.ranks)
+        made = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in sorted(set(blocks))}
+        return made[self.ranks]
 
     def all(self, value: T) -> list[T]:
         """`value` of every rank of the group, in the order of its ranks. Collective."""

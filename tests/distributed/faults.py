@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("run_faults.py")
+VICTIM = 1  # the rank that fails
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Ended:
         return [what for said, what in self.lines if said == name]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
@@ -41,7 +42,7 @@ def start_ranks(fault: str, ranks: int, device: str, *, limit: float, **variable
     root = str(SCRIPT.parents[2])
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
     common = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
-    common.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    common.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     common.update({name: str(value) for name, value in variables.items()})
     processes = []
     for rank in range(ranks):

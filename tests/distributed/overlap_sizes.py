@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import te_lite as te
+from te_lite.overlap.group import Group
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.distributed.overlapping import (
     COLUMN,
@@ -183,7 +185,23 @@ def report_names_the_methods(device) -> None:
     assert "pipeline" in text and "external" in text and "MiB" in text
 
 
+def epochs_wrap_around(device) -> None:
+    """Flags that start at 2^32 - 3, and at 2^31 - 3, where a signed comparison would turn."""
+    size = dist.get_world_size()
+    defaults = Group.__init__.__kwdefaults__
+    for first in (2**32 - 3, 2**31 - 3):
+        with mock.patch.dict(defaults, first_epoch=first):
+            group = begin(32 * size, 128, dist.group.WORLD, device)
+        group.executor.set_delays(dist.get_rank(), 500)
+        pairs = [pair_of(which, "mxfp8", device) for which in LAYERS]
+        for step in range(6):
+            for pair in pairs:
+                check_pass(pair, step, 8)
+        te.destroy_ub()
+
+
 SIZES = [
+    epochs_wrap_around,
     token_counts_change,
     over_capacity,
     flags_without_effect,

@@ -30,11 +30,13 @@ from te_lite.overlap import bootstrap, userbuffers  # noqa: E402
 from te_lite.overlap.buffers import Gather  # noqa: E402
 from te_lite.overlap.schedule import Product  # noqa: E402
 from te_lite.testing.distributed import backend_for  # noqa: E402
+from tests.distributed.faults import VICTIM  # noqa: E402
 from tests.distributed.overlapping import COLUMN, MLP, ROW, begin, check_pass, pair_of, rows_of  # noqa: E402
+from tests.distributed.run_modules import new_groups  # noqa: E402
 from tests.harness import under  # noqa: E402
 
-VICTIM = 1
 DIST_TIMEOUT_S = 25  # torch.distributed's own
+MANY_TOKENS = 8192  # an arena of 9 MiB
 
 
 def say(name: str, what: object) -> None:
@@ -229,30 +231,47 @@ def killed_in_init(device) -> None:
 # resources
 
 
-def resources() -> tuple[int, int, int]:
-    """(resident KiB, file descriptors, threads) of this process."""
+def resources() -> tuple[int, int, int, int]:
+    """(resident KiB, mapped KiB, file descriptors, threads) of this process."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]), len(os.listdir("/proc/self/fd")), int(status["Threads"])
+    memory = (int(status[name].split()[0]) for name in ("VmRSS", "VmSize"))
+    return *memory, len(os.listdir("/proc/self/fd")), int(status["Threads"])
 
 
 def cycles(device) -> None:
-    """50 times initialize_ub, a step, destroy_ub; some of the set-ups fail half-way."""
-    pair = make(MLP, device, tokens=256)
+    """50 times initialize_ub, a step, destroy_ub, for the world and for blocks of it; some set-ups fail half-way."""
+    pair = make(MLP, device)
     te.destroy_ub()
     for cycle in range(60):
         if cycle % 5 == 4:
             with mock.patch.object(userbuffers.Group, "_start", side_effect=bootstrap.BootstrapError("half-way")):
                 try:
-                    make(MLP, device, tokens=256, strict=True)
+                    begin(MANY_TOKENS, 128, dist.group.WORLD, device, strict=True)
                 except bootstrap.BootstrapError:
                     pass
-        backend = ("gloo", None)[cycle % 2]
-        begin(256 * dist.get_world_size(), 128, dist.group.WORLD, device, bootstrap_backend=backend)
+        begin(MANY_TOKENS, 128, dist.group.WORLD, device)
         step(pair, 64)
+        te.destroy_ub()
+        te.initialize_ub([MANY_TOKENS, 128], dist.get_world_size() // 2, device=device)
         te.destroy_ub()
         if cycle in (9, 59):
             say("resources", " ".join(map(str, resources())))
+
+
+def mpi(device) -> None:
+    """Under mpirun: handles exchanged by mpi4py, for the world, blocks of it, and ranks that are not neighbours."""
+    size = dist.get_world_size()
+    begin(32 * size, 128, dist.group.WORLD, device, bootstrap_backend="mpi")
+    check_pass(pair_of(MLP, "bf16", device), 1, 8)
+    te.destroy_ub()
+    te.initialize_ub([64, 128], size // 2, device=device, bootstrap_backend="mpi")
+    say("blocks", userbuffers.groups()[0].ranks)
+    te.destroy_ub()
+    apart, _ = new_groups([[0, 2], [1, 3]])
+    begin(64, 128, apart, device, bootstrap_backend="mpi")
+    check_pass(pair_of(MLP, "mxfp8", device, group=apart), 1, 8)
+    te.destroy_ub()
 
 
 FAULTS: dict[str, tuple[Callable, ...]] = {
@@ -264,6 +283,7 @@ FAULTS: dict[str, tuple[Callable, ...]] = {
     "killed_in_backward": (lambda device: killed(device, "backward"),),
     "killed_in_init": (killed_in_init,),
     "cycles": (cycles,),
+    "mpi": (mpi,),
 }
 
 
@@ -272,6 +292,8 @@ def main() -> int:
     parser.add_argument("fault", choices=FAULTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.setdefault(name, os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     local = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         torch.cuda.set_device(local)

@@ -1,0 +1,80 @@
+"""Userbuffers on 2, 4 and 8 ranks against torch.distributed and the fp32 oracle; many cases a launch."""
+
+from pathlib import Path
+
+import pytest
+
+from te_lite.testing.distributed import launch, rank_device_params
+
+HERE = Path(__file__).parent
+TP4 = [("bulk", "pipeline"), ("ring_exchange", "auto"), ("fused",)]
+RECIPES = 8
+
+
+def run(script, ranks, device, *args, timeout=400.0):
+    return launch(HERE / script, "--device", device, *args, ranks=ranks, timeout=timeout).splitlines()
+
+
+def check_matrix(ranks, device, methods):
+    lines = run("run_overlap.py", ranks, device, "--suite", "matrix", "--methods", *methods)
+    assert lines[-1] == f"matrix on {ranks} {device} ranks: no mismatch"
+    whole = [method for method in methods if device == "cuda" or method != "auto"]  # a ring on the CPU
+    assert sum(": ok" in line for line in lines) == RECIPES * len(whole) + 2 * (len(methods) - len(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", rank_device_params(2))
+def test_matrix_tp2(device):
+    """Every module x recipe x method, 20 iterations each, with delays, poison and shared buffers."""
+    fused = ("fused",) if device == "cuda" else ()
+    check_matrix(2, device, ("bulk", "pipeline", "ring_exchange", "auto", *fused))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("methods", TP4, ids="-".join)
+@pytest.mark.parametrize("device", rank_device_params(4))
+def test_matrix_tp4(device, methods):
+    if device == "cpu" and methods == ("fused",):
+        pytest.skip("fused kernels need GPUs")
+    check_matrix(4, device, methods)
+
+
+@pytest.mark.parametrize("device", rank_device_params(4))
+def test_random_iterations(device):
+    """Shape, module, recipe, method and delays drawn; a failure says how to repeat it."""
+    lines = run("run_overlap.py", 4, device, "--suite", "random", "--iterations", "30", "--seed", "20")
+    assert lines[-1] == f"random on 4 {device} ranks: no mismatch"
+
+
+def test_a_random_mismatch_says_how_to_repeat_it(tmp_path):
+    """A reduce-scatter that adds in another order is found, and named with its seed."""
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import sys\n"
+        "from te_lite.overlap import buffers\n"
+        "from tests.distributed import run_overlap\n"
+        "original = buffers.reduce_slots\n"
+        "def other_order(staging, own, bias, rank, dtype):\n"
+        "    return original(staging, own, bias, rank + 1, dtype)\n"
+        "buffers.reduce_slots = other_order\n"
+        "sys.exit(run_overlap.main())\n"
+    )
+    with pytest.raises(AssertionError, match=r"repeat it: --suite random --seed 5 --first \d+ --iterations 1"):
+        launch(script, "--suite", "random", "--seed", "5", ranks=2, timeout=120)
+
+
+@pytest.mark.parametrize("device", rank_device_params(2))
+@pytest.mark.parametrize("suite", ["sizes", "gradients"])
+def test_checks_of_two(device, suite):
+    assert run("run_overlap_checks.py", 2, device, "--suite", suite)
+
+
+@pytest.mark.parametrize("device", rank_device_params(4))
+def test_groups(device):
+    lines = run("run_overlap_checks.py", 4, device, "--suite", "groups")
+    assert [line.split(":")[0] for line in lines] == ["parts_of_the_world", "two_groups_at_once", "one_group_has_none"]
+
+
+@pytest.mark.parametrize("device", rank_device_params(8))
+def test_eight_ranks(device):
+    assert run("run_overlap_checks.py", 8, device, "--suite", "eight")

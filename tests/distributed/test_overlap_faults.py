@@ -1,0 +1,168 @@
+"""What userbuffers do when a rank fails: it is named, by every rank, within a limit; nothing hangs."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_lite.testing.distributed import rank_device_params
+from tests.distributed.faults import SCRIPT, VICTIM, free_port, outputs, start_ranks
+
+TIMEOUT_S = 20  # TE_LITE_UB_TIMEOUT: longer than it takes to notice that a process is gone
+LIMIT_S = 120
+
+
+def ranks_of(fault, ranks, device, **variables):
+    """All ranks' ends; all but a victim that was killed have come to the end of the script."""
+    ended = start_ranks(fault, ranks, device, limit=LIMIT_S, TE_LITE_UB_TIMEOUT=TIMEOUT_S, **variables)
+    killed = fault.startswith("killed")
+    for rank, one in enumerate(ended):
+        assert one.status == (-9 if killed and rank == VICTIM else 0), outputs(ended)
+        assert bool(one.saw("end")) != (killed and rank == VICTIM), outputs(ended)
+    return ended
+
+
+def seconds(text: str) -> float:
+    return float(re.match(r"\[([\d.]+) s\]", text).group(1))
+
+
+def without_time(text: str) -> str:
+    return text.partition("] ")[2]
+
+
+@pytest.mark.parametrize("device", rank_device_params(4))
+def test_faults_after_which_all_go_on(device):
+    """Arguments that differ, memory that cannot be mapped, a GEMM that raises, programs that differ."""
+    ended = ranks_of("survived", 4, device)
+    check_arguments(ended)
+    check_mapping(ended)
+    check_gemm(ended)
+    for name, both in {
+        "shape mismatch": ("bfloat16 [8, 128]", f"rank {VICTIM} runs fc1 fprop, column-parallel, bfloat16 [16, 128]"),
+        "recipe mismatch": ("bfloat16 [8, 128]", f"rank {VICTIM} runs qkv fprop, column-parallel, mxfp8 [8, 128]"),
+    }.items():
+        for one in ended:
+            (text,) = one.saw(name)
+            assert "GroupBroken: the ranks do not run the same program" in text, text
+            assert all(part in text for part in both), text
+
+
+def check_arguments(ended) -> None:
+    """The same error on all ranks, with what the ranks have said."""
+    found = [{name: what for name, what in one.lines if name.startswith("arguments, ")} for one in ended]
+    mpi = "arguments, no mpi"
+    texts = [{name: without_time(what) for name, what in one.items() if name != mpi} for one in found]
+    assert all(one == texts[0] for one in texts), outputs(ended)
+    different = "ValueError: initialize_ub got different arguments on the ranks of one group: rank 0: "
+    expected = {
+        "shape": (different, "shape=[64, 128]; rank 1: shape=[65, 128]"),
+        "dtype": (different, "rank 1: dtype=torch.float32"),
+        "methods": (different, "rank 0: proj_fprop=pipeline; rank 1: proj_fprop=ring_exchange"),
+        "strict": (different, "rank 1: strict=True"),
+        "graphs": (different, "rank 1: cuda_graphs=True"),
+        "one unknown layer": (different, "rank 1: ValueError: ub_cfgs names the layer 'fc3_fprop'"),
+        "tp_size": (different, "rank 1: tp_size=1; rank 2: tp_size=4"),
+        "backend": (different, "rank 1: bootstrap_backend='mpi'"),
+        "all unknown": ("ValueError: ub_cfgs names the layer 'fc3_fprop'",),
+        "unknown backend": ("ValueError: bootstrap_backend='smoke signals': must be one of",),
+        "tp_size of the group": ("ValueError: tp_size=7 but tp_group has 4 ranks",),
+        "tp_size of the world": ("ValueError: tp_size=7 does not divide the world of 4 ranks",),
+    }
+    assert {f"arguments, {name}" for name in expected} == set(texts[0])
+    for name, parts in expected.items():
+        text = texts[0][f"arguments, {name}"]
+        assert all(part in text for part in parts), f"{name}: {text}"
+    remedy = "start under mpirun" if importlib.util.find_spec("mpi4py") else "needs mpi4py"
+    assert all("RuntimeError" in one[mpi] and remedy in one[mpi] for one in found)
+    for one in ended:
+        assert (
+            "initialize_ub was called twice for the ranks [0, 1, 2, 3]: call destroy_ub() first" in one.saw("twice")[0]
+        )
+
+
+def check_mapping(ended) -> None:
+    """One warning in all, the same fallback everywhere, strict an error everywhere."""
+    assert sum(int(one.saw("warnings")[0]) for one in ended) == 1, outputs(ended)
+    for one in ended:
+        assert one.saw("fallback")[0].startswith("{'collective'}")
+        for text in (one.saw("fallback")[0], one.saw("strict")[0]):
+            assert f"failed on rank {VICTIM} (OSError: no access to a peer)" in text
+        assert "BootstrapError" in one.saw("strict")[0] and one.saw("left over") == ["[]"]
+
+
+def check_gemm(ended) -> None:
+    """The victim raises its own error, the others its text; so does whatever is called next."""
+    wrong = "ValueError: this GEMM went wrong"
+    for rank, one in enumerate(ended):
+        texts, after = one.saw("gemm"), one.saw("gemm, the next call")
+        assert len(texts) == len(after) == 3
+        for text, operation in zip(texts, ("qkv fprop", "proj fprop", "qkv backward"), strict=True):
+            if rank == VICTIM:
+                assert without_time(text) == wrong
+            else:
+                assert f"GroupBroken: rank {VICTIM} failed in {operation}" in text and wrong in text
+            assert seconds(text) < TIMEOUT_S / 2
+        assert all("GroupBroken" in text and wrong in text for text in after)
+
+
+@pytest.mark.parametrize("fault", ["mismatch_over_capacity", "mismatch_of_capacity"])
+def test_mismatched_calls_that_do_not_fit(fault):
+    """Collective's calls are compared too, before gloo would end the process; so is one that fits with one that does
+    not."""
+    sizes = {"mismatch_over_capacity": ("[200, 128]", "[208, 128]"), "mismatch_of_capacity": ("[8, 128]", "[200, 128]")}
+    for one in ranks_of(fault, 2, "cpu"):
+        (text,) = one.saw("collective mismatch")
+        assert "the ranks do not run the same program" in text and all(size in text for size in sizes[fault]), text
+
+
+@pytest.mark.parametrize("fault", ["killed_in_forward", "killed_in_backward"])
+@pytest.mark.parametrize("device", rank_device_params(4))
+def test_a_killed_rank_is_named(device, fault):
+    """Within seconds, by all others, which then end by themselves; every later call says so too."""
+    for rank, one in enumerate(ranks_of(fault, 4, device)):
+        if rank != VICTIM:
+            (text,), (after,) = one.saw("killed"), one.saw("the next call")
+            assert "GroupBroken" in text and f"rank {VICTIM} has stopped" in text and text.split("] ")[1] in after, text
+            assert seconds(text) < TIMEOUT_S and seconds(after) < 1
+
+
+def test_a_rank_killed_during_the_set_up_is_named():
+    for rank, one in enumerate(ranks_of("killed_in_init", 4, "cpu")):
+        if rank != VICTIM:
+            (text,) = one.saw("killed")
+            assert f"{VICTIM}" in re.search(r"the process of ranks \[([\d, ]*)\] has ended", text).group(1), text
+            assert seconds(text) < TIMEOUT_S
+
+
+@pytest.mark.parametrize("device", rank_device_params(2))
+def test_a_late_rank_is_waited_for(device):
+    for one in ranks_of("late", 2, device):
+        assert 10 <= float(one.saw("late")[0]) < 10 + LIMIT_S
+
+
+@pytest.mark.parametrize("device", rank_device_params(2))
+def test_fifty_cycles_leave_nothing_behind(device):
+    """Memory, mappings, file descriptors and threads stay; an arena that stayed would be 18 MiB of mappings a cycle."""
+    for one in ranks_of("cycles", 2, device):
+        before, after = (list(map(int, line.split())) for line in one.saw("resources"))
+        resident, mapped, descriptors, threads = (b - a for a, b in zip(before, after, strict=True))
+        assert resident < 16 << 10 and mapped < 64 << 10, f"{before} {after}"
+        assert descriptors <= 0 and threads <= 0, f"{before} {after}"
+
+
+def test_handles_travel_by_mpi():
+    mpirun = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("needs mpirun and mpi4py")
+    paths = (str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", ""))
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MASTER_PORT": str(free_port())}
+    variables.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", WORLD_SIZE="4")
+    command = [mpirun, "-n", "4", "--allow-run-as-root", "--oversubscribe", sys.executable, str(SCRIPT), "mpi"]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("end: mpi") == 4 and "blocks: (2, 3)" in done.stdout, done.stdout
