@@ -60,10 +60,12 @@ def one_group_has_none(device) -> None:
         128, 128, parallel_mode="row", tp_group=pair, tp_size=2, sequence_parallel=True, ub_overlap_rs=True,
         ub_overlap_ag=True, ub_name="proj", params_dtype=torch.bfloat16, device=device, name="no userbuffers here",
     )  # fmt: skip
-    module(torch.ones(4, 64, dtype=torch.bfloat16, device=device))
-    rows = [row for row in te.overlap_report() if row["module"] == module.name]
-    assert {row["schedule"] for row in rows} == {"collective"}
-    assert f"no userbuffers for the ranks {[[0, 1], [2, 3]][index]}" in rows[0]["reason"]
+    x = torch.ones(4, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    module(x).sum().backward()
+    rows = {row["gemm"]: row for row in te.overlap_report() if row["module"] == module.name}
+    for gemm in ("fprop", "dgrad"):  # which gathers dy for wgrad too
+        assert rows[gemm]["schedule"] == "collective"
+        assert f"no userbuffers for the ranks {[[0, 1], [2, 3]][index]}" in rows[gemm]["reason"]
 
 
 def whole_world(device) -> None:
