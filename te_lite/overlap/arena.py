@@ -138,6 +138,10 @@ class Arena:
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         self._views = [torch.from_dlpack(_C.dlpack(m.address, size, ordinal, m)) for m in self._memory]
 
+    def release(self) -> None:
+        """Lets go of the memory; views that still live keep it."""
+        self._views, self._memory = [], []
+
     def slot_bytes(self, name: str) -> int:
         """Bytes of one slot of buffer `name`."""
         return self._places[name][1]

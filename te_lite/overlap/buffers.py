@@ -221,7 +221,8 @@ class Gather:
 
 
 def _scatter_program(buffer: Buffer, slot: int, size_bytes: int) -> _C.Program:
-    """Segments: 0 wait for room; i = 1 .. R-1 push argument 0 to rank + i; R wait for all; R+1 free all."""
+    """Segments: 0 wait for room; i = 1 .. R-1 push argument 0 to rank + i; R wait for all; R+1 free all; R+2 wait
+    for what was pushed."""
     arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
     program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")
     for peer in following(rank, size):
@@ -237,6 +238,7 @@ def _scatter_program(buffer: Buffer, slot: int, size_bytes: int) -> _C.Program:
     program.cut()
     for source in following(rank, size):
         program.set(MAIN, buffer.free(slot, source, rank), 0)
+    program.cut()
     program.after(MAIN, COPY)
     return program
 
@@ -295,4 +297,6 @@ class Scatter:
     def close(self) -> None:
         """What has been pushed has been read."""
         self._issue(self.group.size + 1)
+        if self._pushed:  # else the copy stream is no part of a capture, which must then not wait for it
+            self._issue(self.group.size + 2)
         self._pushed.clear()

@@ -61,6 +61,7 @@ class Group:
                 + ", ".join(f"ranks {ranks} on {host.split()[0]}" for host, ranks in places.items())
                 + "; userbuffers need shared memory"
             )
+        self.closed = False
         self.arena = Arena(self.rank, self.size, device)
         whole = tokens * hidden * dtype.itemsize
         names = ("gather", "scatter", *(("gather.graph", "scatter.graph") if graphs else ()))
@@ -180,7 +181,9 @@ class Group:
         return ""
 
     def close(self) -> None:
-        """Ends copies and watchers. Memory goes when the last tensor that views it is gone."""
+        """Ends copies and watchers. Memory goes when the last tensor that views it is gone, whoever keeps the group:
+        modules do, in their plans, until their next call."""
+        self.closed = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         else:
@@ -188,6 +191,7 @@ class Group:
         self.executor.close()
         self.control.close()
         self._buffers.clear()
+        self.arena.release()
 
 
 def matches(group: Group, tp_group: dist.ProcessGroup | None) -> bool:

@@ -71,7 +71,17 @@ class Overlapped(Collective):
 
     # forward
 
+    def _ended(self, *gemms: str) -> bool:
+        """Whether destroy_ub() has come since this schedule was made, say between a forward and its backward."""
+        if not self.group.closed:
+            return False
+        for gemm in gemms:
+            self._asked(gemm, "destroy_ub() has ended its userbuffers since the forward began", 1)
+        return True
+
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
+        if self._ended("fprop"):
+            return super().fprop(gemm, x)
         text, rows = self._text("fprop", x, gemm.columns), x.shape[0]
         if self.tp.mode == "column":
             method = self._asked("fprop", self.group.gather_refusal(x, "row"), rows)
@@ -126,6 +136,10 @@ class Overlapped(Collective):
     def backward(
         self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
+        for gemm in ("dgrad", "wgrad"):
+            self.notes.pop(gemm, None)  # of the call before
+        if self._ended("dgrad", "wgrad"):
+            return super().backward(dgrad, wgrad, dy, dy_wgrad, x)
         given = dy if dy is not None else dy_wgrad
         text = self._text("backward" if dgrad is None else "backward with dgrad", given, 0 if wgrad is None else 1)
         with self.group.operation(text):

@@ -58,6 +58,8 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")  # as tensors say it, without an index
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
@@ -188,8 +190,11 @@ def _asked(
     return asked, remarks
 
 
-def schedule_for(tp: TensorParallel, flags: Mapping[str, bool], layer: str, strict: bool) -> tuple[Schedule, str]:
-    """(the schedule of one linear, why it does not overlap as asked or ""). strict: that is an error."""
+def schedule_for(
+    tp: TensorParallel, flags: Mapping[str, bool], layer: str, device: torch.device, strict: bool
+) -> tuple[Schedule, str]:
+    """(the schedule of one linear, why it does not overlap as asked or ""). device: of its activations. strict: that
+    is an error."""
     if not tp.active:
         schedule, why = Local(), "tensor parallelism is off"
     elif not any(flags.values()):
@@ -198,10 +203,15 @@ def schedule_for(tp: TensorParallel, flags: Mapping[str, bool], layer: str, stri
         schedule, why = Collective(tp), "sequence parallelism is off"
     else:
         found = _groups.get(tuple(dist.get_process_group_ranks(tp.group)))
-        if isinstance(found, Group):
+        if isinstance(found, Group) and found.device == device:
             return Overlapped(tp, found, layer, *_asked(tp.mode, flags, found.layers, layer), strict), ""
         ranks = dist.get_process_group_ranks(tp.group)
-        why = found.reason if found else f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
+        if isinstance(found, Group):
+            why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
+        elif found:
+            why = found.reason
+        else:
+            why = f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
         schedule = Collective(tp)
     if not any(flags.values()):
         why = ""

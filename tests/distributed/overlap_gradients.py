@@ -19,6 +19,7 @@ from tests.distributed.overlapping import (
     check_pass,
     pair_of,
     poison,
+    rows_of,
 )
 from tests.harness import under
 from tests.reference import LINEAR
@@ -96,4 +97,22 @@ def main_grads(which, recipe, method, batch, want, device) -> None:
         assert error <= 2.0**-7 * want[name].float().abs().max(), f"{fused.label} main_grad of {name}: off by {error}"
 
 
-GRADIENTS = [checkpointed, weight_gradients]
+def ended_between(device) -> None:
+    """destroy_ub() between a forward and its backward: that backward is Collective's, and the memory has gone."""
+    size = dist.get_world_size()
+    for which in LAYERS:
+        group = begin(32 * size, 128, dist.group.WORLD, device)
+        pair = pair_of(which, "bf16", device)
+        batch = pair.batch(3, 16)
+        call = pair.forward(batch)
+        te.destroy_ub()
+        assert not group.arena._memory and not group.arena._views, "the module's plan keeps the userbuffers' memory"
+        got, want = pair.backward(call), pair.expected(batch)
+        for name, value in want.items():
+            error = (got[name].float() - value.float()).abs().max()
+            assert error <= 2.0**-6 * value.float().abs().max(), f"{pair.label} {name}: off by {error}"
+        reasons = [row["reason"] for gemm, row in rows_of(pair).items() if "fprop" not in gemm and row["sent"]]
+        assert any("destroy_ub() has ended" in reason for reason in reasons), reasons
+
+
+GRADIENTS = [checkpointed, weight_gradients, ended_between]

@@ -1,10 +1,14 @@
 """ub_cfgs: what is unknown raises with the nearest name, what is left out is Transformer Engine's default."""
 
 import pytest
+import torch
 
 import te_lite as te
 from te_lite.overlap import userbuffers
 from te_lite.overlap.config import DEFAULTS, IGNORED, METHODS, OFFERED, layer_methods
+from te_lite.overlap.group import Group
+from te_lite.overlap.overlapped import Overlapped
+from te_lite.parallel import TensorParallel
 
 LAYER_GEMMS = tuple(
     f"{layer}_{gemm}" for layer in ("qkv", "proj", "fc1", "fc2") for gemm in ("fprop", "dgrad", "wgrad")
@@ -205,6 +209,23 @@ def test_initialize_ub_refuses(arguments, kind, match):
     with pytest.raises(kind, match=match):
         te.initialize_ub(tp_size=2, device="cpu", **arguments)
     assert not userbuffers.initialised()
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda:1", "cuda:0"])
+def test_activations_elsewhere_do_not_overlap(monkeypatch, place):
+    """Their addresses would be handed to copy engines of another device, or to memcpy."""
+    group = Group.__new__(Group)
+    group.device, group.layers, group.strict = torch.device("cuda:0"), layer_methods(None, 1), False
+    monkeypatch.setattr(userbuffers, "_groups", {(0, 1): group})
+    monkeypatch.setattr(userbuffers.dist, "get_process_group_ranks", lambda _: [0, 1])
+    tp = TensorParallel("column", 2, None, True)
+    flags = {**FLAGS, "ub_overlap_ag": True}
+    schedule, why = userbuffers.schedule_for(tp, flags, "fc1", torch.device(place), False)
+    assert isinstance(schedule, Overlapped) == (place == "cuda:0") == (not why)
+    if why:
+        assert why.startswith(f"activations are on {place}, userbuffers on cuda:0")
+        with pytest.raises(RuntimeError, match="userbuffers on cuda:0"):
+            userbuffers.schedule_for(tp, flags, "fc1", torch.device(place), True)
 
 
 def test_destroy_ub_without_initialize_ub_is_no_error():
