@@ -6,9 +6,10 @@
 
 Calls on the same tree add up: `--stages tests training per_shard demo` on four GPUs, the others on one.
 
-Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. `training`,
-where no time is measured, runs beside `tests`. --total-limit ends the whole before a machine's own limit would. Exit
-status 1 when a test failed, none ran, or a stage failed or ran out of time.
+Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. Stages where no
+time is measured run beside `tests`, which leaves out what is marked slow: `matrix`, `matrix_tp2` and `random` are that.
+--total-limit ends the whole before a machine's own limit would. Exit status 1 when a test failed, none ran, or a stage
+failed or ran out of time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Caps, not expectations: together they exceed TOTAL_S, which holds for the whole and leaves a machine that lends ten
 # minutes time to copy the results.
 LIMITS_S = {"tests": 360.0, "training": 240.0, "modules": 90.0, "kernels": 60.0, "gemms": 60.0, "recipes": 60.0}
-LIMITS_S |= {"per_shard": 60.0, "demo": 120.0, "matrix": 240.0, "random": 120.0, "overlap": 120.0}
+LIMITS_S |= {"per_shard": 60.0, "overlap": 120.0, "demo": 300.0, "matrix": 360.0, "matrix_tp2": 360.0, "random": 360.0}
+BESIDE_TESTS = ("training", "demo", "matrix", "matrix_tp2", "random")
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
@@ -112,8 +114,7 @@ def tests_stage(args: argparse.Namespace) -> list[Stage]:
     report = args.out / "junit.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    if args.mark:
-        command += ["-m", args.mark]
+    command += ["-m", args.mark]
     if args.workers and importlib.util.find_spec("xdist"):
         command += ["-n", str(args.workers), "--dist", "loadgroup"]
     # README's tables are made from what this run is about to write.
@@ -158,28 +159,24 @@ def too_few(name: str, args: argparse.Namespace) -> list[Stage]:
     return [Stage(name, "skipped", detail={"reason": f"{gpu_count(args)} GPU: tensor parallelism needs 2"})]
 
 
-def ranks_stage(name: str, script: list[str], args: argparse.Namespace) -> list[Stage]:
-    """A script on all GPUs (at most MAX_TP)."""
-    tp = tp_size(args)
-    if tp < 2:
+def ranks_stage(name: str, script: list[str], args: argparse.Namespace, tp: int = 0) -> list[Stage]:
+    """A script on `tp` ranks, by default as many as there are GPUs (at most MAX_TP)."""
+    if tp_size(args) < 2:
         return too_few(name, args)
+    tp = tp or tp_size(args)
     command = [*launcher(tp), *script]
-    run = run_command(command, limit(name, args))
+    run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS)
     return [finished(name, run, command, args.out, {"tp": tp})]
 
 
-def overlap_test(name: str, options: str) -> Callable[[argparse.Namespace], list[Stage]]:
-    """A suite of tests/distributed/run_overlap.py, with all its lines counted."""
-
-    def stage(args: argparse.Namespace) -> list[Stage]:
-        device = "cuda" if args.device.startswith("cuda") else "cpu"
-        script = ["tests/distributed/run_overlap.py", "--device", device, "--suite", name, *shlex.split(options)]
-        return ranks_stage(name, script, args)
-
-    return stage
+def overlap_test(name: str, args: argparse.Namespace, *options: str, tp: int = 0) -> list[Stage]:
+    """A suite of tests/distributed/run_overlap.py."""
+    device = "cuda" if args.device.startswith("cuda") else "cpu"
+    script = ["tests/distributed/run_overlap.py", "--device", device, *options]
+    return ranks_stage(name, script, args, tp)
 
 
-def training_stage(args: argparse.Namespace, echo: bool = True) -> list[Stage]:
+def training_stage(args: argparse.Namespace) -> list[Stage]:
     """The demo model with every recipe, all runs at once; leaves training.png and training.json."""
     plot, log = args.out / "training.png", args.out / "training.json"
     log.unlink(missing_ok=True)
@@ -187,7 +184,7 @@ def training_stage(args: argparse.Namespace, echo: bool = True) -> list[Stage]:
     shutil.rmtree(folder, ignore_errors=True)  # runs of another tree are no answer
     command = [sys.executable, "examples/compare_recipes.py", "--plot", str(plot), "--runs", str(folder)]
     command += ["--device", "cuda" if args.device.startswith("cuda") else "cpu", *shlex.split(args.training_args)]
-    run = run_command(command, limit("training", args), echo=echo)
+    run = run_command(command, limit("training", args), echo=False)
     shutil.rmtree(folder, ignore_errors=True)
     stage = finished("training", run, command, args.out, training_numbers(log))
     if stage.status == "passed" and not stage.detail:
@@ -220,7 +217,7 @@ def demo_stage(args: argparse.Namespace) -> list[Stage]:
         log = args.out / f"demo_{recipe}.json"
         options = ["--tp", str(tp), "--sequence-parallel", "--recipe", recipe, "--log-json", str(log), *overlap]
         command = [*launcher(tp), "examples/train_gpt.py", *options, *shlex.split(args.demo_args)]
-        run = run_command(command, limit("demo", args) / (2 * len(DEMO_RECIPES)))
+        run = run_command(command, limit("demo", args) / (2 * len(DEMO_RECIPES)), echo=False)
         detail = {"tp": tp, "recipe": recipe, "overlap": bool(overlap), **demo_numbers(log)}
         stage = finished(f"demo {recipe}{' overlap' if overlap else ''}", run, command, args.out, detail)
         loss, entropy = detail.get("held_out_loss"), detail.get("unigram_entropy")
@@ -244,6 +241,10 @@ def demo_numbers(log: Path) -> dict[str, float]:
 RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "tests": tests_stage,
     "training": training_stage,
+    "matrix": lambda args: overlap_test("matrix", args, "--suite", "matrix"),
+    "matrix_tp2": lambda args: overlap_test("matrix_tp2", args, "--suite", "matrix", tp=2),
+    "random": lambda args: overlap_test("random", args, "--suite", "random", "--iterations", "1000", "--seed", "1"),
+    "demo": demo_stage,
     "modules": lambda args: benchmark_stage("modules", args),
     "kernels": lambda args: benchmark_stage("kernels", args),
     "gemms": lambda args: benchmark_stage("gemms", args),
@@ -253,9 +254,6 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
         "per_shard", ["benchmarks/recipes.py", "--part", "per_shard", *script_options(args)], args
     ),
     "overlap": lambda args: ranks_stage("overlap", ["benchmarks/overlap.py", *script_options(args)], args),
-    "matrix": overlap_test("matrix", ""),
-    "random": overlap_test("random", "--iterations 1000 --seed 1"),
-    "demo": demo_stage,
 }
 
 
@@ -265,7 +263,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results files")
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--mark", default="", help="pytest -m expression, e.g. 'gpu or multigpu'; all tests by default")
+    parser.add_argument("--mark", default="not slow", help="pytest -m expression, e.g. 'gpu and not slow'")
     cores = os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=cores * 2 // 3, help="pytest-xdist processes, where it is there")
     parser.add_argument("--pytest-args", default="", help="what to pass to pytest in place of 'tests'")
@@ -305,14 +303,13 @@ def earlier_rows(args: argparse.Namespace) -> list[dict]:
 
 
 def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[Stage]]:
-    """Each stage's rows as it ends; training runs beside tests where both are asked for."""
-    beside = {"tests", "training"} <= set(names)
-    with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(training_stage, args, echo=False) if beside else None
+    """Each stage's rows as it ends; those of BESIDE_TESTS run beside tests where tests are asked for."""
+    with ThreadPoolExecutor(len(BESIDE_TESTS)) as pool:
+        beside = {name: pool.submit(RUNNERS[name], args) for name in BESIDE_TESTS if {name, "tests"} <= set(names)}
         for name in names:
             print(f"--- {name}", flush=True)
-            if beside and name == "training":
-                yield training.result()
+            if name in beside:
+                yield beside[name].result()
             elif time.monotonic() >= args.end:
                 yield [Stage(name, "timeout", detail={"reason": f"--total-limit {args.total_limit:g} was used up"})]
             else:

@@ -46,6 +46,16 @@ def test_random_iterations(device):
     assert lines[-1] == f"random on 4 {device} ranks: no mismatch"
 
 
+@pytest.mark.parametrize("connections", ["1", "32"])
+@pytest.mark.parametrize("device", rank_device_params(2)[1:])
+def test_hardware_queues(device, connections):
+    """One queue for all streams, where a wait could stand before what ends it, and many."""
+    script = HERE / "run_overlap.py"
+    arguments = ("--device", device, "--suite", "random", "--iterations", "30", "--seed", "40")
+    said = launch(script, *arguments, ranks=2, timeout=300, env={"CUDA_DEVICE_MAX_CONNECTIONS": connections})
+    assert said.splitlines()[-1] == f"random on 2 {device} ranks: no mismatch"
+
+
 def test_a_random_mismatch_says_how_to_repeat_it(tmp_path):
     """A reduce-scatter that adds in another order is found, and named with its seed."""
     script = tmp_path / "wrong.py"
