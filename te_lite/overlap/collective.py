@@ -98,8 +98,8 @@ class Collective(Schedule):
         parts = tuple(all_gather(part, self.tp.group) for part in shards)
         return q.from_wire(parts, layout, q.shape[0] * self.tp.size)
 
-    def _regather(self, q: QTensor) -> QTensor:
-        return self.gather("wgrad", q, "row" if q.format.col_from_row else "col")
+    def _regather(self, q: QTensor, gemm: str = "wgrad") -> QTensor:
+        return self.gather(gemm, q, "row" if q.format.col_from_row else "col")
 
     def _sum(self, gemm: str, partial: Tensor) -> Tensor:
         scatters = self.tp.sequence_parallel

@@ -77,6 +77,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
+    if not isinstance(options, Mapping):
+        raise TypeError(f"ub_cfgs[{name!r}]={options!r}: must be a dict of options, such as {{'method': 'auto'}}")
     for option in options:
         if option not in OPTIONS:
             raise ValueError(
@@ -116,12 +118,16 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
     buffers serve all modes at once, so the dicts of a list must agree on the methods.
     Raises ValueError for unknown layers, options and methods (Transformer Engine passes over an unknown layer).
     """
+    if ub_cfgs is not None and (isinstance(ub_cfgs, str) or not isinstance(ub_cfgs, Mapping | Sequence)):
+        raise TypeError(f"ub_cfgs={ub_cfgs!r}: must be a dict, layer -> options, or a list of such dicts")
     configs = [ub_cfgs or {}] if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
     if len(configs) not in (1, modes):
         raise ValueError(f"ub_cfgs is a list of {len(configs)}: must have one entry for each of {modes} modes")
     methods: dict[str, str] = {}
     ignored: list[str] = []
     for config in configs:
+        if not isinstance(config, Mapping):
+            raise TypeError(f"ub_cfgs holds {config!r}: each must be a dict, layer -> options")
         found = dict(DEFAULTS)
         for name, options in config.items():
             if name not in DEFAULTS:

@@ -151,6 +151,9 @@ class Overlapped(Collective):
         self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         scatters = self.methods.get("dgrad", "bulk") != "bulk"
+        # Beside which GEMM x and dx travel when Collective moves them, while the other may be hidden in bulk.
+        bulk = wgrad is not None and not scatters and bool(self.methods.keys() & {"dgrad", "wgrad"})
+        x_at, dx_at = ("dgrad", "wgrad") if bulk else ("wgrad", "dgrad")
         gather = scatter = dx = dw = None
         if wgrad is not None:
             layout, gemm = "row" if x.format.col_from_row else "col", "wgrad" if scatters else "dgrad"
@@ -176,9 +179,9 @@ class Overlapped(Collective):
                         self.notes["dgrad"] = Note(
                             "collective", 0, "no weight gradient to hide the scatter of dx behind"
                         )
-                    dx = self._sum("dgrad", partial)
+                    dx = self._sum(dx_at, partial)
         if wgrad is not None:
-            dw = wgrad(dy_wgrad, self._regather(x) if gather is None else gather.whole())
+            dw = wgrad(dy_wgrad, self._regather(x, x_at) if gather is None else gather.whole())
         if gather is not None:
             gather.close()
         if scatter is not None:

@@ -60,15 +60,17 @@ def _device(device: torch.device | str | None) -> torch.device:
     device = torch.device(device)
     if device.type == "cpu":
         return torch.device("cpu")  # as tensors say it, without an index
-    if device.type == "cuda" and device.index is None:
+    if device.type != "cuda":
+        raise ValueError(f"device={str(device)!r}: must be 'cpu' or 'cuda', where the activations are")
+    if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Sequence[Any]) -> LayerMethods:
     """Of initialize_ub's arguments what this rank can judge by itself."""
-    if len(shape) != 2 or any(int(n) < 1 for n in shape):
-        raise ValueError(f"shape={list(shape)}: must be [tokens, hidden], both positive")
+    if not isinstance(shape, Sequence) or len(shape) != 2 or any(n != int(n) or n < 1 for n in shape):
+        raise ValueError(f"shape={shape!r}: must be [tokens, hidden], both positive integers")
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype}: must be one of {DTYPES}")
     return layer_methods(ub_cfgs, len(modes))
@@ -103,10 +105,11 @@ def initialize_ub(
     different between ranks; RuntimeError when called twice for a group or without torch.distributed.
     """
     global _generation
-    layers, wrong, place = None, None, _device(device)
+    layers = wrong = place = None
     try:
+        place = _device(device)
         layers = _checked(shape, dtype, ub_cfgs, _modes(use_fp8, quantization_modes))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if not dist.is_initialized():
             raise
         wrong = error  # raised once every rank knows of it

@@ -185,6 +185,28 @@ def report_names_the_methods(device) -> None:
     assert "pipeline" in text and "external" in text and "MiB" in text
 
 
+def report_of_one_bulk(device) -> None:
+    """With one of the two bulk flags the other exchange is Collective's: both are reported, and of this call alone."""
+    size = dist.get_world_size()
+    begin(32 * size, 128, dist.group.WORLD, device)
+    for flag, methods in (
+        ("ub_bulk_dgrad", {"dgrad": "bulk", "wgrad": "collective"}),
+        ("ub_bulk_wgrad", {"dgrad": "collective", "wgrad": "bulk"}),
+    ):
+        module = te.Linear(
+            128, 128, parallel_mode="column", tp_group=dist.group.WORLD, tp_size=size, sequence_parallel=True,
+            ub_name="qkv", params_dtype=torch.bfloat16, device=device, name=flag, **{flag: True},
+        )  # fmt: skip
+        for wanted in (False, True):
+            module.weight.requires_grad_(wanted)
+            x = torch.ones(32, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+            module(x).sum().backward()
+            rows = {row["gemm"]: row for row in te.overlap_report() if row["module"] == flag}
+            got = {gemm: rows[gemm]["schedule"] for gemm in methods}
+            assert got == (methods if wanted else {"dgrad": "collective", "wgrad": "local"}), rows
+            assert bool(rows["dgrad"]["reason"]) == (flag == "ub_bulk_wgrad" and not wanted), rows
+
+
 def epochs_wrap_around(device) -> None:
     """Flags that start at 2^32 - 3, and at 2^31 - 3, where a signed comparison would turn."""
     size = dist.get_world_size()
@@ -208,4 +230,5 @@ SIZES = [
     number_formats_side_by_side,
     three_dimensions,
     report_names_the_methods,
+    report_of_one_bulk,
 ]

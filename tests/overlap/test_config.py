@@ -197,6 +197,13 @@ def test_options_without_effect_are_named():
     [
         ({"shape": [128]}, ValueError, "shape="),
         ({"shape": [0, 64]}, ValueError, "positive"),
+        ({"shape": [128, 64.5]}, ValueError, "integers"),
+        ({"shape": None}, ValueError, "shape=None"),
+        ({"shape": [128, 64], "device": "meta"}, ValueError, "device='meta'"),
+        ({"shape": [128, 64], "ub_cfgs": 5}, TypeError, "ub_cfgs=5"),
+        ({"shape": [128, 64], "ub_cfgs": "fused"}, TypeError, "ub_cfgs='fused'"),
+        ({"shape": [128, 64], "ub_cfgs": [5]}, TypeError, "ub_cfgs holds 5"),
+        ({"shape": [128, 64], "ub_cfgs": {"fc1_fprop": "fused"}}, TypeError, "must be a dict of options"),
         ({"shape": [128, 64], "dtype": "bf16"}, TypeError, "dtype="),
         ({"shape": [128, 64], "ub_cfgs": {"fc3_fprop": {}}}, ValueError, "fc3_fprop"),
         ({"shape": [128, 64], "quantization_modes": [NONE, FP8], "ub_cfgs": [{}] * 3}, ValueError, "list of 3"),
@@ -207,7 +214,7 @@ def test_options_without_effect_are_named():
 def test_initialize_ub_refuses(arguments, kind, match):
     """Before anything else, and without torch.distributed."""
     with pytest.raises(kind, match=match):
-        te.initialize_ub(tp_size=2, device="cpu", **arguments)
+        te.initialize_ub(tp_size=2, **{"device": "cpu", **arguments})
     assert not userbuffers.initialised()
 
 
