@@ -89,6 +89,15 @@ class Group:
             self._buffers[name] = Buffer(self.arena, name, SLOTS, PIECES, at, first_epoch, graph)
             at += count
         exchange.all(None)  # nobody's flags are written any more
+        self.control = self.executor = None
+        try:
+            exchange.step("starting userbuffers", self._watch)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _watch(self) -> None:
+        """Control, executor and what they need; may fail on this rank alone."""
         addresses = [memory.address for memory in self._control_memory]
         self.control = _C.Control(
             self.rank, self.size, addresses, self._control_memory, timeout_s(), names=list(self.ranks)
@@ -188,8 +197,12 @@ class Group:
             torch.cuda.synchronize(self.device)
         else:
             self.executor.synchronize()
-        self.executor.close()
-        self.control.close()
+        self._stop()
+
+    def _stop(self) -> None:
+        for part in (self.executor, self.control):
+            if part is not None:
+                part.close()
         self._buffers.clear()
         self.arena.release()
 

@@ -5,10 +5,12 @@ import torch
 
 import te_lite as te
 from te_lite.overlap import userbuffers
+from te_lite.overlap.bootstrap import BootstrapError
 from te_lite.overlap.config import DEFAULTS, IGNORED, METHODS, OFFERED, layer_methods
 from te_lite.overlap.group import Group
 from te_lite.overlap.overlapped import Overlapped
 from te_lite.parallel import TensorParallel
+from tests.overlap.threads import make_group, on_threads
 
 LAYER_GEMMS = tuple(
     f"{layer}_{gemm}" for layer in ("qkv", "proj", "fc1", "fc2") for gemm in ("fprop", "dgrad", "wgrad")
@@ -233,6 +235,24 @@ def test_activations_elsewhere_do_not_overlap(monkeypatch, place):
         assert why.startswith(f"activations are on {place}, userbuffers on cuda:0")
         with pytest.raises(RuntimeError, match="userbuffers on cuda:0"):
             userbuffers.schedule_for(tp, flags, "fc1", torch.device(place), True)
+
+
+def test_a_rank_that_cannot_start_stops_all(monkeypatch):
+    """Else the others would wait for it in their first exchange."""
+    watch = Group._watch
+
+    def failing(group):
+        watch(group)
+        if group.rank == 1:
+            raise OSError("no thread left")
+
+    monkeypatch.setattr(Group, "_watch", failing)
+
+    def start(rank, exchange):
+        with pytest.raises(BootstrapError, match=r"starting userbuffers failed on rank 1 \(OSError: no thread left\)"):
+            make_group(exchange)
+
+    on_threads(2, start)
 
 
 def test_destroy_ub_without_initialize_ub_is_no_error():
