@@ -51,7 +51,7 @@ class Buffer:
         self.arena, self.name, self.slots, self.pieces, self.words = arena, name, slots, pieces, words
         self.capacity = arena.slot_bytes(name)
         self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
-        self.counters = torch.zeros(arena.size * pieces, dtype=torch.int32, device=arena.device)  # a kernel's own
+        self.counters = torch.zeros(slots, arena.size * pieces, dtype=torch.int32, device=arena.device)  # a kernel's
         self.programs: dict[tuple, Any] = {}
         self._first_flag = first_flag
         self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * slots

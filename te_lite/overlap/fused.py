@@ -90,7 +90,7 @@ def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
         gemm.b.operand(gemm.b_layout)[0],
         slots,
         signals,
-        buffer.counters,
+        buffer.counters[scatter.slot],
         scatter.staging,
         buffer.ready_flags(scatter.slot),
         word,

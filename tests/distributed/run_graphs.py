@@ -31,14 +31,16 @@ FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_dgrad": True, "u
 SCATTERS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
 
 
-def make_mlp(device: torch.device, flags: dict[str, bool]) -> te.LayerNormMLP:
+def make(kind: str, device: torch.device, flags: dict[str, bool]) -> torch.nn.Module:
     torch.manual_seed(dist.get_rank())
-    world = dist.get_world_size()
-    options = {"sequence_parallel": True, "tp_group": dist.group.WORLD, "tp_size": world, "set_parallel_mode": True}
-    return te.LayerNormMLP(HIDDEN, FFN, device=device, params_dtype=torch.bfloat16, **options, **flags)
+    options = {"sequence_parallel": True, "tp_group": dist.group.WORLD, "tp_size": dist.get_world_size(), **flags}
+    options |= {"device": device, "params_dtype": torch.bfloat16}
+    if kind == "row":
+        return te.Linear(FFN, HIDDEN, parallel_mode="row", ub_name="proj", **options)
+    return te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **options)
 
 
-def step(module: te.LayerNormMLP, recipe: str, x: Tensor, dy: Tensor) -> list[Tensor]:
+def step(module: torch.nn.Module, recipe: str, x: Tensor, dy: Tensor) -> list[Tensor]:
     """Forward and backward; output, input gradient, parameter gradients."""
     x.grad = None
     module.zero_grad(set_to_none=True)
@@ -53,11 +55,12 @@ def draw(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
 
-def compare(recipe: str, flags: dict[str, bool], device: torch.device, replays: int) -> bool:
+def compare(kind: str, recipe: str, flags: dict[str, bool], device: torch.device, replays: int) -> bool:
     """Whether every replay gave the bits of the eager step, on all ranks."""
-    module = make_mlp(device, flags)
-    shape = (TOKENS // dist.get_world_size(), HIDDEN)
-    x, dy = draw(shape, 0, device).requires_grad_(), draw(shape, 1, device)
+    module, world = make(kind, device, flags), dist.get_world_size()
+    shard = (TOKENS // world, HIDDEN)
+    shape = (TOKENS, FFN // world) if kind == "row" else shard
+    x, dy = draw(shape, 0, device).requires_grad_(), draw(shard, 1, device)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -69,7 +72,7 @@ def compare(recipe: str, flags: dict[str, bool], device: torch.device, replays: 
         captured = step(module, recipe, x, dy)
     wrong = 0
     for i in range(replays):
-        new_x, new_dy = draw(shape, 2 * i + 2, device), draw(shape, 2 * i + 3, device)
+        new_x, new_dy = draw(shape, 2 * i + 2, device), draw(shard, 2 * i + 3, device)
         with torch.no_grad():
             x.copy_(new_x)
             dy.copy_(new_dy)
@@ -93,12 +96,14 @@ def main() -> int:
     good = True
     for name, flags in itertools.product(args.methods, (FLAGS, SCATTERS)):
         te.initialize_ub([TOKENS, HIDDEN], world, ub_cfgs=CONFIGS[name], strict=True, cuda_graphs=True)
-        for recipe in RECIPES:
-            same = compare(recipe, flags, device, args.replays)
+        # A row-parallel linear alone scatters before anything was gathered.
+        for kind, recipe in [("mlp", recipe) for recipe in RECIPES] + [("row", "bf16")]:
+            same = compare(kind, recipe, flags, device, args.replays)
             good &= same
             if rank == 0:
-                kind = "scatters" if flags is SCATTERS else "bulk"
-                print(f"{name}, {kind}, {recipe}: {args.replays} replays {'ok' if same else 'DIFFER'}", flush=True)
+                backward = "scatters" if flags is SCATTERS else "bulk"
+                said = f"{name}, {backward}, {kind}, {recipe}: {args.replays} replays"
+                print(said, "ok" if same else "DIFFER", flush=True)
         te.destroy_ub()
     if rank == 0:
         print("all replays agree" if good else "FAILED", flush=True)
