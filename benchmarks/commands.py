@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,3 +68,22 @@ def run_command(
     process.wait()
     reader.join(timeout=GRACE_S)
     return status, time.monotonic() - begin, lines
+
+
+def read_junit(path: Path) -> dict[str, object]:
+    """Counts of a junit report and the names of what failed."""
+    root = ElementTree.parse(path).getroot()
+    counts: dict[str, object] = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
+    failures = []
+    for case in root.iter("testcase"):
+        kinds = {child.tag for child in case}
+        key = "passed"
+        for tag, name in (("failure", "failed"), ("error", "errors"), ("skipped", "skipped")):
+            if tag in kinds:
+                key = name
+                break
+        counts[key] += 1
+        if key in ("failed", "errors"):
+            failures.append(f"{case.get('classname')}::{case.get('name')}")
+    counts["failures"] = failures
+    return counts

@@ -7,7 +7,8 @@
 Calls on the same tree add up: `--stages tests training per_shard demo` on four GPUs, the others on one.
 
 Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. Stages where no
-time is measured run beside `tests`, which leaves out what is marked slow: `matrix`, `matrix_tp2` and `random` are that.
+time is measured run beside `tests`, which leaves out what needs several GPUs (`ranks`) or is marked slow (`matrix`,
+`matrix_tp2` and `random` are that).
 --total-limit ends the whole before a machine's own limit would. Exit status 1 when a test failed, none ran, or a stage
 failed or ran out of time.
 """
@@ -23,7 +24,6 @@ import shlex
 import shutil
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 
 import torch
 
-from benchmarks.commands import run_command
+from benchmarks.commands import read_junit, run_command
 from te_lite.testing import results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,8 +41,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Caps, not expectations: together they exceed TOTAL_S, which holds for the whole and leaves a machine that lends ten
 # minutes time to copy the results.
 LIMITS_S = {"tests": 360.0, "training": 240.0, "modules": 90.0, "kernels": 60.0, "gemms": 60.0, "recipes": 60.0}
-LIMITS_S |= {"per_shard": 60.0, "overlap": 120.0, "demo": 300.0, "matrix": 360.0, "matrix_tp2": 360.0, "random": 360.0}
-BESIDE_TESTS = ("training", "demo", "matrix", "matrix_tp2", "random")
+LIMITS_S |= {
+    "ranks": 360.0,
+    "per_shard": 60.0,
+    "overlap": 200.0,
+    "demo": 160.0,
+    "matrix": 360.0,
+    "matrix_tp2": 360.0,
+    "random": 360.0,
+}
+BESIDE_TESTS = ("ranks", "training", "matrix", "matrix_tp2", "random")
+RANKS_WORKERS = 6  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
@@ -87,43 +96,33 @@ def finished(
     return Stage(name, outcome(status), seconds, portable(shlex.join(command), out), detail, tail)
 
 
-def read_junit(path: Path) -> dict[str, object]:
-    """Counts of a junit report and the names of what failed."""
-    root = ElementTree.parse(path).getroot()
-    counts: dict[str, object] = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
-    failures = []
-    for case in root.iter("testcase"):
-        kinds = {child.tag for child in case}
-        key = "passed"
-        for tag, name in (("failure", "failed"), ("error", "errors"), ("skipped", "skipped")):
-            if tag in kinds:
-                key = name
-                break
-        counts[key] += 1
-        if key in ("failed", "errors"):
-            failures.append(f"{case.get('classname')}::{case.get('name')}")
-    counts["failures"] = failures
-    return counts
-
-
 def outcome(status: int | None) -> str:
     return "timeout" if status is None else "passed" if status == 0 else "failed"
 
 
-def tests_stage(args: argparse.Namespace) -> list[Stage]:
-    report = args.out / "junit.xml"
+def ranks_tests_stage(args: argparse.Namespace) -> list[Stage]:
+    """Tests of several GPUs. Beside each other, but few: each starts up to four ranks."""
+    return (
+        pytest_stage("ranks", "multigpu and not slow", RANKS_WORKERS, args)
+        if gpu_count(args) > 1
+        else too_few("ranks", args)
+    )
+
+
+def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -> list[Stage]:
+    report = args.out / f"junit_{name}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += ["-m", args.mark]
-    if args.workers and importlib.util.find_spec("xdist"):
-        command += ["-n", str(args.workers), "--dist", "loadgroup"]
+    command += ["-m", mark]
+    if workers and importlib.util.find_spec("xdist"):
+        command += ["-n", str(workers), "--dist", "loadgroup"]
     # README's tables are made from what this run is about to write.
     command += ["--deselect", "tests/test_report.py::test_documents_match_the_committed_results"]
     command += shlex.split(args.pytest_args) or ["tests"]
-    run = run_command(command, limit("tests", args))
+    run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS)
     detail = read_junit(report) if report.exists() else {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     report.unlink(missing_ok=True)
-    stage = finished("tests", run, command, args.out, detail)
+    stage = finished(name, run, command, args.out, detail)
     if stage.status == "passed" and not detail["passed"]:
         stage.status = "failed"  # a check that ran nothing has shown nothing
     return [stage]
@@ -239,12 +238,12 @@ def demo_numbers(log: Path) -> dict[str, float]:
 
 
 RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
-    "tests": tests_stage,
+    "tests": lambda args: pytest_stage("tests", args.mark, args.workers, args),
+    "ranks": ranks_tests_stage,
     "training": training_stage,
     "matrix": lambda args: overlap_test("matrix", args, "--suite", "matrix"),
     "matrix_tp2": lambda args: overlap_test("matrix_tp2", args, "--suite", "matrix", tp=2),
     "random": lambda args: overlap_test("random", args, "--suite", "random", "--iterations", "1000", "--seed", "1"),
-    "demo": demo_stage,
     "modules": lambda args: benchmark_stage("modules", args),
     "kernels": lambda args: benchmark_stage("kernels", args),
     "gemms": lambda args: benchmark_stage("gemms", args),
@@ -254,6 +253,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
         "per_shard", ["benchmarks/recipes.py", "--part", "per_shard", *script_options(args)], args
     ),
     "overlap": lambda args: ranks_stage("overlap", ["benchmarks/overlap.py", *script_options(args)], args),
+    "demo": demo_stage,
 }
 
 
@@ -263,9 +263,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results files")
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--mark", default="not slow", help="pytest -m expression, e.g. 'gpu and not slow'")
+    parser.add_argument("--mark", default="not slow and not multigpu", help="pytest -m expression of `tests`")
     cores = os.cpu_count() or 1
-    parser.add_argument("--workers", type=int, default=cores * 2 // 3, help="pytest-xdist processes, where it is there")
+    parser.add_argument(
+        "--workers", type=int, default=max(1, cores * 7 // 16), help="pytest-xdist processes, where it is there"
+    )
     parser.add_argument("--pytest-args", default="", help="what to pass to pytest in place of 'tests'")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of the benchmarks; 0 keeps their own")
     parser.add_argument("--ranks", type=int, default=0, help="of per_shard and demo; 0: number of GPUs, at most 4")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -98,16 +99,17 @@ def compare(shape: Shape, recipe: str, method: str, args: argparse.Namespace, de
     return row
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
-    rows = []
+def measure(args: argparse.Namespace, device: torch.device, rows: list[dict], write: Callable[[], None]) -> None:
+    """Appends a row after the other; write() after each, so that a run that is cut off leaves what it measured."""
     shapes = SMOKE_SHAPES if device.type == "cpu" else SHAPES
     for shape in (shape for shape in shapes if shape.name in args.shapes or device.type == "cpu"):
         for method in args.methods:
             config, _, recipes = METHODS[method]
             te.initialize_ub([shape.tokens, shape.hidden], dist.get_world_size(), ub_cfgs=config, device=device)
-            rows += [compare(shape, recipe, method, args, device) for recipe in args.recipes if recipe in recipes]
+            for recipe in (recipe for recipe in args.recipes if recipe in recipes):
+                rows.append(compare(shape, recipe, method, args, device))
+                write()
             te.destroy_ub()
-    return rows
 
 
 def summary(rows: list[dict]) -> str:
@@ -127,7 +129,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=names, choices=names)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--wall-rounds", type=int, default=2)
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for overlap.json")
@@ -141,9 +143,14 @@ def main(argv: list[str] | None = None) -> int:
     if ranks < 2:
         raise SystemExit(f"overlap on {ranks} rank: there is nothing to overlap; start it with torchrun on 2 or more")
     torch.manual_seed(rank)
-    rows = measure(args, device)
+    rows: list[dict] = []
+
+    def write() -> None:
+        if rank == 0:
+            results.write_results(args.out / "overlap.json", "overlap", rows, tree=tree, device=args.device, tp=ranks)
+
+    measure(args, device, rows, write)
     if rank == 0:
-        results.write_results(args.out / "overlap.json", "overlap", rows, tree=tree, device=args.device, tp=ranks)
         print(summary(rows))
     leave_ranks()
     return 1 if any(row["error"] for row in rows) else 0

@@ -166,11 +166,7 @@ class Executor:
     @property
     def abort_address(self) -> int:
         """CUDA, after set_flags: a word in pinned host memory, for kernels that poll, that becomes 1 when the group
-        breaks. The host writes it, so no queue of the device stands in its way. 0 without."""
-
-    def set_kernel_waits(self, on: bool) -> None:
-        """CUDA: waits are launches of wait_kernel instead of stream memory operations. For
-        CUDA_DEVICE_MAX_CONNECTIONS=1, where such an operation that waits would stand before what releases it."""
+        breaks. A thread of the host writes it, so neither the driver nor a queue stands in its way. 0 without."""
 
     # CUDA, write only: flag "p", word "p", delta "i", abort "p"; ends when flag has reached word + delta, or on abort.
     wait_kernel: Kernel

@@ -142,7 +142,7 @@ def test_gpu_check_trains_beside_the_tests(tmp_path, monkeypatch):
 
     def run(command):
         if "pytest" in command:
-            (tmp_path / "junit.xml").write_text("<testsuite><testcase classname='a' name='b'/></testsuite>")
+            (tmp_path / "junit_tests.xml").write_text("<testsuite><testcase classname='a' name='b'/></testsuite>")
             return 0 if training.wait(20) else 1
         training.set()
         off = {"tp": 1, "train_ratio": 0.99, "held_out_ratio": 1.02, "recipe": "mxfp8"}

@@ -63,7 +63,12 @@ std::string one_decimal(double seconds) {
 
 Control::Control(int rank, int size, const std::vector<uint64_t>& addresses, double timeout, double silence,
                  std::vector<int> names)
-    : rank(rank), timeout(timeout), names_(std::move(names)), silence_(silence), process_(getpid()), own_(block_of(rank, size, addresses)) {
+    : rank(rank),
+      timeout(timeout),
+      names_(std::move(names)),
+      silence_(silence),
+      process_(getpid()),
+      own_(block_of(rank, size, addresses)) {
   for (uint64_t address : addresses) peers_.push_back({reinterpret_cast<ControlBlock*>(address)});
   own_.state.store(ControlBlock::kUp, std::memory_order_release);
   watcher_ = std::make_unique<std::thread>(&Control::watch, this);
@@ -100,6 +105,16 @@ void Control::break_group(const std::string& message) {
   own_.broken.store(1, std::memory_order_release);
 }
 
+void Control::set_abort_word(uint32_t* word) {
+  std::lock_guard<std::mutex> lock(telling_);
+  abort_word_ = word;
+}
+
+void Control::tell_abort_word() {
+  std::lock_guard<std::mutex> lock(telling_);
+  if (abort_word_ && is_broken()) __atomic_store_n(abort_word_, 1u, __ATOMIC_RELEASE);
+}
+
 std::optional<std::string> Control::broken() const {
   if (!is_broken()) return std::nullopt;
   return own_.message;
@@ -133,6 +148,7 @@ void Control::watch() {
     for (int peer = 0; peer < static_cast<int>(peers_.size()) && !is_broken(); ++peer) {
       if (peer != rank) look_at(peer, passed.count());
     }
+    tell_abort_word();
   }
 }
 

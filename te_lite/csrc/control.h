@@ -58,6 +58,8 @@ class Control {
   bool is_broken() const { return own_.broken.load(std::memory_order_acquire) != 0; }
   std::optional<std::string> broken() const;
   void check() const;  // throws GroupBroken
+  // A word that becomes 1 when the group breaks, for those that look at nothing else; null: no more.
+  void set_abort_word(uint32_t* word);
   void close();
 
   const int rank;
@@ -79,7 +81,11 @@ class Control {
   const int process_;  // a forked child has this object, but not its thread
   std::vector<Peer> peers_;
   ControlBlock& own_;
+  void tell_abort_word();
+
   std::mutex writing_;  // own_
+  std::mutex telling_;  // abort_word_
+  uint32_t* abort_word_ = nullptr;
   std::atomic<uint64_t> announced_{0};
   std::atomic<bool> stop_{false};
   std::unique_ptr<std::thread> watcher_;

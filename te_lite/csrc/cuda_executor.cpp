@@ -1,4 +1,7 @@
-// The executor for CUDA ranks: copy engines, stream memory operations, and a watcher for waits that take too long.
+// The executor for CUDA ranks: copy engines, flags that streams write, waits in kernels, and a watcher for waits that
+// take too long. A wait is a kernel and no stream memory operation because it must end when the group breaks: by a word
+// in host memory that the control thread writes, whatever the driver and the device's queues are held up by. A thread
+// that loads a kernel, for one, holds the driver until every stream is idle.
 #include <algorithm>
 #include <chrono>
 #include <mutex>
@@ -39,7 +42,6 @@ class CudaExecutor final : public Executor {
   void set_flags(uint64_t address, size_t bytes) override;
   uint64_t abort_address() const override { return host_ ? reinterpret_cast<uint64_t>(abort_word()) : 0; }
   void set_wait_kernel(const Kernel& kernel) override;
-  void set_kernel_waits(bool on) override { kernel_waits_ = on; }
   void close() override;
 
  private:
@@ -56,7 +58,6 @@ class CudaExecutor final : public Executor {
   void watch();
   void look();
   void find_overdue();
-  void release();
   void launch_wait(const Step& step, void* stream, uint64_t word, uint32_t delta);
   uint32_t* abort_word() const { return host_ + flag_bytes_ / sizeof *host_; }
   uint64_t zero_word() const { return reinterpret_cast<uint64_t>(abort_word() + 1); }
@@ -67,7 +68,6 @@ class CudaExecutor final : public Executor {
   std::vector<void*> streams_;  // [0]: main, of the segment that is issued
   void* event_ = nullptr;       // one is enough: a stream that waits for it keeps to what was recorded by then
   const Kernel* wait_kernel_ = nullptr;
-  std::atomic<bool> kernel_waits_{false};
   std::mutex issuing_;
 
   std::mutex mutex_;  // of all below
@@ -93,6 +93,7 @@ void CudaExecutor::set_flags(uint64_t address, size_t bytes) {
   flag_bytes_ = bytes;
   host_ = static_cast<uint32_t*>(host);
   abort_word()[0] = abort_word()[1] = 0;
+  control_.set_abort_word(abort_word());
 }
 
 void CudaExecutor::set_wait_kernel(const Kernel& kernel) {
@@ -113,6 +114,7 @@ void CudaExecutor::close() {
   }
   if (watcher_) watcher_->join();
   watcher_.reset();
+  control_.set_abort_word(nullptr);
   // Unchecked from here on: nobody could act on a failure.
   const PrimaryContext::Scope scope(context_.get());
   if (own_stream_) {
@@ -139,13 +141,11 @@ void CudaExecutor::perform(std::vector<Step>& steps, uint64_t main_stream, uint6
   Batch batch;
   int stream = 0;  // of the batch
   for (const Step& step : steps) {
-    const bool waits = step.kind == Step::kWait;
-    const bool batched = !epoch_word && (step.kind == Step::kSet || (waits && !kernel_waits_));
+    const bool batched = !epoch_word && step.kind == Step::kSet;
     if (!batched || step.stream != stream || batch.size() == kMostMemOps) flush(batch, stream);
     stream = step.stream;
-    if (waits && !epoch_word) remember(step);
     if (batched) {
-      batch.push_back({waits ? kMemOpWait32 : kMemOpWrite32, step.to, step.value, 0, 0, 0});
+      batch.push_back({kMemOpWrite32, step.to, step.value, 0, 0, 0});
     } else {
       issue_one(step, epoch_word);
     }
@@ -187,12 +187,13 @@ void CudaExecutor::issue_one(const Step& step, uint64_t epoch_word) {
   } else if (epoch_word) {
     launch_wait(step, stream, epoch_word, static_cast<uint32_t>(step.delta));
   } else {
+    remember(step);
     launch_wait(step, stream, zero_word(), step.value);
   }
 }
 
 void CudaExecutor::launch_wait(const Step& step, void* stream, uint64_t word, uint32_t delta) {
-  if (!wait_kernel_) throw std::runtime_error("a wait with an epoch word needs the executor's wait_kernel: set it");
+  if (!wait_kernel_) throw std::runtime_error("a wait needs the executor's wait_kernel: set it");
   Argument arguments[] = {{step.to}, {word}, {delta}, {abort_address()}};
   wait_kernel_->launch(1, reinterpret_cast<uint64_t>(stream), arguments, 4);
 }
@@ -203,8 +204,7 @@ void CudaExecutor::watch() try {
   TE_LITE_CHECK(cuda_, cuThreadExchangeStreamCaptureMode, &mode);
   for (int period = 1; !closed_; ++period) {
     std::this_thread::sleep_for(kPeriod);
-    // Also at the end, so that nothing stays blocked in a group that was broken just now.
-    if (period % kLook == 0 || closed_) look();
+    if (period % kLook == 0) look();
   }
 } catch (const DriverError& error) {
   if (error.code == kDeinitialized) return;  // the process ends
@@ -213,22 +213,16 @@ void CudaExecutor::watch() try {
 }
 
 void CudaExecutor::look() {
-  const bool broken = control_.is_broken();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool old = !pending_.empty() && Clock::now() - pending_.front().since > kYoung;
-    if (!flags_ || (!broken && !old)) return;
-    if (broken) __atomic_store_n(abort_word(), 1u, __ATOMIC_RELEASE);  // before any call that the device may hold up
+    if (!old || control_.is_broken()) return;
   }
   // Not under the lock: threads that issue need it, and this may take a while on a busy device.
   TE_LITE_CHECK(cuda_, cuMemcpyDtoHAsync, host_, flags_, flag_bytes_, own_stream_);
   TE_LITE_CHECK(cuda_, cuStreamSynchronize, own_stream_);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!broken) find_overdue();
-  if (control_.is_broken()) {
-    __atomic_store_n(abort_word(), 1u, __ATOMIC_RELEASE);
-    release();
-  }
+  find_overdue();
 }
 
 void CudaExecutor::find_overdue() {
@@ -239,16 +233,6 @@ void CudaExecutor::find_overdue() {
   const Pending& oldest = pending_.front();
   const std::chrono::duration<double> waited = Clock::now() - oldest.since;
   if (waited.count() > control_.timeout) control_.break_group(overdue(oldest.wait, seen(oldest), waited.count()));
-}
-
-// Lets the streams go, by what they wait for. Repeated until close(), with nothing forgotten: a peer's late write can
-// set a flag back below what a stream has yet to wait for.
-void CudaExecutor::release() {
-  for (auto pending = pending_.rbegin(); pending != pending_.rend(); ++pending) {  // the newest epoch of a flag first
-    if (reached(seen(*pending), pending->wait.value)) continue;
-    seen(*pending) = pending->wait.value;
-    TE_LITE_CHECK(cuda_, cuMemcpyHtoDAsync, pending->wait.to, &seen(*pending), sizeof(uint32_t), own_stream_);
-  }
 }
 
 }  // namespace

@@ -60,7 +60,6 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr int kCaptureModeRelaxed = 2;
 constexpr int kCaptureNone = 0;
-constexpr int kMemOpWait32 = 1;   // with flags 0: until (int32_t)(*address - value) >= 0
 constexpr int kMemOpWrite32 = 2;  // with flags 0: after a fence for what the stream wrote before
 constexpr int kAttributeMultiprocessorCount = 16;
 constexpr int kAttributeComputeCapabilityMajor = 75;

@@ -30,7 +30,6 @@ class Executor {
   virtual void set_flags(uint64_t, size_t) {}
   virtual uint64_t abort_address() const { return 0; }
   virtual void set_wait_kernel(const Kernel&) {}
-  virtual void set_kernel_waits(bool) {}
 
   // For tests.
   void set_delays(uint64_t seed, int max_microseconds);

@@ -131,7 +131,6 @@ void bind_executor(py::module_& m) {
       .def("close", &Executor::close, Unlocked())
       .def("set_flags", &Executor::set_flags, py::arg("address"), py::arg("bytes"), Unlocked())
       .def_property_readonly("abort_address", &Executor::abort_address)
-      .def("set_kernel_waits", &Executor::set_kernel_waits, py::arg("on"))
       .def_property("wait_kernel", nullptr, py::cpp_function(&Executor::set_wait_kernel, py::keep_alive<1, 2>()))
       .def("set_delays", &Executor::set_delays, py::arg("seed"), py::arg("max_microseconds"))
       .def("set_ignore_free", &Executor::set_ignore_free, py::arg("ignore"));

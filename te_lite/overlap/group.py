@@ -113,7 +113,6 @@ class Group:
     def _prepare_cuda(self) -> None:
         self.executor.set_flags(self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags"))
         self.executor.wait_kernel, _ = compiled_wait(self.device)
-        self.executor.set_kernel_waits(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
         word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
         self.abort = torch.from_dlpack(word).view(torch.int32)
 

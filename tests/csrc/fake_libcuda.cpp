@@ -21,6 +21,7 @@ int result(const char* entry) {
 int needs_init(const char* entry) { return initialised ? result(entry) : 3; }
 
 std::atomic<int> live{0};  // what was taken from the driver and not given back
+void* wait_kernel = nullptr;
 std::string calls;         // what streams were given; a test issues from one thread
 bool capturing = false;
 
@@ -103,8 +104,15 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   record[2] = shared;
   record[3] = reinterpret_cast<unsigned long long>(stream);
   for (int i = 0; i < 6; ++i) std::memcpy(&record[4 + i], parameters[i], sizeof *record);
+  if (function == wait_kernel) {
+    log("wait", stream, 1);
+    const auto word = [&](int i) { return __atomic_load_n(reinterpret_cast<unsigned*>(record[i]), __ATOMIC_ACQUIRE); };
+    while (static_cast<int>(word(4) - (word(5) + static_cast<unsigned>(record[6]))) < 0 && !word(7)) usleep(1000);
+  }
   return needs_init("cuLaunchKernel");
 }
+// A kernel with this record waits as te_lite's wait kernel does: flag, word, delta, abort.
+void fake_wait_kernel(void* function) { wait_kernel = function; }
 
 int fake_live() { return live; }
 const char* fake_calls() { return calls.c_str(); }
@@ -192,10 +200,6 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, MemOp* operations, unsig
   log("batch", stream, count);
   for (const MemOp* op = operations; op < operations + count; ++op) {
     if (op->operation == 2) __atomic_store_n(op->address, op->value, __ATOMIC_RELEASE);
-    while (op->operation == 1 &&
-           static_cast<int>(__atomic_load_n(op->address, __ATOMIC_ACQUIRE) - op->value) < 0) {
-      usleep(1000);
-    }
   }
   return needs_init("cuStreamBatchMemOp");
 }

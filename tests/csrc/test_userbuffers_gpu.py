@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import te_lite._C as _C
+from te_lite.ops.flags import compiled_wait
 from tests.csrc.ranks import Memory, script
 
 
@@ -35,12 +36,11 @@ def test_views_of_device_memory(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_vmm_memory_goes_back_to_the_device() -> None:
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
+    """Together more than the device has; what is free now cannot be asked where others use it too."""
+    size = torch.cuda.get_device_properties(0).total_memory // 16
     for _ in range(20):
-        memory = _C.CudaMemory.vmm(0, 1 << 30)
+        memory = _C.CudaMemory.vmm(0, size)
         del memory
-    assert torch.cuda.mem_get_info()[0] >= before - (2 << 30)  # of 20 GiB; others use the device too
 
 
 class OnGpu:
@@ -60,6 +60,7 @@ class OnGpu:
         self.streams = [torch.cuda.Stream() for _ in range(streams)]
         self.executor = _C.Executor(0, [s.cuda_stream for s in self.streams], self.control)
         self.executor.set_flags(self.here, 2048)
+        self.executor.wait_kernel = compiled_wait(torch.device("cuda", 0))[0]
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -98,14 +99,10 @@ def test_copies_and_flags_between_two_mappings() -> None:
 ON_GPU_RELEASE = """
 import os, sys, time, torch
 import te_lite._C as _C
-from te_lite.ops.flags import compiled_wait
 from tests.csrc.test_userbuffers_gpu import OnGpu
 g = OnGpu(1, timeout=2.0)
 g.control.announce("linear", 1)
 use = _C.Program("buffer")
-if os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1":
-    g.executor.wait_kernel = compiled_wait(torch.device("cuda", 0))[0]
-    g.executor.set_kernel_waits(True)
 use.wait(1, g.here, 0, 0, "data from")
 use.after(0, 1)
 g.data[:16].add_(0)  # a kernel's first launch loads it, which waits for every stream, and the driver with it
@@ -118,7 +115,7 @@ took = time.monotonic() - begin
 assert 2 < took < 15, took
 time.sleep(0.5)
 print(g.control.broken)
-assert g.flags[0] == 5 and g.data[0] == 1
+assert g.flags[0] == 0 and g.data[0] == 1  # the wait ends, the flag stays
 g.close()
 """
 

@@ -214,10 +214,12 @@ class Pair:
             self.device
         )
 
-    def forward(self, batch: tuple[Tensor, Tensor], twin: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """(x, output, its gradient to come) of this rank."""
+    def forward(
+        self, batch: tuple[Tensor, Tensor], twin: bool = False, recipe: str = ""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, output, its gradient to come) of this rank; by another recipe than the pair's where one is given."""
         x, dy = self.inputs(batch)
-        with under(self.recipe):
+        with under(recipe or self.recipe):
             out = (self.twin if twin else self.module)(x)
         return x, out, dy
 

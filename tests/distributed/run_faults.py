@@ -217,7 +217,17 @@ def killed(device, where: str) -> None:
     call = pair.forward(pair.batch(1, 8)) if where == "backward" else None
     if victim():
         Gather.shard = lambda *args: kill()
-    said("killed", lambda: step(pair) if call is None else pair.backward(call))
+
+    def rest() -> None:
+        if call is None:
+            step(pair)
+        else:
+            pair.backward(call)
+        if device.type == "cuda":  # what was issued ends, with garbage, and the call after says so
+            torch.cuda.synchronize()
+            step(pair)
+
+    said("killed", rest)
     said("the next call", lambda: step(pair))
 
 
