@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+MARK = "TE_LITE_COMMAND"
 GRACE_S = 15.0  # between the interrupt that lets pytest write its report and the kill
 SAFE_ENVIRONMENT = {
     # Multicast is not used by this library, and a multicast object left behind by a crash can take a host's
@@ -28,9 +30,11 @@ def run_command(
 ) -> tuple[int | None, float, list[str]]:
     """(exit status or None after the limit, seconds, last lines). Output is passed through as it comes.
 
-    At the limit the process group is interrupted, then killed: the group is the command's own.
+    At the limit the process group is interrupted, then killed: the group is the command's own. What the command
+    started in groups of their own, as torchrun does, is killed in any case: it would hold the GPUs of the next one.
     """
-    environment = {**os.environ, **SAFE_ENVIRONMENT, **variables}
+    mark = secrets.token_hex(8)
+    environment = {**os.environ, **SAFE_ENVIRONMENT, **variables, MARK: mark}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     begin = time.monotonic()
     process = subprocess.Popen(
@@ -65,9 +69,22 @@ def run_command(
         # Children that outlived their parent would hold the pipe and the GPU.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for pid in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     process.wait()
     reader.join(timeout=GRACE_S)
     return status, time.monotonic() - begin, lines
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of this user in whose environment MARK has this value."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # of another user, or gone by now
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
 
 
 def read_junit(path: Path) -> dict[str, object]:

@@ -193,3 +193,15 @@ def test_gpu_check_adds_up_over_calls_on_one_tree(tmp_path, monkeypatch):
         "gemms",
     ]
     assert [row["stage"] for row in stage_rows(tmp_path, "--stages", "gemms", "--tree-hash", "u")[1]] == ["gemms"]
+
+
+def test_nothing_outlives_a_command(tmp_path):
+    """Also what the command has started in a session of its own, as torchrun starts its ranks."""
+    pid = tmp_path / "pid"
+    script = (
+        "import subprocess; p = subprocess.Popen(['sleep', '60'], start_new_session=True); "
+        f"open({str(pid)!r}, 'w').write(str(p.pid))"
+    )
+    assert gpu_check.run_command([sys.executable, "-c", script], 20.0, echo=False)[0] == 0
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    assert not state.exists() or ") Z " in state.read_text()

@@ -1,5 +1,6 @@
 """Ranks for tests: torchrun on a free port, a time limit, and every rank's log when something fails."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PR_SET_PDEATHSIG = 1  # of Linux
 LOG_TAIL = 60  # lines of each rank's log shown on failure
 
 
@@ -77,6 +79,11 @@ def _logs(folder: Path) -> str:
     return "\n".join(parts) or "(no rank wrote anything)"
 
 
+def end_with_parent() -> None:
+    """In a child: SIGTERM when its parent dies, on which torchrun ends its ranks. Else they would stay on the GPUs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def launch(
     script: str | Path, *args: str, ranks: int, timeout: float = 300.0, env: dict[str, str] | None = None
 ) -> str:
@@ -99,6 +106,7 @@ def launch(
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         try:
             launcher, _ = process.communicate(timeout=timeout)
@@ -110,6 +118,9 @@ def launch(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
             raise AssertionError(f"{ranks} ranks of {script} did not end in {timeout} s\n{_logs(folder)}") from None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
         if process.returncode:
             raise AssertionError(
                 f"{ranks} ranks of {script} {' '.join(args)}: exit status {process.returncode}\n"

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from te_lite.testing.distributed import end_with_parent
+
 SCRIPT = Path(__file__).with_name("run_faults.py")
 VICTIM = 1  # the rank that fails
 
@@ -53,6 +55,7 @@ def start_ranks(fault: str, ranks: int, device: str, *, limit: float, **variable
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                preexec_fn=end_with_parent,
             )
         )
     deadline, ended, hung = time.monotonic() + limit, [], []
