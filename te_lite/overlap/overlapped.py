@@ -140,12 +140,34 @@ class Overlapped(Collective):
             self.notes.pop(gemm, None)  # of the call before
         if self._ended("dgrad", "wgrad"):
             return super().backward(dgrad, wgrad, dy, dy_wgrad, x)
+        if self.strict:
+            self._refuse_backward(dgrad, wgrad, dy, dy_wgrad, x)
         given = dy if dy is not None else dy_wgrad
         text = self._text("backward" if dgrad is None else "backward with dgrad", given, 0 if wgrad is None else 1)
         with self.group.operation(text):
             if self.tp.mode == "column":
                 return self._column_backward(dgrad, wgrad, dy, dy_wgrad, x)
             return self._row_backward(dgrad, wgrad, dy, dy_wgrad, x)
+
+    def _refuse_backward(
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor, x: QTensor | None
+    ) -> None:
+        """What does not fit is said before any exchange of this backward has begun, so that the group can go on."""
+        if self.tp.mode == "row":
+            for gemm, q in (("dgrad", dy), ("wgrad", None if dy_wgrad is dy else dy_wgrad)):
+                if q is not None:
+                    layout = "row" if gemm == "dgrad" or q.format.col_from_row else "col"
+                    self._asked(gemm, self.group.gather_refusal(q, layout), q.shape[0])
+            return
+        gathers, scatters = "dgrad", "wgrad"
+        if self.methods.get("dgrad", "bulk") != "bulk":
+            gathers, scatters = scatters, gathers
+        if wgrad is not None:
+            layout = "row" if x.format.col_from_row else "col"
+            self._asked(gathers, self.group.gather_refusal(x, layout), x.shape[0])
+        if dgrad is not None and (wgrad is not None or scatters == "dgrad"):
+            m = dy.shape[0] // self.tp.size
+            self._asked(scatters, self.group.scatter_refusal(m, dgrad.columns, dgrad.dtype), m)
 
     def _column_backward(
         self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None

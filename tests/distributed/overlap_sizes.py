@@ -77,6 +77,13 @@ def over_capacity(device) -> None:
     wide = shard_input(pair.batch(1, 160)[0], pair.spec, pair.rank).to(device)
     refuses(RuntimeError, "give it the largest [tokens, hidden]", lambda: pair.module(wide))
     check_pass(pair, 3, 8)
+    # Refused in a backward alone, before anything has begun: the group goes on.
+    pair.module._ub_flags["ub_overlap_rs"], pair.module._plan_key = False, None
+    out = pair.module(wide)
+    refuses(RuntimeError, "dgrad: overlap by 'ring_exchange' was asked for", lambda: out.sum().backward())
+    pair.module._ub_flags["ub_overlap_rs"], pair.module._plan_key = True, None
+    pair.module.zero_grad(set_to_none=True)
+    check_pass(pair, 4, 8)
 
 
 def flags_without_effect(device) -> None:
