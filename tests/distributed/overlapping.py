@@ -214,12 +214,10 @@ class Pair:
             self.device
         )
 
-    def forward(
-        self, batch: tuple[Tensor, Tensor], twin: bool = False, recipe: str = ""
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(x, output, its gradient to come) of this rank; by another recipe than the pair's where one is given."""
+    def forward(self, batch: tuple[Tensor, Tensor], twin: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, output, its gradient to come) of this rank."""
         x, dy = self.inputs(batch)
-        with under(recipe or self.recipe):
+        with under(self.recipe):
             out = (self.twin if twin else self.module)(x)
         return x, out, dy
 
