@@ -28,8 +28,7 @@ class CudaExecutor final : public Executor {
     try {
       const PrimaryContext::Scope scope(context_.get());
       TE_LITE_CHECK(cuda_, cuEventCreate, &event_, kEventDisableTiming);
-      // Of its own, apart from the default stream, and of a priority of its own: with CUDA_DEVICE_MAX_CONNECTIONS=1,
-      // streams of one priority share a queue, where a write that releases a wait would stand behind it.
+      // For the watcher's look at the flags: apart from the default stream, which waits for others.
       TE_LITE_CHECK(cuda_, cuStreamCreateWithPriority, &own_stream_, kStreamNonBlocking, kHighestPriority);
       watcher_ = std::make_unique<std::thread>(&CudaExecutor::watch, this);
     } catch (...) {

@@ -119,7 +119,6 @@ class DriverUnavailable : public std::runtime_error {
   X(cuMemFreeHost, "cuMemFreeHost", (void* address)) \
   X(cuMemsetD8, "cuMemsetD8_v2", (CUdeviceptr address, unsigned char value, size_t bytes)) \
   X(cuMemcpyAsync, "cuMemcpyAsync", (CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream)) \
-  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr to, const void* from, size_t bytes, void* stream)) \
   X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t bytes, void* stream)) \
   X(cuStreamCreateWithPriority, "cuStreamCreateWithPriority", (void** stream, unsigned int flags, int priority)) \
   X(cuStreamDestroy, "cuStreamDestroy_v2", (void* stream)) \

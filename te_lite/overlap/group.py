@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from te_lite import _C
 from te_lite.ops.flags import advance, compiled_wait
@@ -204,8 +203,3 @@ class Group:
                 part.close()
         self._buffers.clear()
         self.arena.release()
-
-
-def matches(group: Group, tp_group: dist.ProcessGroup | None) -> bool:
-    """Whether `group` is of the ranks of `tp_group`."""
-    return tp_group is not None and tuple(dist.get_process_group_ranks(tp_group)) == tuple(group.ranks)

@@ -234,7 +234,7 @@ def random_iteration(rng: random.Random, group: Group, tokens: int, device) -> s
             if poisoned and not twin:
                 poison([group])
             results.append([batches[i][0].backward(calls[i], twin) for i in shuffled])
-    for i, got, want in zip(shuffled, *results, strict=True):
+    for got, want in zip(*results, strict=True):
         compare("; ".join(said), got, want, device)
     return "; ".join(said)
 
