@@ -188,7 +188,6 @@ int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
   log("copy", stream, bytes);
   return copy(to, from, bytes);
 }
-int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
 int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
 int cuStreamCreateWithPriority(void** stream, unsigned, int) {
   return give("cuStreamCreateWithPriority", stream, at(0x900));
