@@ -90,8 +90,11 @@ class _ThroughTriton:
 _LETTERS = {"i32": "i", "u32": "i", "i64": "l", "u64": "l", "fp32": "f", "f32": "f", "constexpr": "-"}
 
 
+CONVENTION_READ = ("3.6.", "3.7.")  # versions of Triton
+
+
 def _ready(compiled: Any) -> _C.Kernel | _ThroughTriton:
-    """`compiled` launched by te_lite._C, where its calling convention is the one that was read in Triton 3.6.
+    """`compiled` launched by te_lite._C, where its calling convention is one that was read in Triton's source.
 
     Parameters in order, constants left out (also None, and integers that are 1), then two scratch pointers that no
     kernel here needs; one block of 32 * num_warps threads a program, no cluster, no cooperative launch.
@@ -101,7 +104,7 @@ def _ready(compiled: Any) -> _C.Kernel | _ThroughTriton:
     known = all(kind in _LETTERS or kind.startswith("*") for kind in types)
     plain = data.num_ctas == 1 and not data.launch_cooperative_grid and not data.launch_pdl
     scratch = data.global_scratch_size or data.profile_scratch_size
-    if not (triton.__version__.startswith("3.6.") and known and plain) or scratch:
+    if not (triton.__version__.startswith(CONVENTION_READ) and known and plain) or scratch:
         return _ThroughTriton(compiled)
     kinds = "".join("p" if kind.startswith("*") else _LETTERS[kind] for kind in types)
     return _C.Kernel(compiled.function, 32 * data.num_warps, data.shared, kinds)

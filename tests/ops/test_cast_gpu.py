@@ -192,7 +192,7 @@ def test_a_tensor_on_another_device():
     assert torch.cuda.current_device() == 0
 
 
-@pytest.mark.skipif(not launch.triton.__version__.startswith("3.6."), reason="the convention was read in Triton 3.6")
+@pytest.mark.skipif(not launch.triton.__version__.startswith(launch.CONVENTION_READ), reason="an unread convention")
 def test_kernels_are_launched_by_the_extension():
     """Every kernel of a cast is ready in te_lite._C, none goes through Triton's launcher."""
     launch._COMPILED.clear()
