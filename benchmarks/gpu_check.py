@@ -55,6 +55,7 @@ RANKS_WORKERS = 6  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
+DEMO_BOUND = 0.03  # as of training: two roundings of the same model
 MAX_TP = 4
 TAIL_LINES = 60
 
@@ -219,22 +220,41 @@ def demo_stage(args: argparse.Namespace) -> list[Stage]:
         run = run_command(command, limit("demo", args) / (2 * len(DEMO_RECIPES)), echo=False)
         detail = {"tp": tp, "recipe": recipe, "overlap": bool(overlap), **demo_numbers(log)}
         stage = finished(f"demo {recipe}{' overlap' if overlap else ''}", run, command, args.out, detail)
-        loss, entropy = detail.get("held_out_loss"), detail.get("unigram_entropy")
-        if stage.status == "passed" and not (loss and entropy and loss < entropy):  # nan is not below, too
+        wrong = demo_mistakes(detail, stages[-1].detail if overlap else None) if stage.status == "passed" else []
+        if wrong:
             stage.status = "failed"
-            stage.tail.append(f"held-out loss {loss} is not below the text's unigram entropy {entropy}")
+            stage.tail += wrong
         stages.append(stage)
     return stages
 
 
+def demo_mistakes(detail: dict, without: dict | None) -> list[str]:
+    """What is wrong with a run that ended. without: the numbers of the run without overlap, for a run with it."""
+    wrong = []
+    loss, entropy = detail.get("held_out_loss"), detail.get("unigram_entropy")
+    if not (loss and entropy and loss < entropy):  # nan is not below, too
+        wrong.append(f"held-out loss {loss} is not below the text's unigram entropy {entropy}")
+    if without is None:
+        return wrong
+    if not detail.get("gemms_overlapped") or detail["gemms_collective"]:
+        wrong.append("exchanges were left to collectives although overlap was asked for")
+    other = without.get("held_out_loss")
+    if not (loss and other and abs(loss / other - 1) < DEMO_BOUND):
+        wrong.append(f"held-out loss {loss}, without overlap {other}: more than {DEMO_BOUND:.0%} apart")
+    return wrong
+
+
 def demo_numbers(log: Path) -> dict[str, float]:
-    """Losses and speed of the log that the example wrote; the log itself goes."""
+    """Losses, speed and schedules of the log that the example wrote; the log itself goes."""
     if not log.exists():
         return {}
-    summary = json.loads(log.read_text())["summary"]
+    content = json.loads(log.read_text())
     log.unlink()
     wanted = ("steps", "train_loss", "held_out_loss", "unigram_entropy", "tokens_per_second")
-    return {name: round(summary[name], 4) for name in wanted if name in summary}
+    numbers = {name: round(content["summary"][name], 4) for name in wanted if name in content["summary"]}
+    schedules = [row["schedule"] for row in content["gemms"]]
+    numbers["gemms_overlapped"] = sum(schedule not in ("local", "collective") for schedule in schedules)
+    return numbers | {"gemms_collective": schedules.count("collective")}
 
 
 RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {

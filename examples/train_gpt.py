@@ -55,7 +55,7 @@ def train(args: Namespace, here: mesh.Mesh) -> None:
     summary = report.summarise(args, history, corpus, here)
     report.plot_curve(args.plot, history, summary)
     if args.log_json is not None:
-        report.write_log(args.log_json, args, history, summary)
+        report.write_log(args.log_json, args, history, summary, rows)
     print(report.format_summary(summary, report.written(args, history), rows), flush=True)
 
 

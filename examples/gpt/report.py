@@ -96,13 +96,14 @@ def format_summary(summary: dict, files: list[str], report_rows: list[dict]) -> 
     )
 
 
-def write_log(path: Path, args: Namespace, history: History, summary: dict) -> None:
+def write_log(path: Path, args: Namespace, history: History, summary: dict, report_rows: list[dict]) -> None:
     options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     log = {
         "summary": summary,
         "options": options,
         "losses": history.losses,
         "held_out": {str(step): loss for step, loss in history.held_out.items()},
+        "gemms": report_rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(log, indent=1) + "\n")

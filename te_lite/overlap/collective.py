@@ -76,6 +76,11 @@ def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     return wire.to(partial.dtype)
 
 
+def one_gather(wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None) -> bool:
+    """Whether the rows of dy that are gathered for dgrad serve wgrad too."""
+    return wgrad is not None and dy_wgrad is dy and dy.format.col_from_row
+
+
 class Collective(Schedule):
     """See the module docstring."""
 
@@ -99,7 +104,7 @@ class Collective(Schedule):
         return q.from_wire(parts, layout, q.shape[0] * self.tp.size)
 
     def _regather(self, q: QTensor, gemm: str = "wgrad") -> QTensor:
-        return self.gather(gemm, q, "row" if q.format.col_from_row else "col")
+        return self.gather(gemm, q, q.regather_layout)
 
     def _sum(self, gemm: str, partial: Tensor) -> Tensor:
         scatters = self.tp.sequence_parallel
@@ -115,11 +120,11 @@ class Collective(Schedule):
         self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         if self.tp.gathers_grad:
-            one_gather = dy_wgrad is dy and dy.format.col_from_row
-            if dgrad is not None or one_gather:
+            one = one_gather(wgrad, dy, dy_wgrad)
+            if dgrad is not None or one:
                 dy_rows = self.gather("dgrad", dy, "row")
             if wgrad is not None:
-                dy_wgrad = dy_rows if one_gather else self._regather(dy_wgrad)
+                dy_wgrad = dy_rows if one else self._regather(dy_wgrad)
             dy = dy_rows if dgrad is not None else None
         dx = None if dgrad is None else dgrad(dy)
         if dx is not None and self.tp.mode == "column":

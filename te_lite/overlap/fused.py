@@ -26,6 +26,8 @@ def refusal(gemm: Product, a: QTensor) -> str:
         return "fused kernels need a GPU"
     if not (a.format.scales_product and gemm.b.format.scales_product and a.format.multiplies(gemm.b.format)):
         return f"no fused kernel for {a.format.label or data.dtype}"
+    if a.shape[0] % a.format.shard_multiple:
+        return f"a rank's tokens are not a multiple of {a.format.shard_multiple}"
     if data.dtype == torch.float32:
         return "no fused kernel for fp32"
     if not (data.is_contiguous() and other.is_contiguous()):
@@ -36,7 +38,8 @@ def refusal(gemm: Product, a: QTensor) -> str:
 
 
 def loss(gemm: Product, a: QTensor) -> str:
-    """Why a ring is faster, or "": with split accumulation the fused kernels reach 0.74 of cuBLAS on an H200."""
+    """Why a ring is faster, or "": split accumulation costs the fused kernels more than cuts cost cuBLAS
+    (docs/performance.md, What was tried)."""
     split = a.operand("row")[0].element_size() == 1 and not gemm.fast_accum
     return "the fused kernel is slow with split accumulation" if split else ""
 

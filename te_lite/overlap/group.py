@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -169,14 +168,13 @@ class Group:
     def gather_refusal(self, q: QTensor, layout: Layout) -> str:
         """Why `q` cannot be gathered through the arena, or "". A function of shape and capacity alone."""
         sizes = [part.numel() * part.element_size() for part in q.wire(layout)]
-        return self._refusal("gather", gathered_bytes(sizes, self.size), q)
+        return self._refusal("gather", gathered_bytes(sizes, self.size))
 
     def scatter_refusal(self, rows: int, columns: int, dtype: torch.dtype) -> str:
         """Why partial sums [rows, columns] of each rank cannot be scattered through the arena, or ""."""
-        needed = rows * columns * dtype.itemsize * self.size
-        return self._refusal("scatter", needed, (rows, columns, dtype))
+        return self._refusal("scatter", rows * columns * dtype.itemsize * self.size)
 
-    def _refusal(self, kind: str, needed: int, what: Any) -> str:
+    def _refusal(self, kind: str, needed: int) -> str:
         if self.device.type == "cuda" and self._capturing() and f"{kind}.graph" not in self._buffers:
             return "captured in a CUDA graph: initialize_ub(..., cuda_graphs=True) reserves buffers for graphs"
         room = self._buffers[kind].capacity

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_lite.overlap import fused, ring
 from te_lite.overlap.buffers import Gather, Scatter, following
-from te_lite.overlap.collective import Collective, all_equal
+from te_lite.overlap.collective import Collective, all_equal, one_gather
 from te_lite.overlap.group import PIECES, Group
 from te_lite.overlap.schedule import Note, Product, Wgrad
 from te_lite.parallel import TensorParallel
@@ -136,72 +136,69 @@ class Overlapped(Collective):
     def backward(
         self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
+        column = self.tp.mode == "column"
         for gemm in ("dgrad", "wgrad"):
             self.notes.pop(gemm, None)  # of the call before
         if self._ended("dgrad", "wgrad"):
             return super().backward(dgrad, wgrad, dy, dy_wgrad, x)
-        if self.strict:
-            self._refuse_backward(dgrad, wgrad, dy, dy_wgrad, x)
+        # What does not fit is said before any exchange has begun, so that a group that is strict can go on.
+        ways = self._column_ways(dgrad, wgrad, dy, x) if column else self._row_ways(dgrad, wgrad, dy, dy_wgrad)
         given = dy if dy is not None else dy_wgrad
         text = self._text("backward" if dgrad is None else "backward with dgrad", given, 0 if wgrad is None else 1)
         with self.group.operation(text):
-            if self.tp.mode == "column":
-                return self._column_backward(dgrad, wgrad, dy, dy_wgrad, x)
-            return self._row_backward(dgrad, wgrad, dy, dy_wgrad, x)
+            run = self._column_backward if column else self._row_backward
+            return run(dgrad, wgrad, dy, dy_wgrad, x, *ways)
 
-    def _refuse_backward(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor, x: QTensor | None
-    ) -> None:
-        """What does not fit is said before any exchange of this backward has begun, so that the group can go on."""
-        if self.tp.mode == "row":
-            for gemm, q in (("dgrad", dy), ("wgrad", None if dy_wgrad is dy else dy_wgrad)):
-                if q is not None:
-                    layout = "row" if gemm == "dgrad" or q.format.col_from_row else "col"
-                    self._asked(gemm, self.group.gather_refusal(q, layout), q.shape[0])
-            return
-        gathers, scatters = "dgrad", "wgrad"
-        if self.methods.get("dgrad", "bulk") != "bulk":
-            gathers, scatters = scatters, gathers
+    def _column_ways(
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor | None, x: QTensor | None
+    ) -> tuple[str, str]:
+        """Methods of the gather of x and of the scatter of dx; "" where Collective runs it or there is none."""
+        bulk, gather, scatter = self._bulk, "", ""
         if wgrad is not None:
-            layout = "row" if x.format.col_from_row else "col"
-            self._asked(gathers, self.group.gather_refusal(x, layout), x.shape[0])
-        if dgrad is not None and (wgrad is not None or scatters == "dgrad"):
-            m = dy.shape[0] // self.tp.size
-            self._asked(scatters, self.group.scatter_refusal(m, dgrad.columns, dgrad.dtype), m)
-
-    def _column_backward(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        scatters = self.methods.get("dgrad", "bulk") != "bulk"
-        # Beside which GEMM x and dx travel when Collective moves them, while the other may be hidden in bulk.
-        bulk = wgrad is not None and not scatters and bool(self.methods.keys() & {"dgrad", "wgrad"})
-        x_at, dx_at = ("dgrad", "wgrad") if bulk else ("wgrad", "dgrad")
-        gather = scatter = dx = dw = None
-        if wgrad is not None:
-            layout, gemm = "row" if x.format.col_from_row else "col", "wgrad" if scatters else "dgrad"
-            method = self._asked(gemm, self.group.gather_refusal(x, layout), x.shape[0])
-            if method:
-                gather = Gather(self.group, x, layout, own=True)
-                self.notes[gemm] = Note(method, gather.sent)
-        if dgrad is not None:
+            refusal = self.group.gather_refusal(x, x.regather_layout)
+            gather = self._asked("dgrad" if bulk else "wgrad", refusal, x.shape[0])
+        if dgrad is not None and (wgrad is not None or not bulk):
             m = dy.shape[0] // self.tp.size
             refusal = self.group.scatter_refusal(m, dgrad.columns, dgrad.dtype)
-            method = self._asked("dgrad", refusal, m) if scatters else ""
-            if method:
-                dx = self._gemm_scatter("dgrad", method, dgrad, dy)
+            scatter = self._asked("wgrad" if bulk else "dgrad", refusal, m)
+        return gather, scatter
+
+    @property
+    def _bulk(self) -> bool:
+        """Of a column-parallel backward: each exchange is hidden behind the GEMM that it has nothing to do with."""
+        return self.methods.get("dgrad", "bulk") == "bulk"
+
+    def _column_backward(
+        self,
+        dgrad: Product | None,
+        wgrad: Wgrad | None,
+        dy: QTensor,
+        dy_wgrad: QTensor,
+        x: QTensor | None,
+        gather_by: str,
+        scatter_by: str,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        # Beside which GEMM x and dx travel when Collective moves them, while the other may be hidden in bulk.
+        bulk = wgrad is not None and self._bulk and bool(self.methods.keys() & {"dgrad", "wgrad"})
+        x_at, dx_at = ("dgrad", "wgrad") if bulk else ("wgrad", "dgrad")
+        gather = scatter = dx = dw = None
+        if gather_by:
+            gather = Gather(self.group, x, x.regather_layout, own=True)
+            self.notes[x_at] = Note(gather_by, gather.sent)
+        if dgrad is not None and scatter_by and not self._bulk:
+            dx = self._gemm_scatter("dgrad", scatter_by, dgrad, dy)
+        elif dgrad is not None:
+            partial = dgrad(dy)
+            m = dy.shape[0] // self.tp.size
+            if scatter_by:
+                scatter = Scatter(self.group, m, dgrad.columns, dgrad.dtype)
+                self.notes["wgrad"] = Note("bulk", scatter.sent)
+                for destination in following(self.group.rank, self.group.size):
+                    scatter.push(partial[destination * m : (destination + 1) * m], destination)
             else:
-                partial = dgrad(dy)
-                if wgrad is not None and not scatters and self._asked("wgrad", refusal, m):
-                    scatter = Scatter(self.group, m, dgrad.columns, dgrad.dtype)
-                    self.notes["wgrad"] = Note("bulk", scatter.sent)
-                    for destination in following(self.group.rank, self.group.size):
-                        scatter.push(partial[destination * m : (destination + 1) * m], destination)
-                else:
-                    if wgrad is None and "wgrad" in self.methods:
-                        self.notes["dgrad"] = Note(
-                            "collective", 0, "no weight gradient to hide the scatter of dx behind"
-                        )
-                    dx = self._sum(dx_at, partial)
+                if wgrad is None and "wgrad" in self.methods:
+                    self.notes["dgrad"] = Note("collective", 0, "no weight gradient to hide the scatter of dx behind")
+                dx = self._sum(dx_at, partial)
         if wgrad is not None:
             dw = wgrad(dy_wgrad, self._regather(x, x_at) if gather is None else gather.whole())
         if gather is not None:
@@ -210,29 +207,45 @@ class Overlapped(Collective):
             dx = scatter.reduce(partial[self.group.rank * m : (self.group.rank + 1) * m])
         return dx, dw
 
+    def _row_ways(
+        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None
+    ) -> tuple[str, str]:
+        """Methods of the gather of dy for dgrad, and of one for wgrad where that needs its own."""
+        rows = columns = ""
+        if dy is not None:
+            rows = self._asked("dgrad", self.group.gather_refusal(dy, "row"), dy.shape[0])
+        if wgrad is not None and not one_gather(wgrad, dy, dy_wgrad):
+            refusal = self.group.gather_refusal(dy_wgrad, dy_wgrad.regather_layout)
+            columns = self._asked("wgrad", refusal, dy_wgrad.shape[0])
+        return rows, columns
+
     def _row_backward(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
+        self,
+        dgrad: Product | None,
+        wgrad: Wgrad | None,
+        dy: QTensor,
+        dy_wgrad: QTensor,
+        x: QTensor | None,
+        rows_by: str,
+        columns_by: str,
     ) -> tuple[Tensor | None, Tensor | None]:
-        one_gather = wgrad is not None and dy_wgrad is dy and dy.format.col_from_row
+        one = one_gather(wgrad, dy, dy_wgrad)
         rows = columns = dx = dw = None
-        if dgrad is not None or one_gather:
-            method = self._asked("dgrad", self.group.gather_refusal(dy, "row"), dy.shape[0])
-            if not method:
+        if dgrad is not None or one:
+            if not rows_by:
                 return super().backward(dgrad, wgrad, dy, dy_wgrad, x)
             if dgrad is not None:
-                rows, way = self._gather("dgrad", method, dgrad, dy, one_gather)
+                rows, way = self._gather("dgrad", rows_by, dgrad, dy, one)
             else:
                 rows = Gather(self.group, dy, "row", own=True)
                 self.notes["dgrad"] = Note("external", rows.sent)
-        if wgrad is not None and not one_gather:
-            layout = "row" if dy_wgrad.format.col_from_row else "col"
-            if self._asked("wgrad", self.group.gather_refusal(dy_wgrad, layout), dy_wgrad.shape[0]):
-                columns = Gather(self.group, dy_wgrad, layout, own=True)
-                self.notes["wgrad"] = Note("external", columns.sent)
+        if columns_by:
+            columns = Gather(self.group, dy_wgrad, dy_wgrad.regather_layout, own=True)
+            self.notes["wgrad"] = Note(columns_by, columns.sent)
         if dgrad is not None:
             dx = way.gather_gemm(dgrad, dy, rows)
         if wgrad is not None:
-            gathered = rows if one_gather else columns
+            gathered = rows if one else columns
             dw = wgrad(self._regather(dy_wgrad) if gathered is None else gathered.whole(), x)
         for gather in (rows, columns):
             if gather is not None:

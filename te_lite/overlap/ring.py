@@ -14,9 +14,12 @@ from te_lite.quantize.qtensor import QTensor
 
 
 def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
-    """gemm of the gathered tensor [R*m, k] -> [R*m, n]: this rank's shard first, the others in the order of arrival."""
+    """gemm of the gathered tensor [R*m, k] -> [R*m, n]: this rank's shard first, the others in the order of arrival.
+
+    Also this rank's own goes through its wire format, which may multiply a ragged shard in another than its own.
+    """
     rank, size = gather.group.rank, gather.group.size
-    pieces = {rank: gemm(own)}
+    pieces = {rank: gemm(own.from_wire(own.wire("row"), "row", own.shape[0]))}
     for source in following(rank, size):
         pieces[source] = gemm(gather.shard(source))
     return torch.cat([pieces[source] for source in range(size)])

@@ -198,27 +198,25 @@ def schedule_for(
 ) -> tuple[Schedule, str]:
     """(the schedule of one linear, why it does not overlap as asked or ""). device: of its activations. strict: that
     is an error."""
+    schedule: Schedule = Collective(tp) if tp.active else Local()
+    if not any(flags.values()):
+        return schedule, ""
     if not tp.active:
-        schedule, why = Local(), "tensor parallelism is off"
-    elif not any(flags.values()):
-        return Collective(tp), ""
+        why = "tensor parallelism is off"
     elif not tp.sequence_parallel:
-        schedule, why = Collective(tp), "sequence parallelism is off"
+        why = "sequence parallelism is off"
     else:
-        found = _groups.get(tuple(dist.get_process_group_ranks(tp.group)))
+        ranks = dist.get_process_group_ranks(tp.group)
+        found = _groups.get(tuple(ranks))
         if isinstance(found, Group) and found.device == device:
             return Overlapped(tp, found, layer, *_asked(tp.mode, flags, found.layers, layer), strict), ""
-        ranks = dist.get_process_group_ranks(tp.group)
         if isinstance(found, Group):
             why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
         elif found:
             why = found.reason
         else:
             why = f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
-        schedule = Collective(tp)
-    if not any(flags.values()):
-        why = ""
-    if why and strict:
+    if strict:
         what = layer or "a linear"
         raise RuntimeError(f"{what}: overlap was asked for and does not happen: {why}; or leave out strict=True")
     return schedule, why

@@ -53,7 +53,7 @@ class BlockFormat(TensorFormat):
 
     def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
         data, scale = (q.row, q.row_scale) if layout == "row" else (q.col, q.col_scale)
-        return data.view(torch.uint8), scale.contiguous()
+        return data.view(torch.uint8), scale
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         data, scale, shape = parts[0].view(torch.float8_e4m3fn), parts[1], (rows, like.shape[1])

@@ -101,6 +101,11 @@ class QTensor:
         """The scale of the layout that is held, of row where both are."""
         return self.row_scale if self.row is not None else self.col_scale
 
+    @property
+    def regather_layout(self) -> Layout:
+        """The layout in which a shard that wgrad will read is kept and gathered."""
+        return "row" if self.format.col_from_row else "col"
+
     def operand(self, layout: Layout) -> Operand:
         """The GEMM operand in `layout`; a missing col layout is made from the row layout where the format can."""
         if layout == "row":

@@ -60,11 +60,10 @@ class Specified(Collective):
         self.group, self.methods = group, methods
 
     def _cut(self, gemm, shard: QTensor) -> Tensor:
-        """gemm of every rank's shard; this rank's own was not on the wire."""
+        """gemm of every rank's shard."""
         gathered = [all_gather(part.contiguous(), self.tp.group) for part in shard.wire("row")]
         parts = [[piece.clone() for piece in whole.chunk(self.tp.size)] for whole in gathered]  # aligned for cuBLAS
         shards = [shard.from_wire(one, "row", shard.shape[0]) for one in zip(*parts, strict=True)]
-        shards[dist.get_rank(self.tp.group)] = shard
         return torch.cat([gemm(one) for one in shards])
 
     def _ordered(self, partial: Tensor, own: Tensor) -> Tensor:

@@ -70,6 +70,22 @@ def test_learns_and_reports(fp8_run: Run) -> None:
         assert module in fp8_run.printed, f"{module!r} is missing in:\n{fp8_run.printed}"
 
 
+def test_overlap_moves_everything_and_changes_no_loss(fp8_run: Run, tmp_path: Path) -> None:
+    """Every exchange goes through userbuffers; sums are rounded elsewhere, so losses differ as between recipes."""
+    recipe = fp8_run.log["options"]["recipe"]
+    args = ("--tp", "2", "--sequence-parallel", "--recipe", recipe, "--steps", str(STEPS), "--eval-every", "15")
+    log, _ = train_ranks(tmp_path, *args, "--lr", "6e-3", "--overlap")
+    schedules = {(row["module"], row["gemm"]): row["schedule"] for row in log["gemms"]}
+    assert "collective" not in schedules.values()
+    overlapped = [gemm for (_, gemm), schedule in schedules.items() if schedule != "local"]
+    assert {"fprop", "dgrad", "fc1_fprop", "fc2_fprop", "fc1_dgrad", "fc2_dgrad"} <= set(overlapped)
+    plain = [row["schedule"] for row in fp8_run.log["gemms"]]
+    assert "collective" in plain and set(plain) <= {"collective", "local"}
+    for ours, theirs in zip(log["losses"], fp8_run.log["losses"], strict=True):
+        assert abs(ours / theirs - 1) < 0.03
+    assert abs(log["summary"]["held_out_loss"] / fp8_run.log["summary"]["held_out_loss"] - 1) < 0.03
+
+
 def assert_same(ours: object, theirs: object, where: str) -> None:
     """Bitwise equality of nested checkpoint contents."""
     assert type(ours) is type(theirs), f"{where}: {type(ours)} and {type(theirs)}"
