@@ -58,9 +58,7 @@ WORD_CONFIGS = {True: Config(128, 64, 4), False: Config(256, 64, 8)}
 def cast_config(col: bool, computed: bool, few: bool, hp: bool, sums: bool) -> Config:
     """Of CONFIGS, with as many registers as column sums need, or a high-precision copy: with fewer those spill."""
     config = CONFIGS[col, computed, few]
-    if config.registers is None or not (hp or sums):
-        return config
-    return config._replace(registers=None if hp else config.registers + 32)
+    return config._replace(registers=None) if hp or sums else config
 
 
 # Reads only: exactly the programs that fit at once, each leaving one partial maximum.

@@ -46,11 +46,17 @@ def gemm_fp8_rowwise_ref(
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
+def _vector(scale: Tensor, length: int) -> Tensor:
+    """One scale for each of `length` rows, at an address that cuBLAS takes; a slice may begin at any row."""
+    scale = scale.reshape(-1).expand(length).contiguous()
+    return scale.clone() if scale.data_ptr() % 16 else scale
+
+
 def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum):
     def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         scales = {
-            "scale_a": a_scale.reshape(-1, 1).expand(a.shape[0], 1).contiguous(),
-            "scale_b": b_scale.reshape(1, -1).expand(1, b.shape[0]).contiguous(),
+            "scale_a": _vector(a_scale, a.shape[0]).view(-1, 1),
+            "scale_b": _vector(b_scale, b.shape[0]).view(1, -1),
         }
         return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
 

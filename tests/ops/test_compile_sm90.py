@@ -19,9 +19,8 @@ from tests.ops.interpreted import ACTIVE
 pytestmark = pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
 
 SM90 = GPUTarget("cuda", 90, 32)
-# Tiles and register limits were chosen on GPUs with Triton 3.6; what another version makes may need more registers.
+# Tiles of words and their register limits were chosen on GPUs with Triton 3.6; another version may need some more.
 TUNED = triton.__version__.startswith("3.6.")
-SPILL = 0 if TUNED else 64  # bytes a thread
 SIZES = {"eps": "fp32", "rows": "i32", "cols": "i32", "padded": "i32", "count": "i32"}
 
 
@@ -137,7 +136,7 @@ def test_transform(case, tmp_path):
     if case.col:
         most = 1 + ("partial" in case.types) * (1 + case.glu)  # scale_inv, column sums
         assert scalar_stores(compiled) <= most, "the transposed copy is stored by single words"
-    assert (local_memory(compiled, tmp_path) or 0) <= SPILL, "registers spill"
+    assert local_memory(compiled, tmp_path) in (0, None), "registers spill"
 
 
 def test_sizes_that_are_not_multiples_of_16_compile_too(tmp_path):
@@ -156,7 +155,7 @@ def check_words(compiled, folder: Path, registers: int, scalars: int) -> None:
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 8, "four quarters, two loads each"
     assert not re.search(r"st\.global\S*\.(b8|b16|v2)", ptx) and scalar_stores(compiled) <= scalars
-    assert (local_memory(compiled, folder) or 0) <= SPILL, "registers spill"
+    assert (local_memory(compiled, folder) or 0) <= (0 if TUNED else 64), "registers spill"
     used = int(re.findall(r"REG:(\d+)", resources(compiled, folder) or "REG:0")[-1])
     assert used <= (registers if TUNED else 255)
 
