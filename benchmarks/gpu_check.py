@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 
 import torch
 
+from benchmarks.check_logs import demo_mistakes, demo_numbers, training_numbers
 from benchmarks.commands import read_junit, run_command
 from te_lite.testing import results
 
@@ -55,7 +56,6 @@ RANKS_WORKERS = 6  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
-DEMO_BOUND = 0.03  # as of training: two roundings of the same model
 MAX_TP = 4
 TAIL_LINES = 60
 
@@ -192,20 +192,6 @@ def training_stage(args: argparse.Namespace) -> list[Stage]:
     return [stage]
 
 
-def training_numbers(log: Path) -> dict[str, object]:
-    """How far the run that is farthest from bf16 ends from it."""
-    if not log.exists():
-        return {}
-    content = json.loads(log.read_text())
-    distances = {
-        f"{row['recipe']} tp {row['tp']}": max(abs(row[key] - 1) for key in ("train_ratio", "held_out_ratio"))
-        for row in content["runs"]
-    }
-    farthest = max(distances, key=distances.__getitem__)
-    numbers = {"runs": len(distances), "steps": content["steps"], "farthest": farthest}
-    return numbers | {"off_bf16": round(distances[farthest], 5), "bound": content["bound"]}
-
-
 def demo_stage(args: argparse.Namespace) -> list[Stage]:
     """The example on all GPUs (at most MAX_TP), sequence parallel, each recipe with and without overlap; the limit is
     shared."""
@@ -226,35 +212,6 @@ def demo_stage(args: argparse.Namespace) -> list[Stage]:
             stage.tail += wrong
         stages.append(stage)
     return stages
-
-
-def demo_mistakes(detail: dict, without: dict | None) -> list[str]:
-    """What is wrong with a run that ended. without: the numbers of the run without overlap, for a run with it."""
-    wrong = []
-    loss, entropy = detail.get("held_out_loss"), detail.get("unigram_entropy")
-    if not (loss and entropy and loss < entropy):  # nan is not below, too
-        wrong.append(f"held-out loss {loss} is not below the text's unigram entropy {entropy}")
-    if without is None:
-        return wrong
-    if not detail.get("gemms_overlapped") or detail["gemms_collective"]:
-        wrong.append("exchanges were left to collectives although overlap was asked for")
-    other = without.get("held_out_loss")
-    if not (loss and other and abs(loss / other - 1) < DEMO_BOUND):
-        wrong.append(f"held-out loss {loss}, without overlap {other}: more than {DEMO_BOUND:.0%} apart")
-    return wrong
-
-
-def demo_numbers(log: Path) -> dict[str, float]:
-    """Losses, speed and schedules of the log that the example wrote; the log itself goes."""
-    if not log.exists():
-        return {}
-    content = json.loads(log.read_text())
-    log.unlink()
-    wanted = ("steps", "train_loss", "held_out_loss", "unigram_entropy", "tokens_per_second")
-    numbers = {name: round(content["summary"][name], 4) for name in wanted if name in content["summary"]}
-    schedules = [row["schedule"] for row in content["gemms"]]
-    numbers["gemms_overlapped"] = sum(schedule not in ("local", "collective") for schedule in schedules)
-    return numbers | {"gemms_collective": schedules.count("collective")}
 
 
 RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {

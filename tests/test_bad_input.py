@@ -102,6 +102,7 @@ BAD_SIZES = [
     ),
     (lambda: te.Linear(64, 64, parallel_mode="colum", tp_size=2, device="cpu"), ("colum", "column")),
     (lambda: te.Linear(64, 64, tp_size=0, device="cpu"), ("0",)),
+    (lambda: te.Linear(64, 64, sequence_dim=-1, device="cpu"), ("sequence_dim=-1",)),
     (lambda: te.Linear(64, 0, device="cpu"), ("0",)),
     (lambda: te.Linear(-64, 64, device="cpu"), ("-64",)),
     (lambda: te.Linear(64, 64, params_dtype=torch.int32, device="cpu"), ("int32",)),

@@ -72,6 +72,7 @@ class TeLiteModule(nn.Module):
         userbuffers: Mapping[str, bool],
         ub_names: tuple[str | None, ...],
         symmetric_ar_type: str | None,
+        sequence_dim: int,
     ) -> None:
         super().__init__()
         check_construction(type(self).__name__, modes, tp_size, params_dtype, sizes)
@@ -79,6 +80,9 @@ class TeLiteModule(nn.Module):
         self.tp_group = tp_group
         self._modes = modes
         self.sequence_parallel = bool(sequence_parallel) and self.tp_size > 1
+        if type(sequence_dim) is not int or sequence_dim < 0:
+            raise ValueError(f"sequence_dim={sequence_dim!r}: must be 0 or count a later dimension of the input")
+        self.sequence_dim = sequence_dim
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.params_dtype = params_dtype or torch.get_default_dtype()
@@ -172,6 +176,27 @@ class TeLiteModule(nn.Module):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Calls `hook()` after each backward_dw()."""
         self._wgrad_hooks.append(hook)
+
+    # the dimension that sequence parallelism splits
+
+    def _sequence_first(self, inp: Tensor, quantized: bool = False) -> Tensor:
+        """A view of inp with the dimension that sequence parallelism splits in front; the rest of the module sees
+        tokens. quantized: an output or gradient is to be, which has no strides."""
+        if not (self.sequence_dim and self.sequence_parallel):
+            return inp
+        if inp.dim() < self.sequence_dim + 2 or quantized or isinstance(inp, QuantizedTensor):
+            raise ValueError(
+                f"{type(self).__name__}(sequence_dim={self.sequence_dim}): got {type(inp).__name__} {list(inp.shape)}; "
+                f"pass a plain tensor of at least {self.sequence_dim + 2} dimensions, without fp8_output and fp8_grad"
+            )
+        return inp.movedim(self.sequence_dim, 0)
+
+    def _outputs(self, out: Tensor, bias: Tensor | None, ln_out: Tensor | None = None) -> Any:
+        """What forward returns; what _sequence_first did is undone."""
+        if self.sequence_dim and self.sequence_parallel:
+            out, ln_out = (t if t is None else t.movedim(0, self.sequence_dim) for t in (out, ln_out))
+        outputs = (out, *((bias,) if self.return_bias else ()), *(() if ln_out is None else (ln_out,)))
+        return outputs if len(outputs) > 1 else out
 
     # plans
 

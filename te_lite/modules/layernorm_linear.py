@@ -54,6 +54,8 @@ class LayerNormLinear(_OneLinear):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         name: str | None = None,
+        *,
+        sequence_dim: int = 0,
     ) -> None:
         given = locals()
         if parallel_mode == "row":
@@ -73,6 +75,7 @@ class LayerNormLinear(_OneLinear):
             userbuffers={flag: given[flag] for flag in UB_FLAGS},
             ub_names=(ub_name,),
             symmetric_ar_type=symmetric_ar_type,
+            sequence_dim=sequence_dim,
             sizes={"in_features": in_features, "out_features": out_features},
         )
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
@@ -95,6 +98,7 @@ class LayerNormLinear(_OneLinear):
         """x [..., in_features] -> y [..., out_features]; with return_bias (y, bias); with return_layernorm_output the
         norm's output comes last. The other arguments are Linear's."""
         weight, bias = self._weight(), self._bias()
+        inp = self._sequence_first(inp, fp8_output or fp8_grad)
         call = self._begin(inp, self.in_features, (weight,), is_first_microbatch, fp8_output, fp8_grad)
         gather = self.tp_group if self.return_layernorm_output_gathered else None
         out, ln_out = self._run(
@@ -109,5 +113,4 @@ class LayerNormLinear(_OneLinear):
             weight,
             bias if self.apply_bias else None,
         )
-        outputs = (out, *((bias,) if self.return_bias else ()), *((ln_out,) if self.return_layernorm_output else ()))
-        return outputs if len(outputs) > 1 else out
+        return self._outputs(out, bias, ln_out)

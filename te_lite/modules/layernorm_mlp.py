@@ -65,6 +65,8 @@ class LayerNormMLP(TeLiteModule):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
+        *,
+        sequence_dim: int = 0,
     ) -> None:
         given = locals()
         if activation_params:
@@ -86,6 +88,7 @@ class LayerNormMLP(TeLiteModule):
             userbuffers={flag: given[flag] for flag in UB_FLAGS},
             ub_names=("fc1", "fc2"),
             symmetric_ar_type=symmetric_ar_type,
+            sequence_dim=sequence_dim,
             sizes={"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size},
         )
         self.activation, self.normalization, self.zero_centered_gamma = activation, normalization, zero_centered_gamma
@@ -122,13 +125,12 @@ class LayerNormMLP(TeLiteModule):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the
         norm's output comes last. is_first_microbatch is Linear's."""
+        inp = self._sequence_first(inp)
         if self.checkpoint and torch.is_grad_enabled():
             out, ln_out = recompute(self._forward, inp, is_first_microbatch, use_reentrant=False)
         else:
             out, ln_out = self._forward(inp, is_first_microbatch)
-        bias = self.fc2_bias if self.use_bias else None
-        outputs = (out, *((bias,) if self.return_bias else ()), *((ln_out,) if self.return_layernorm_output else ()))
-        return outputs if len(outputs) > 1 else out
+        return self._outputs(out, self.fc2_bias if self.use_bias else None, ln_out)
 
     def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
         call = self._begin(inp, self.hidden_size, (self.fc1_weight, self.fc2_weight), is_first_microbatch)

@@ -146,8 +146,8 @@ class Linear(_OneLinear):
     """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N]; a drop-in for torch.nn.Linear and Transformer Engine's Linear.
 
     parallel_mode "column" splits N, "row" splits K over tp_group. With sequence_parallel the activations on the outer
-    side are split along their first dimension: a column-parallel linear gathers its input, a row-parallel one
-    scatters its sum.
+    side are split along their dimension sequence_dim (default the first): a column-parallel linear gathers its input,
+    a row-parallel one scatters its sum.
 
     params_dtype: bf16, fp16 or fp32 (default: torch's). device: default the GPU, or the CPU where there is none; "meta"
     puts initialisation off until reset_parameters(). return_bias: the bias is returned and not added.
@@ -187,6 +187,8 @@ class Linear(_OneLinear):
         symmetric_ar_type: str | None = None,
         save_original_input: bool = False,
         name: str | None = None,
+        *,
+        sequence_dim: int = 0,
     ) -> None:
         given = locals()
         super().__init__(
@@ -204,6 +206,7 @@ class Linear(_OneLinear):
             userbuffers={flag: given[flag] for flag in UB_FLAGS},
             ub_names=(ub_name,),
             symmetric_ar_type=symmetric_ar_type,
+            sequence_dim=sequence_dim,
             sizes={"in_features": in_features, "out_features": out_features},
         )
         self.save_original_input = save_original_input
@@ -225,9 +228,9 @@ class Linear(_OneLinear):
         fp8_output, fp8_grad: give y, or the gradient of x, as a QuantizedTensor (under an fp8 recipe).
         """
         weight, bias = self._weight(), self._bias()
+        inp = self._sequence_first(inp, fp8_output or fp8_grad)
         call = self._begin(inp, self.in_features, (weight,), is_first_microbatch, fp8_output, fp8_grad)
-        out = self._run(LinearFunction, call, inp, weight, bias if self.apply_bias else None)
-        return (out, bias) if self.return_bias else out
+        return self._outputs(self._run(LinearFunction, call, inp, weight, bias if self.apply_bias else None), bias)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, mode={self.parallel_mode}, tp_size={self.tp_size}"

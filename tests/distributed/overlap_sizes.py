@@ -26,7 +26,7 @@ from tests.distributed.overlapping import (
 )
 from tests.distributed.run_groups import refuses
 from tests.distributed.run_modules import shard_input
-from tests.harness import leaf, under
+from tests.harness import RECIPES, leaf, under
 
 
 def token_counts_change(device) -> None:
@@ -148,28 +148,34 @@ def number_formats_side_by_side(device) -> None:
         assert_same(f"step {step}", *results)
 
 
-def three_dimensions(device) -> None:
-    """[S, B, K]: the result is that of [S * B, K], in the caller's shape, whatever the strides."""
-    size = dist.get_world_size()
+def more_dimensions(device) -> None:
+    """[S, B, K], [B, S, K] and [2, B/2, S, K]: the result is that of [S * B, K], in the caller's shape, whatever the
+    strides; the sequence is what is gathered and scattered."""
+    size, sequences = dist.get_world_size(), 4
     begin(32 * size, 128, dist.group.WORLD, device)
-    for recipe in ("bf16", "mxfp8"):
+    for recipe in (*RECIPES, "current_per_shard"):
         for which in LAYERS:
-            pair = pair_of(which, recipe, device)
-            batch = pair.batch(1, 24)
-            want = pair.expected(batch)
-            x, dy = (t.to(device) for t in batch)
-            x = shard_input(x, pair.spec, pair.rank)
-            flat, out, dy = pair.forward(batch)
-            lead = (x.shape[0] // 3, 3)
-            strided = x.view(*lead, -1).transpose(0, 1).contiguous().transpose(0, 1)  # [S, B, K], batch first in memory
-            strided = strided.detach().requires_grad_()
-            with under(recipe):
-                out = pair.module(strided)
-            assert out.shape[1] == 3 and out._base is None
-            out.backward(dy.view(out.shape))
-            got = {"out": out.detach().flatten(0, 1), "dx": strided.grad.flatten(0, 1)}
-            got.update({name: p.grad for name, p in pair.module.named_parameters() if p.grad is not None})
-            assert_same(f"{pair.label} [S, B, K]", got, want)
+            for dim, leading in enumerate(((sequences,), (sequences,), (2, 2))):
+                pair = pair_of(which, recipe, device)
+                batch = pair.batch(1, 24)
+                want = pair.expected(batch)
+                x, dy = pair.inputs(batch)
+                x = x.detach().view(-1, *leading, x.shape[-1]).movedim(0, dim)
+                if not dim:
+                    x = x.transpose(0, 1).contiguous().transpose(0, 1)  # batch first in memory
+                x.requires_grad_()
+                pair.module.sequence_dim = dim
+                with under(recipe):
+                    out = pair.module(x)
+                dy = dy.view(-1, *leading, dy.shape[-1]).movedim(0, dim)
+                assert out.shape == dy.shape
+                out.backward(dy)
+                got = {"out": out.detach().movedim(dim, 0).reshape(want["out"].shape)}
+                got["dx"] = x.grad.movedim(dim, 0).reshape(want["dx"].shape)
+                got.update({name: p.grad for name, p in pair.module.named_parameters() if p.grad is not None})
+                assert_same(f"{pair.label}, the sequence in dimension {dim}", got, want)
+    pair.module.sequence_dim = 2
+    refuses(ValueError, "at least 4 dimensions", lambda: pair.module(x.detach().flatten(0, 1)))
 
 
 def report_names_the_methods(device) -> None:
@@ -235,7 +241,7 @@ SIZES = [
     over_capacity,
     flags_without_effect,
     number_formats_side_by_side,
-    three_dimensions,
+    more_dimensions,
     report_names_the_methods,
     report_of_one_bulk,
 ]
