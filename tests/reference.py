@@ -85,10 +85,13 @@ def _tensor_core_matmul(a: Tensor, b: Tensor) -> Tensor:
 
     For low-precision references where a GPU's results are judged; the CPU adds in fp32.
     """
-    total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # at real sizes a core takes a minute for it
+    a, b = a.to(device), b.to(device)
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=device)
     for k in range(0, a.shape[1], 32):
         mantissa, exponent = torch.frexp(total + a[:, k : k + 32] @ b[k : k + 32])
         total = torch.ldexp(torch.trunc(mantissa * 2**14) * 2.0**-14, exponent)
+    total = total.cpu()
     # One realisation of a noise of that size: which values it tips over an fp8 rounding boundary is chance.
     return total * (1 + 2.0**-14 * (2 * torch.rand(total.shape, dtype=total.dtype) - 1))
 
