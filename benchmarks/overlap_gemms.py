@@ -1,0 +1,242 @@
+"""All-gather + GEMM and GEMM + reduce-scatter by every way there is, against the limit of the hardware.
+
+    torchrun --nproc-per-node 4 benchmarks/overlap_gemms.py
+    torchrun --nproc-per-node 2 benchmarks/overlap_gemms.py --device cpu    # smoke test; its numbers mean nothing
+
+In each run are interleaved: the GEMM alone (cuBLAS, on the whole operand), the copies alone (as many bytes, one push to
+each peer through userbuffers), NCCL and then the GEMM or the other way round ("collective"), te_lite's ring and fused
+schedules and torch's fused operators in a CUDA graph. A sample starts on all ranks together and is the slowest rank's.
+The limit is the longer of GEMM and copies; "of limit" is its share of a candidate's time. fp8 is current scaling with
+fast accumulation, as in a forward pass; its operands lie ready and reduce-scatters travel in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import te_lite as te
+from benchmarks import report
+from benchmarks.modules import BF16, RESULTS
+from benchmarks.recipes import RanksClock
+from te_lite.ops.source import plain
+from te_lite.overlap import fused, ring, userbuffers
+from te_lite.overlap.buffers import Gather, Scatter, following
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.group import PIECES
+from te_lite.overlap.schedule import Product
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.quantizer import Site, operands_for
+from te_lite.testing import bench, results
+from te_lite.testing.distributed import init_ranks, leave_ranks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """op "AG" or "RS"; m tokens of all ranks, k and n of the local GEMM [m, k] x [n, k]^T."""
+
+    name: str
+    op: str
+    m: int
+    k: int
+    n: int
+
+
+SHAPES = (
+    Shape("qkv 70b", "AG", 8192, 8192, 2560),
+    Shape("fc1 70b", "AG", 8192, 8192, 14336),
+    Shape("fc1 8b", "AG", 8192, 4096, 7168),
+    Shape("fc1 small", "AG", 2048, 4096, 7168),
+    Shape("proj 70b", "RS", 8192, 2048, 8192),
+    Shape("fc2 70b", "RS", 8192, 7168, 8192),
+    Shape("fc2 8b", "RS", 8192, 3584, 4096),
+    Shape("fc2 small", "RS", 2048, 3584, 4096),
+)
+SMOKE_SHAPES = (Shape("smoke", "AG", 64, 64, 48), Shape("smoke", "RS", 64, 48, 64))
+RECIPES = {"bf16": "bf16", "fp8": "current"}
+
+
+class Problem:
+    """One operation on this rank, its operands quantized and ready."""
+
+    def __init__(self, shape: Shape, dtype: str, device: torch.device) -> None:
+        self.shape, self.device, ranks = shape, device, dist.get_world_size()
+        self.tp = TensorParallel("column" if shape.op == "AG" else "row", ranks, dist.group.WORLD, True)
+        self.group = userbuffers.groups()[0]
+        self.m = shape.m // ranks
+        operands = self._operands(RECIPES[dtype])
+        tokens = self.m if shape.op == "AG" else shape.m
+        self.x: QTensor = operands.a.quantize(plain(self._random(tokens, shape.k)))[0]
+        weight = operands.b.quantize(plain(self._random(shape.n, shape.k)))[0]
+        self.gemm = Product(weight, "row", BF16, None, operands.fast_accum, "te_lite.fprop")
+        self.whole = Collective(self.tp).gather("fprop", self.x, "row") if shape.op == "AG" else self.x
+        # As many bytes as the operation moves: a gather of x, or of something as large as the rows that are scattered.
+        product = self._operands("bf16").a.quantize(plain(self._random(self.m, shape.n)))[0]
+        self.moved = self.x if shape.op == "AG" else product
+
+    def _operands(self, recipe: str):
+        def no_state(direction: str) -> None:
+            raise RuntimeError(f"{recipe} asked for the {direction} state of a module, and here is none")
+
+        return operands_for(te.recipe.from_name(recipe), Site(0, BF16, self.tp, no_state, dist.group.WORLD)).fprop
+
+    def _random(self, rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, device=self.device, dtype=BF16)
+
+    def gemm_alone(self) -> Tensor:
+        return self.gemm(self.whole)
+
+    def copies_alone(self) -> None:
+        with self.group.operation(f"copies {list(self.moved.shape)}"):
+            gather = Gather(self.group, self.moved, "row", own=False)
+            for source in following(self.group.rank, self.group.size):
+                gather.shard(source)
+            gather.close()
+
+    def collective(self) -> Tensor:
+        return Collective(self.tp).fprop(self.gemm, self.x)
+
+    def overlapped(self, way) -> Tensor:
+        """way: the module ring or fused."""
+        with self.group.operation(f"{self.shape.op} {way.__name__} {list(self.x.shape)}"):
+            if self.shape.op == "RS":
+                return way.gemm_scatter(self.gemm, self.x, Scatter(self.group, self.m, self.shape.n, BF16))
+            pieces = fused.pieces(self.x, PIECES) if way is fused else 1
+            gather = Gather(self.group, self.x, "row", own=False, pieces=pieces)
+            out = way.gather_gemm(self.gemm, self.x, gather)
+            gather.close()
+            return out
+
+    def torch_fused(self) -> object:
+        """torch's operator for it, decomposed into pieces by the library itself."""
+        (a, a_scale), (b, b_scale) = self.x.operand("row"), self.gemm.b.operand("row")
+        ops, group, n = torch.ops.symm_mem, dist.group.WORLD.group_name, self.shape.n
+        if a_scale is None and self.shape.op == "AG":
+            return ops.fused_all_gather_matmul(a, [b.t()], 0, group, return_A=False)
+        if a_scale is None:
+            return ops.fused_matmul_reduce_scatter(a, b.t(), "sum", 0, group)
+        if self.shape.op == "AG":
+            return ops.fused_all_gather_scaled_matmul(
+                a, [b.t()], a_scale, [b_scale], 0, group, [None], [None], [BF16], [True]
+            )
+        return ops.fused_scaled_matmul_reduce_scatter(
+            a, b.t(), a_scale, b_scale, "sum", 0, 0, group, [self.shape.m, n], out_dtype=BF16, use_fast_accum=True
+        )
+
+
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """step() as a CUDA graph, captured at the first call."""
+    graphs: list[torch.cuda.CUDAGraph] = []
+
+    def replay() -> None:
+        if not graphs:
+            for _ in range(2):
+                step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            graphs.append(graph)
+        graphs[0].replay()
+
+    return replay
+
+
+def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candidate]:
+    ways: dict[str, Callable[[], object]] = {
+        "gemm": problem.gemm_alone,
+        "copies": problem.copies_alone,
+        "collective": problem.collective,
+        "ring": lambda: problem.overlapped(ring),
+    }
+    if problem.device.type == "cuda":
+        ways["fused"] = lambda: problem.overlapped(fused)
+        if args.torch:
+            ways["torch fused"] = captured(problem.torch_fused)
+    return [bench.Candidate(name, step) for name, step in ways.items()]
+
+
+def compare(shape: Shape, dtype: str, args: argparse.Namespace, device: torch.device) -> list[dict]:
+    """A row for each candidate. The same on all ranks."""
+    problem = Problem(shape, dtype, device)
+    clock = RanksClock(device)
+    timings = bench.time_interleaved(candidates(problem, args), clock, rounds=args.rounds, wall_rounds=0)
+    limit = max(timings[name].gpu_us or 0.0 for name in ("gemm", "copies"))
+    rows = []
+    for timing in timings.values():
+        row = {"op": shape.op, "shape": shape.name, "dtype": dtype, "m": shape.m, "k": shape.k, "n": shape.n}
+        row |= {"candidate": timing.name, "gpu_us": timing.gpu_us, "host_us": timing.host_us, "spread": timing.spread}
+        row["of_limit"] = limit / timing.gpu_us if timing.gpu_us else None
+        rows.append(row | {"exposed": timing.exposed, "error": timing.error})
+    return rows
+
+
+def measure(args: argparse.Namespace, device: torch.device, rows: list[dict], write: Callable[[], None]) -> None:
+    """Appends the rows of one operation after the other; write() after each, so that a run cut off leaves the rest."""
+    shapes = SMOKE_SHAPES if device.type == "cpu" else [s for s in SHAPES if s.name in args.shapes]
+    for shape in shapes:
+        te.initialize_ub([shape.m, max(shape.k, shape.n)], dist.get_world_size(), device=device)
+        for dtype in args.dtypes:
+            rows.extend(compare(shape, dtype, args, device))
+            write()
+        te.destroy_ub()
+
+
+def summary(rows: list[dict]) -> str:
+    """A line for each operation, microseconds; in brackets the share of the limit."""
+    names = list(dict.fromkeys(row["candidate"] for row in rows))
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        cell = f"{report.number(row['gpu_us'])} ({report.number(row['of_limit'], 2)})"
+        lines.setdefault((row["op"], row["shape"], row["dtype"]), {})[row["candidate"]] = row["error"] or cell
+    table = [[*key, *(cells.get(name, "")[:60] for name in names)] for key, cells in lines.items()]
+    return results.text_table(("op", "shape", "dtype", *names), table)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("--shapes", nargs="+", default=names, choices=names)
+    parser.add_argument("--dtypes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave torch's fused operators out")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for overlap_gemms.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    rank, ranks, device = init_ranks(torch.device(args.device).type)
+    if ranks < 2:
+        raise SystemExit(f"overlap_gemms on {ranks} rank: nothing moves; start it with torchrun on 2 or more")
+    torch.manual_seed(rank)
+    rows: list[dict] = []
+
+    def write() -> None:
+        if rank == 0:
+            path = args.out / "overlap_gemms.json"
+            results.write_results(path, "overlap_gemms", rows, tree=tree, device=args.device, tp=ranks)
+
+    with torch.no_grad():
+        measure(args, device, rows, write)
+    if rank == 0:
+        print(summary(rows))
+    leave_ranks()
+    return 1 if any(row["error"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
