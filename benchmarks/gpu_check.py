@@ -46,6 +46,8 @@ LIMITS_S |= {
     "ranks": 360.0,
     "per_shard": 60.0,
     "overlap": 200.0,
+    "overlap_gemms": 120.0,
+    "memcheck": 90.0,
     "demo": 160.0,
     "matrix": 360.0,
     "matrix_tp2": 360.0,
@@ -193,17 +195,18 @@ def training_stage(args: argparse.Namespace) -> list[Stage]:
 
 
 def demo_stage(args: argparse.Namespace) -> list[Stage]:
-    """The example on all GPUs (at most MAX_TP), sequence parallel, each recipe with and without overlap; the limit is
-    shared."""
+    """The example on all GPUs (at most MAX_TP), sequence parallel, each recipe with and without overlap; what is left
+    of the limit is shared by the runs that are left."""
     tp = tp_size(args)
     if tp < 2:
         return too_few("demo", args)
-    stages = []
-    for recipe, overlap in itertools.product(DEMO_RECIPES, ([], ["--overlap"])):
+    stages, runs = [], list(itertools.product(DEMO_RECIPES, ([], ["--overlap"])))
+    end = time.monotonic() + limit("demo", args)
+    for recipe, overlap in runs:
         log = args.out / f"demo_{recipe}.json"
         options = ["--tp", str(tp), "--sequence-parallel", "--recipe", recipe, "--log-json", str(log), *overlap]
         command = [*launcher(tp), "examples/train_gpt.py", *options, *shlex.split(args.demo_args)]
-        run = run_command(command, limit("demo", args) / (2 * len(DEMO_RECIPES)), echo=False)
+        run = run_command(command, (end - time.monotonic()) / (len(runs) - len(stages)), echo=False)
         detail = {"tp": tp, "recipe": recipe, "overlap": bool(overlap), **demo_numbers(log)}
         stage = finished(f"demo {recipe}{' overlap' if overlap else ''}", run, command, args.out, detail)
         wrong = demo_mistakes(detail, stages[-1].detail if overlap else None) if stage.status == "passed" else []
@@ -212,6 +215,25 @@ def demo_stage(args: argparse.Namespace) -> list[Stage]:
             stage.tail += wrong
         stages.append(stage)
     return stages
+
+
+def memcheck_stage(args: argparse.Namespace) -> list[Stage]:
+    """compute-sanitizer's memcheck over a small case of every overlapped operation, on 2 ranks."""
+    tool = shutil.which("compute-sanitizer")
+    if gpu_count(args) < 2:
+        return too_few("memcheck", args)
+    if tool is None:
+        return [Stage("memcheck", "skipped", detail={"reason": "no compute-sanitizer"})]
+    # NCCL probes with calls that may fail, and its kernels are not ours.
+    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all"]
+    command += ["--kernel-name-exclude", "kns=nccl", *launcher(2), "tests/distributed/run_gemm_with_overlap.py"]
+    command += ["--device", "cuda", "-M", "256", "-K", "256", "-N", "256"]
+    run = run_command(command, limit("memcheck", args), echo=False)
+    said = [line for line in run[2] if "ERROR SUMMARY" in line or "VERDICT" in line]
+    stage = finished("memcheck", run, command, args.out, {"said": " ".join(said).strip("= ")})
+    if stage.status == "passed" and not any("ERROR SUMMARY: 0 errors" in line for line in said):
+        stage.status = "failed"
+    return [stage]
 
 
 RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
@@ -230,6 +252,10 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
         "per_shard", ["benchmarks/recipes.py", "--part", "per_shard", *script_options(args)], args
     ),
     "overlap": lambda args: ranks_stage("overlap", ["benchmarks/overlap.py", *script_options(args)], args),
+    "overlap_gemms": lambda args: ranks_stage(
+        "overlap_gemms", ["benchmarks/overlap_gemms.py", *script_options(args)], args
+    ),
+    "memcheck": memcheck_stage,
     "demo": demo_stage,
 }
 

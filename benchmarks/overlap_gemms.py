@@ -66,6 +66,16 @@ SMOKE_SHAPES = (Shape("smoke", "AG", 64, 64, 48), Shape("smoke", "RS", 64, 48, 6
 RECIPES = {"bf16": "bf16", "fp8": "current"}
 
 
+def has_torch_fused() -> bool:
+    """Whether this torch has the operators; they have to be told of the group."""
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError:
+        return False
+    _symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    return True
+
+
 class Problem:
     """One operation on this rank, its operands quantized and ready."""
 
@@ -161,7 +171,7 @@ def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candida
     }
     if problem.device.type == "cuda":
         ways["fused"] = lambda: problem.overlapped(fused)
-        if args.torch:
+        if args.torch and has_torch_fused():
             ways["torch fused"] = captured(problem.torch_fused)
     return [bench.Candidate(name, step) for name, step in ways.items()]
 

@@ -243,6 +243,25 @@ def render_per_shard(results: Path) -> str:
     return f"{provenance(content)} {about}\n\n{markdown(header, rows, text_columns=1)}"
 
 
+def render_overlap_gemms(results: Path) -> str:
+    content = load(results, "overlap_gemms")
+    if content is None:
+        return missing("overlap_gemms")
+    names = list(dict.fromkeys(row["candidate"] for row in content["rows"] if not row["error"]))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in content["rows"]:
+        key = (row["op"], row["shape"], row["dtype"], f"{row['m']}, {row['k']}, {row['n']}")
+        cell = f"{number(row['gpu_us'])} ({number(row['of_limit'], 2)})" if not row["error"] else ""
+        lines.setdefault(key, {})[row["candidate"]] = cell
+    table = [[*key, *(cells.get(name, "") for name in names)] for key, cells in lines.items()]
+    about = (
+        f"{content['tp']} ranks, microseconds of the slowest; in brackets the limit, the longer of GEMM and copies "
+        "alone, over that time. M of all ranks, K and N of the local GEMM."
+    )
+    header = ["op", "shape", "type", "M, K, N", *names]
+    return f"{provenance(content)} {about}\n\n{markdown(header, table, text_columns=4)}"
+
+
 def render_check(results: Path) -> str:
     content = load(results, "gpu_check")
     if content is None:
@@ -266,6 +285,7 @@ RENDERERS: dict[str, Callable[[Path], str]] = {
     "gemms": render_gemms,
     "recipes": render_recipes,
     "per_shard": render_per_shard,
+    "overlap_gemms": render_overlap_gemms,
     "check": render_check,
 }
 
