@@ -97,11 +97,19 @@ class Control:
     def announce(self, operation: str, value: int) -> None:
         """The next operation begins: its text and a hash of what must agree. GroupBroken."""
 
+    def agree(self, operation: str, value: int) -> None:
+        """As announce, and returns once all ranks have announced the same. GroupBroken, at the latest after the
+        time-out, and on every rank."""
+
     def break_group(self, message: str) -> None:
         """Stops all ranks. The first message stays."""
 
     @property
     def broken(self) -> str | None: ...
+    @property
+    def told(self) -> bool:
+        """Whether somebody here has met GroupBroken."""
+
     def check(self) -> None:
         """GroupBroken when broken."""
 

@@ -93,6 +93,33 @@ void Control::announce(const std::string& operation, uint64_t hash) {
   announced_.store(sequence, std::memory_order_release);
 }
 
+void Control::agree(const std::string& operation, uint64_t hash) {
+  announce(operation, hash);
+  const uint64_t sequence = announced();
+  const auto begin = std::chrono::steady_clock::now();
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    while (peer != rank && !has_announced(peer, sequence)) {
+      check();
+      const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+      if (passed.count() > timeout) {
+        break_group("rank " + name(rank) + " has waited " + one_decimal(passed.count()) + " s in " +
+                    describe(sequence) + " for rank " + name(peer) + ", which has not come to it");
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    // Another operation as this one is for the watcher to name.
+    const std::optional<Operation> theirs = peer == rank ? std::nullopt : read(*peers_[peer].block, sequence);
+    while (theirs && theirs->hash != hash) {
+      check();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+}
+
+bool Control::has_announced(int peer, uint64_t sequence) const {
+  return peers_[peer].block->ring[sequence % kRing].sequence.load(std::memory_order_acquire) >= sequence;
+}
+
 std::string Control::describe(uint64_t sequence) const {
   const std::optional<Operation> operation = sequence ? read(own_, sequence) : std::nullopt;
   return "operation " + std::to_string(sequence) + (operation ? " (" + operation->text + ")" : "");
@@ -121,7 +148,9 @@ std::optional<std::string> Control::broken() const {
 }
 
 void Control::check() const {
-  if (is_broken()) throw GroupBroken(own_.message);
+  if (!is_broken()) return;
+  told_ = true;
+  throw GroupBroken(own_.message);
 }
 
 void Control::close() {
@@ -133,6 +162,9 @@ void Control::close() {
   stop_ = true;
   watcher_->join();
   watcher_.reset();
+  for (int peer = 0; peer < static_cast<int>(peers_.size()) && !is_broken(); ++peer) {
+    if (peer != rank) compare_with(peer);  // what the watcher has not come to
+  }
   own_.state.store(ControlBlock::kGone, std::memory_order_release);
 }
 
@@ -158,7 +190,12 @@ void Control::look_at(int rank_of_peer, double passed) {
   compare_with(rank_of_peer);
   const uint32_t heartbeat = peer.block->heartbeat.load(std::memory_order_relaxed);
   // One that is starting may take its time, one that is gone left in order.
-  const bool up = peer.block->state.load(std::memory_order_acquire) == ControlBlock::kUp;
+  const uint32_t state = peer.block->state.load(std::memory_order_acquire);
+  const bool up = state == ControlBlock::kUp;
+  if (const uint64_t newest = announced(); state == ControlBlock::kGone && newest && !has_announced(rank_of_peer, newest)) {
+    return break_group("rank " + name(rank_of_peer) + " has left (its program ended, or it called destroy_ub) and will " +
+                       "not come to " + describe(newest) + ". See its output");
+  }
   peer.silent = up && heartbeat == peer.heartbeat ? peer.silent + passed : 0;
   peer.heartbeat = heartbeat;
   if (peer.silent < silence_) return;
@@ -172,7 +209,7 @@ void Control::compare_with(int rank_of_peer) {
   const uint64_t newest = announced();
   if (newest >= kRing) peer.compared = std::max(peer.compared, newest - kRing);
   for (uint64_t sequence = peer.compared + 1; sequence <= newest; peer.compared = sequence++) {
-    if (peer.block->ring[sequence % kRing].sequence.load(std::memory_order_acquire) < sequence) return;  // not yet
+    if (!has_announced(rank_of_peer, sequence)) return;  // not yet
     const std::optional<Operation> mine = read(own_, sequence);
     const std::optional<Operation> theirs = read(*peer.block, sequence);
     if (!mine || !theirs || mine->hash == theirs->hash) continue;

@@ -29,7 +29,7 @@ struct alignas(64) ControlBlock {
   struct Entry {
     std::atomic<uint64_t> sequence;  // 0 while the entry is being written
     std::atomic<uint64_t> hash;
-    std::atomic<uint64_t> text[15];  // words, since a reader may come in the middle of a write (and then drops it)
+    std::atomic<uint64_t> text[30];  // words, since a reader may come in the middle of a write (and then drops it)
   };
   std::atomic<uint32_t> heartbeat;
   std::atomic<uint32_t> state;
@@ -51,6 +51,9 @@ class Control {
 
   // Tells the peers that the next operation begins. Throws GroupBroken.
   void announce(const std::string& operation, uint64_t hash);
+  // As announce, and returns once all ranks have announced the same: for what cannot be stopped once it has begun.
+  // Throws GroupBroken, at the latest after the time-out, and on every rank.
+  void agree(const std::string& operation, uint64_t hash);
   uint64_t announced() const { return announced_.load(std::memory_order_acquire); }
   std::string describe(uint64_t sequence) const;  // "operation 17 (its text)"
 
@@ -58,6 +61,7 @@ class Control {
   bool is_broken() const { return own_.broken.load(std::memory_order_acquire) != 0; }
   std::optional<std::string> broken() const;
   void check() const;  // throws GroupBroken
+  bool told() const { return told_; }  // whether check() has thrown
   // A word that becomes 1 when the group breaks, for those that look at nothing else; null: no more.
   void set_abort_word(uint32_t* word);
   void close();
@@ -75,6 +79,7 @@ class Control {
   void watch();
   void look_at(int peer, double passed);
   void compare_with(int peer);
+  bool has_announced(int peer, uint64_t sequence) const;
 
   const std::vector<int> names_;
   const double silence_;
@@ -88,6 +93,7 @@ class Control {
   uint32_t* abort_word_ = nullptr;
   std::atomic<uint64_t> announced_{0};
   std::atomic<bool> stop_{false};
+  mutable std::atomic<bool> told_{false};
   std::unique_ptr<std::thread> watcher_;
 };
 

@@ -102,8 +102,15 @@ void bind_control(py::module_& m) {
       .def("announce", [](Control& c, const std::string& operation,
                           const py::int_& value) { c.announce(operation, masked(value)); },
            py::arg("operation"), py::arg("value"))
+      .def("agree", [](Control& c, const std::string& operation, const py::int_& value) {
+             const uint64_t hash = masked(value);
+             const py::gil_scoped_release unlocked;
+             c.agree(operation, hash);
+           },
+           py::arg("operation"), py::arg("value"))
       .def("break_group", &Control::break_group, py::arg("message"))
       .def_property_readonly("broken", &Control::broken)
+      .def_property_readonly("told", &Control::told)
       .def("check", &Control::check)
       .def("close", &Control::close, Unlocked())
       .def_readonly("timeout", &Control::timeout);

@@ -192,9 +192,10 @@ class TeLiteModule(nn.Module):
         return inp.movedim(self.sequence_dim, 0)
 
     def _outputs(self, out: Tensor, bias: Tensor | None, ln_out: Tensor | None = None) -> Any:
-        """What forward returns; what _sequence_first did is undone."""
+        """What forward returns; what _sequence_first did is undone, in memory of its own."""
         if self.sequence_dim and self.sequence_parallel:
-            out, ln_out = (t if t is None else t.movedim(0, self.sequence_dim) for t in (out, ln_out))
+            back = (t if t is None else t.movedim(0, self.sequence_dim) for t in (out, ln_out))
+            out, ln_out = (t if t is None else t.clone(memory_format=torch.contiguous_format) for t in back)
         outputs = (out, *((bias,) if self.return_bias else ()), *(() if ln_out is None else (ln_out,)))
         return outputs if len(outputs) > 1 else out
 

@@ -105,11 +105,11 @@ def check_input(module: nn.Module, inp: Tensor, features: int, weight: Tensor) -
 
 
 def check_scatter(module: nn.Module, inp: Tensor) -> None:
-    """A row-parallel output is scattered along the input's first dimension."""
+    """A row-parallel output is scattered along the input's dimension sequence_dim, which is the first by now."""
     if inp.shape[0] % module.tp_size:
         raise ValueError(
-            f"{type(module).__name__} with sequence parallelism got an input of shape {tuple(inp.shape)}: its first "
-            f"dimension is scattered over tp_size={module.tp_size} ranks and must be a multiple of that; pad it"
+            f"{type(module).__name__} with sequence parallelism got {inp.shape[0]} in dimension {module.sequence_dim} "
+            f"of its input, which is scattered over tp_size={module.tp_size} ranks: must be a multiple of that; pad it"
         )
 
 

@@ -48,7 +48,8 @@ def _build_plan(
     group = module.tp_group if state is None or state.group is None else state.group
     calibrating = state is not None and not state.enabled
     site = Site(index, dtype, tp, module._scales.getter(recipe, group, device), group, calibrating)
-    schedule, alone = schedule_for(tp, module._ub_flags, module._ub_names[index] or "", device, strict())
+    layer = module._ub_names[index] or ""
+    schedule, alone = schedule_for(tp, module._ub_flags, layer, module.name, device, strict())
     operands = operands_for(used, site)
     if (stats := statistics.collecting()) is not None:
         operands = stats.watch(operands, module, gemm_name)

@@ -38,6 +38,8 @@ class Exchange:
             )
         self._group, self._made, self._communicator = tp_group, None, None
         _check_same(tp_group, (f"tp_size={tp_size}", f"bootstrap_backend={backend!r}"))
+        if type(tp_size) is not int:
+            raise TypeError(f"tp_size={tp_size!r}: must be an int, the number of ranks of a group")
         if backend not in BACKENDS:
             raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
         world, rank = dist.get_world_size(), dist.get_rank()

@@ -14,10 +14,6 @@ Without sequence parallelism both gathers vanish and both reduce-scatters are al
 
 from __future__ import annotations
 
-import time
-import zlib
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,17 +40,6 @@ def all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         with nvtx_range("te_lite.all_gather"):
             _all_gather_into(out, shard.contiguous(), group=group)
     return out
-
-
-def all_equal(text: str, group: dist.ProcessGroup, check: Callable[[], None]) -> bool:
-    """Whether all ranks say the same. check() is called while this rank waits, and may raise."""
-    said = torch.tensor([zlib.crc32(text.encode())])
-    out = said.new_empty(dist.get_world_size(group))
-    work = _all_gather_into(out, said, group=group, async_op=True)
-    while not work.is_completed():
-        check()
-        time.sleep(1e-4)
-    return bool((out == said).all())
 
 
 def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:

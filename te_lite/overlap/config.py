@@ -82,7 +82,7 @@ def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
     for option in options:
         if option not in OPTIONS:
             raise ValueError(
-                f"ub_cfgs[{name!r}] has the option {option!r}{_nearest(option, OPTIONS)}: must be one of {OPTIONS}"
+                f"ub_cfgs[{name!r}] has the option {option!r}{_nearest(str(option), OPTIONS)}: must be one of {OPTIONS}"
             )
     method = options.get("method", DEFAULTS[name])
     if method not in METHODS:
@@ -132,7 +132,7 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
         for name, options in config.items():
             if name not in DEFAULTS:
                 raise ValueError(
-                    f"ub_cfgs names the layer {name!r}{_nearest(name, list(DEFAULTS))}: must be one of "
+                    f"ub_cfgs names the layer {name!r}{_nearest(str(name), list(DEFAULTS))}: must be one of "
                     f"{tuple(DEFAULTS)}"
                 )
             found[name], unused = _checked(name, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,13 +142,10 @@ class Group:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
         self.control.announce(text, zlib.crc32(text.encode()))
 
-    def await_verdict(self) -> None:
-        """RuntimeError that names what ranks run that do not run the same, once the watcher has compared them."""
-        end = time.monotonic() + self.control.timeout
-        while time.monotonic() < end:
-            self.control.check()
-            time.sleep(0.01)
-        raise RuntimeError("the ranks do not run the same program")
+    def agree(self, text: str) -> None:
+        """As announce, and returns once all ranks have come to the same: before what torch.distributed moves, which
+        hangs or ends the process where ranks differ. Waits for the hosts alone."""
+        self.control.agree(text, zlib.crc32(text.encode()))
 
     @contextmanager
     def operation(self, text: str) -> Iterator[None]:
@@ -199,5 +196,8 @@ class Group:
         for part in (self.executor, self.control):
             if part is not None:
                 part.close()
+        if self.control is not None and self.control.broken and not self.control.told:
+            text = f"results may be wrong: userbuffers were broken when they ended: {self.control.broken}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         self._buffers.clear()
         self.arena.release()

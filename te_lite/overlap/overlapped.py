@@ -9,11 +9,11 @@ from torch import Tensor
 
 from te_lite.overlap import fused, ring
 from te_lite.overlap.buffers import Gather, Scatter, following
-from te_lite.overlap.collective import Collective, all_equal, one_gather
+from te_lite.overlap.collective import Collective, one_gather
 from te_lite.overlap.group import PIECES, Group
 from te_lite.overlap.schedule import Note, Product, Wgrad
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.qtensor import Layout, QTensor
 
 RING = {"ring_exchange": "ring", "fused": "ring", "auto": "ring"}  # how a method that is cut into pieces is reported
 
@@ -38,21 +38,22 @@ class Overlapped(Collective):
         self,
         tp: TensorParallel,
         group: Group,
-        layer: str,
+        label: str,
         methods: Mapping[str, str],
         remarks: Mapping[str, str],
         strict: bool,
     ) -> None:
         super().__init__(tp)
-        self.group, self.layer, self.strict = group, layer, strict or group.strict
+        self.group, self.label, self.strict = group, label, strict or group.strict
         self.methods, self.remarks = methods, remarks
 
     def planned(self, gemm: str) -> str:
         return self.methods.get(gemm, "local")
 
-    def _text(self, gemm: str, q: QTensor, width: int) -> str:
-        label = q.format.label or str(q.dtype).removeprefix("torch.")
-        return f"{self.layer} {gemm}, {self.tp.mode}-parallel, {label} {list(q.shape)} x {width}"
+    def _text(self, what: str, q: QTensor | Tensor) -> str:
+        """What the ranks must agree on. q: what is moved or multiplied."""
+        label = getattr(getattr(q, "format", None), "label", "") or str(q.dtype).removeprefix("torch.")
+        return f"{self.label} {what}, {self.tp.mode}-parallel, {label} {list(q.shape)}"
 
     def _asked(self, gemm: str, refusal: str, rows: int) -> str:
         """The method of this call; "" where Collective runs it, for a reason that is noted, or raised if strict."""
@@ -62,7 +63,7 @@ class Overlapped(Collective):
         if refusal:
             if self.strict:
                 raise RuntimeError(
-                    f"{self.layer} {gemm}: overlap by {method!r} was asked for and does not happen: {refusal}; or "
+                    f"{self.label} {gemm}: overlap by {method!r} was asked for and does not happen: {refusal}; or "
                     "leave out strict=True"
                 )
             self.notes[gemm] = Note("collective", 0, refusal)
@@ -82,29 +83,36 @@ class Overlapped(Collective):
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         if self._ended("fprop"):
             return super().fprop(gemm, x)
-        text, rows = self._text("fprop", x, gemm.columns), x.shape[0]
+        text, rows = f"{self._text('fprop', x)} x {gemm.columns}", x.shape[0]
         if self.tp.mode == "column":
             method = self._asked("fprop", self.group.gather_refusal(x, "row"), rows)
             if not method:
-                self._announce_collective(text)
                 return super().fprop(gemm, x)
             with self.group.operation(text):
                 return self._gather_gemm("fprop", method, gemm, x)
         m = rows // self.tp.size
         method = self._asked("fprop", self.group.scatter_refusal(m, gemm.columns, gemm.dtype), m)
         if not method:
-            self._announce_collective(text)
             return super().fprop(gemm, x)
         with self.group.operation(text):
             return self._gemm_scatter("fprop", method, gemm, x)
 
-    def _announce_collective(self, text: str) -> None:
-        """gloo ends the process, past any exception, where sizes differ: it starts once all ranks say the same."""
-        self.group.announce(text)
-        if self.group.device.type == "cpu" and not all_equal(text, self.tp.group, self.group.control.check):
-            self.group.await_verdict()
+    # What Collective moves in place of this schedule.
 
-    def _way(self, name: str, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
+    def gather(self, gemm: str, q: QTensor, layout: Layout) -> QTensor:
+        self._agree(self._text(f"{gemm} by torch.distributed's all-gather", q))
+        return super().gather(gemm, q, layout)
+
+    def _sum(self, gemm: str, partial: Tensor) -> Tensor:
+        self._agree(self._text(f"{gemm} by torch.distributed's reduce-scatter", partial))
+        return super()._sum(gemm, partial)
+
+    def _agree(self, text: str) -> None:
+        """gloo hangs or ends the process where ranks differ, so there they are all waited for; NCCL's hosts go on."""
+        if not self.group.closed:
+            (self.group.agree if self.group.device.type == "cpu" else self.group.announce)(text)
+
+    def _way(self, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
         if method not in ("fused", "auto"):
             return ring, ""
@@ -113,7 +121,7 @@ class Overlapped(Collective):
 
     def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
         """The gather of `own` for gemm, begun, and the module that multiplies it. whole: wgrad reads it too."""
-        way, reason = self._way(name, method, gemm, own)
+        way, reason = self._way(method, gemm, own)
         pieces = fused.pieces(own, PIECES) if way is fused else 1
         gather = Gather(self.group, own, "row", own=whole, pieces=pieces)
         self.notes[name] = Note("fused" if way is fused else RING.get(method, method), gather.sent, reason)
@@ -126,7 +134,7 @@ class Overlapped(Collective):
         return out
 
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
-        way, reason = self._way(name, method, gemm, a)
+        way, reason = self._way(method, gemm, a)
         scatter = Scatter(self.group, a.shape[0] // self.tp.size, gemm.columns, gemm.dtype)
         self.notes[name] = Note("fused" if way is fused else RING.get(method, method), scatter.sent, reason)
         return way.gemm_scatter(gemm, a, scatter)
@@ -144,7 +152,8 @@ class Overlapped(Collective):
         # What does not fit is said before any exchange has begun, so that a group that is strict can go on.
         ways = self._column_ways(dgrad, wgrad, dy, x) if column else self._row_ways(dgrad, wgrad, dy, dy_wgrad)
         given = dy if dy is not None else dy_wgrad
-        text = self._text("backward" if dgrad is None else "backward with dgrad", given, 0 if wgrad is None else 1)
+        wanted = " and ".join(name for name, gemm in (("dgrad", dgrad), ("wgrad", wgrad)) if gemm is not None)
+        text = self._text(f"backward for {wanted}", given)
         with self.group.operation(text):
             run = self._column_backward if column else self._row_backward
             return run(dgrad, wgrad, dy, dy_wgrad, x, *ways)
@@ -154,6 +163,8 @@ class Overlapped(Collective):
     ) -> tuple[str, str]:
         """Methods of the gather of x and of the scatter of dx; "" where Collective runs it or there is none."""
         bulk, gather, scatter = self._bulk, "", ""
+        if self.strict and bulk and wgrad is None and dgrad is not None:
+            self._asked("wgrad", "no weight gradient to hide the scatter of dx behind", dy.shape[0])
         if wgrad is not None:
             refusal = self.group.gather_refusal(x, x.regather_layout)
             gather = self._asked("dgrad" if bulk else "wgrad", refusal, x.shape[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ def initialised() -> bool:
 def _modes(use_fp8: bool, given: Any) -> list[UserBufferQuantizationMode]:
     if given is None:
         return [UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE]
-    modes = [given] if isinstance(given, UserBufferQuantizationMode) else list(given)
+    modes = list(given) if isinstance(given, Sequence) else [given]
     for mode in modes:
         if not isinstance(mode, UserBufferQuantizationMode):
             raise TypeError(f"quantization_modes holds {mode!r}: each must be a te.UserBufferQuantizationMode")
@@ -62,6 +63,8 @@ def _device(device: torch.device | str | None) -> torch.device:
         return torch.device("cpu")  # as tensors say it, without an index
     if device.type != "cuda":
         raise ValueError(f"device={str(device)!r}: must be 'cpu' or 'cuda', where the activations are")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}: there is no CUDA device here; pass device='cpu'")
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
@@ -69,7 +72,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Sequence[Any]) -> LayerMethods:
     """Of initialize_ub's arguments what this rank can judge by itself."""
-    if not isinstance(shape, Sequence) or len(shape) != 2 or any(n != int(n) or n < 1 for n in shape):
+    if not isinstance(shape, Sequence) or len(shape) != 2 or not all(isinstance(n, Integral) and n > 0 for n in shape):
         raise ValueError(f"shape={shape!r}: must be [tokens, hidden], both positive integers")
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype}: must be one of {DTYPES}")
@@ -109,7 +112,7 @@ def initialize_ub(
     try:
         place = _device(device)
         layers = _checked(shape, dtype, ub_cfgs, _modes(use_fp8, quantization_modes))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of whatever kind: the other ranks wait for this one
         if not dist.is_initialized():
             raise
         wrong = error  # raised once every rank knows of it
@@ -162,7 +165,7 @@ def groups() -> list[Group]:
     return [group for group in _groups.values() if isinstance(group, Group)]
 
 
-def _asked(
+def _methods(
     mode: str, flags: Mapping[str, bool], layers: LayerMethods, layer: str
 ) -> tuple[dict[str, str], dict[str, str]]:
     """(GEMM -> method, GEMM -> remark for the report) of one linear. mode: "column" or "row"."""
@@ -194,10 +197,10 @@ def _asked(
 
 
 def schedule_for(
-    tp: TensorParallel, flags: Mapping[str, bool], layer: str, device: torch.device, strict: bool
+    tp: TensorParallel, flags: Mapping[str, bool], layer: str, name: str | None, device: torch.device, strict: bool
 ) -> tuple[Schedule, str]:
-    """(the schedule of one linear, why it does not overlap as asked or ""). device: of its activations. strict: that
-    is an error."""
+    """(the schedule of one linear, why it does not overlap as asked or ""). name: of its module. device: of its
+    activations. strict: that is an error."""
     schedule: Schedule = Collective(tp) if tp.active else Local()
     if not any(flags.values()):
         return schedule, ""
@@ -209,7 +212,8 @@ def schedule_for(
         ranks = dist.get_process_group_ranks(tp.group)
         found = _groups.get(tuple(ranks))
         if isinstance(found, Group) and found.device == device:
-            return Overlapped(tp, found, layer, *_asked(tp.mode, flags, found.layers, layer), strict), ""
+            label = layer if name in (None, layer) else f"{name} {layer}"
+            return Overlapped(tp, found, label, *_methods(tp.mode, flags, found.layers, layer), strict), ""
         if isinstance(found, Group):
             why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
         elif found:

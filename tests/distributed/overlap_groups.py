@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 import te_lite as te
+from te_lite.overlap import group as group_module
 from te_lite.overlap import userbuffers
-from tests.distributed.overlapping import LAYERS, Sizes, assert_same, begin, check_pass, pair_of, poison
+from tests.distributed.overlapping import (
+    COLUMN,
+    LAYERS,
+    Sizes,
+    assert_same,
+    begin,
+    check_pass,
+    pair_of,
+    poison,
+    rows_of,
+)
 from tests.distributed.run_modules import new_groups
 
 
@@ -68,6 +83,30 @@ def one_group_has_none(device) -> None:
         assert f"no userbuffers for the ranks {[[0, 1], [2, 3]][index]}" in rows[gemm]["reason"]
 
 
+def a_group_that_spans_hosts(device) -> None:
+    """One rank says that it runs elsewhere: one warning, Collective with the reason everywhere, strict an error."""
+    elsewhere = mock.patch.object(group_module, "host_identity", lambda: "another-host boot")
+    with elsewhere if dist.get_rank() == 1 else nullcontext(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        te.initialize_ub([128, 128], dist.get_world_size(), device=device)
+        said = [str(w.message) for w in caught if "overlap is off" in str(w.message)]
+        assert len(said) == (dist.get_rank() == 0)
+        pair = pair_of(COLUMN, "bf16", device)
+        check_pass(pair, 1, 8)
+        for row in rows_of(pair).values():
+            assert row["schedule"] in ("collective", "local")
+            assert (
+                "the group spans hosts: ranks [0, 2, 3] on" in row["reason"] and "[1] on another-host" in row["reason"]
+            )
+        te.destroy_ub()
+        try:
+            te.initialize_ub([128, 128], dist.get_world_size(), device=device, strict=True)
+        except RuntimeError as error:
+            assert "spans hosts" in str(error)
+        else:
+            raise AssertionError("strict passed over a group that spans hosts")
+
+
 def whole_world(device) -> None:
     """A short pass over as many ranks as there are."""
     wide = Sizes(256, 256, 256)  # MXFP8 takes multiples of 32 on each rank
@@ -80,5 +119,5 @@ def whole_world(device) -> None:
             check_pass(pair, 2, 3)
 
 
-GROUPS = [parts_of_the_world, two_groups_at_once, one_group_has_none]
+GROUPS = [parts_of_the_world, two_groups_at_once, one_group_has_none, a_group_that_spans_hosts]
 EIGHT = [whole_world]

@@ -168,7 +168,7 @@ def more_dimensions(device) -> None:
                 with under(recipe):
                     out = pair.module(x)
                 dy = dy.view(-1, *leading, dy.shape[-1]).movedim(0, dim)
-                assert out.shape == dy.shape
+                assert out.shape == dy.shape and out._base is None and out.is_contiguous()
                 out.backward(dy)
                 got = {"out": out.detach().movedim(dim, 0).reshape(want["out"].shape)}
                 got["dx"] = x.grad.movedim(dim, 0).reshape(want["dx"].shape)

@@ -30,57 +30,28 @@ from te_lite.overlap import bootstrap, userbuffers  # noqa: E402
 from te_lite.overlap.buffers import Gather  # noqa: E402
 from te_lite.overlap.schedule import Product  # noqa: E402
 from te_lite.testing.distributed import backend_for  # noqa: E402
-from tests.distributed.faults import VICTIM  # noqa: E402
+from tests.distributed.mismatches import (  # noqa: E402
+    left,
+    make,
+    mismatch,
+    mismatch_in_backward,
+    mismatch_of_capacity,
+    mismatch_over_capacity,
+    order,
+    refused_alone,
+    said,
+    say,
+    step,
+    unnoticed,
+    until_it_fails,
+    victim,
+)
 from tests.distributed.overlapping import COLUMN, MLP, ROW, begin, check_pass, pair_of, rows_of  # noqa: E402
 from tests.distributed.run_modules import new_groups  # noqa: E402
 from tests.harness import under  # noqa: E402
 
-DIST_TIMEOUT_S = 25  # torch.distributed's own
+DIST_TIMEOUT_S = 600  # torch.distributed's own: no test may need it
 MANY_TOKENS = 8192  # an arena of 9 MiB
-
-
-def say(name: str, what: object) -> None:
-    print(f"{name}: {what}", flush=True)
-
-
-def said(name: str, run: Callable[[], object]) -> str:
-    """What run() raises, printed with the seconds it took."""
-    started = time.monotonic()
-    try:
-        run()
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    else:
-        text = "nothing was raised"
-    say(name, f"[{time.monotonic() - started:.1f} s] {text}")
-    return text
-
-
-def victim() -> bool:
-    return dist.get_rank() == VICTIM
-
-
-def make(which, device, recipe="bf16", tokens: int = 32, **options):
-    """Userbuffers for the world, and a module that uses them."""
-    begin(tokens * dist.get_world_size(), 128, dist.group.WORLD, device, **options)
-    return pair_of(which, recipe, device)
-
-
-def step(pair, m: int = 8) -> None:
-    pair.backward(pair.forward(pair.batch(1, m)))
-
-
-def until_it_fails(run: Callable[[], None], seconds: float = 60.0) -> Callable[[], None]:
-    """run() again and again: what was announced is compared beside the work, so the call after may be the one."""
-
-    def loop() -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            run()
-            userbuffers.groups()[0].control.check()
-            time.sleep(0.01)
-
-    return loop
 
 
 # faults after which all ranks go on
@@ -132,6 +103,10 @@ def arguments(device) -> None:
         "no mpi": {"bootstrap_backend": "mpi"},
         "tp_size of the group": {"tp_size": 7, "tp_group": dist.group.WORLD},
         "tp_size of the world": {"tp_size": 7},
+        "no number": {"tp_size": None},
+        "infinite": {"shape": [float("inf"), 64] if mine else [64, 128]},
+        "no dict": {"ub_cfgs": {3: {}}},
+        "no mode": {"quantization_modes": 5},
     }
     for name, different in cases.items():
         given = {"shape": [64, 128], "tp_size": size, "device": device, **different}
@@ -176,33 +151,7 @@ def gemm_fails(device) -> None:
         dist.barrier()
 
 
-def mismatch(device) -> None:
-    """Another shape, then another recipe on the victim: named on all ranks, with both sides' words."""
-    pair = make(MLP, device)
-    said("shape mismatch", until_it_fails(lambda: step(pair, 16 if victim() else 8)))
-    te.destroy_ub()
-    dist.barrier()
-    pair = make(COLUMN, device, recipe="mxfp8" if victim() else "bf16")
-    said("recipe mismatch", until_it_fails(lambda: step(pair)))
-    te.destroy_ub()
-    dist.barrier()
-
-
 # faults that end the ranks
-
-
-def mismatch_over_capacity(device) -> None:
-    """As mismatch, where both calls are Collective's because they do not fit."""
-    pair = make(COLUMN, device)
-    said("collective mismatch", until_it_fails(lambda: step(pair, 208 if victim() else 200)))
-    te.destroy_ub()
-
-
-def mismatch_of_capacity(device) -> None:
-    """One call fits, the other does not: one waits in the arena, one for torch.distributed."""
-    pair = make(COLUMN, device)
-    said("collective mismatch", until_it_fails(lambda: step(pair, 200 if victim() else 8)))
-    te.destroy_ub()
 
 
 def kill() -> None:
@@ -285,10 +234,12 @@ def mpi(device) -> None:
 
 
 FAULTS: dict[str, tuple[Callable, ...]] = {
-    "survived": (arguments, mapping, gemm_fails, mismatch),
+    "survived": (arguments, mapping, gemm_fails, mismatch, order, left, unnoticed),
     "late": (late,),
     "mismatch_over_capacity": (mismatch_over_capacity,),
     "mismatch_of_capacity": (mismatch_of_capacity,),
+    "mismatch_in_backward": (mismatch_in_backward,),
+    "refused_alone": (refused_alone,),
     "killed_in_forward": (lambda device: killed(device, "forward"),),
     "killed_in_backward": (lambda device: killed(device, "backward"),),
     "killed_in_init": (killed_in_init,),

@@ -82,7 +82,12 @@ def test_checks_of_two(device, suite):
 @pytest.mark.parametrize("device", rank_device_params(4))
 def test_groups(device):
     lines = run("run_overlap_checks.py", 4, device, "--suite", "groups")
-    assert [line.split(":")[0] for line in lines] == ["parts_of_the_world", "two_groups_at_once", "one_group_has_none"]
+    assert [line.split(":")[0] for line in lines] == [
+        "parts_of_the_world",
+        "two_groups_at_once",
+        "one_group_has_none",
+        "a_group_that_spans_hosts",
+    ]
 
 
 @pytest.mark.parametrize("device", rank_device_params(8))

@@ -43,13 +43,20 @@ def test_faults_after_which_all_go_on(device):
     check_mapping(ended)
     check_gemm(ended)
     for name, both in {
-        "shape mismatch": ("bfloat16 [8, 128]", f"rank {VICTIM} runs fc1 fprop, column-parallel, bfloat16 [16, 128]"),
-        "recipe mismatch": ("bfloat16 [8, 128]", f"rank {VICTIM} runs qkv fprop, column-parallel, mxfp8 [8, 128]"),
+        "shape mismatch": ("bfloat16 [8, 128]", "fc1 fprop, column-parallel, bfloat16 [16, 128]"),
+        "recipe mismatch": ("bfloat16 [8, 128]", "qkv fprop, column-parallel, mxfp8 [8, 128]"),
     }.items():
         for one in ended:
             (text,) = one.saw(name)
             assert "GroupBroken: the ranks do not run the same program" in text, text
-            assert all(part in text for part in both), text
+            assert all(part in text for part in (*both, f"rank {VICTIM} runs")), text
+    for rank, one in enumerate(ended):
+        (text,) = one.saw("order")
+        assert "layer 1 fc1 fprop" in text and f"rank {VICTIM} runs layer 2 fc1 fprop" in text, text
+        assert "the ranks do not run the same program" in one.saw("unnoticed")[0], outputs(ended)
+        if rank != VICTIM:
+            (text,) = one.saw("left")
+            assert f"GroupBroken: rank {VICTIM} has left" in text and seconds(text) < TIMEOUT_S / 2, text
 
 
 def check_arguments(ended) -> None:
@@ -72,6 +79,10 @@ def check_arguments(ended) -> None:
         "unknown backend": ("ValueError: bootstrap_backend='smoke signals': must be one of",),
         "tp_size of the group": ("ValueError: tp_size=7 but tp_group has 4 ranks",),
         "tp_size of the world": ("ValueError: tp_size=7 does not divide the world of 4 ranks",),
+        "no number": ("TypeError: tp_size=None: must be an int",),
+        "infinite": (different, "rank 1: ValueError: shape=[inf, 64]: must be [tokens, hidden]"),
+        "no dict": ("ValueError: ub_cfgs names the layer 3: must be one of",),
+        "no mode": ("TypeError: quantization_modes holds 5: each must be",),
     }
     assert {f"arguments, {name}" for name in expected} == set(texts[0])
     for name, parts in expected.items():
@@ -105,7 +116,7 @@ def check_gemm(ended) -> None:
             if rank == VICTIM:
                 assert without_time(text) == wrong
             else:
-                assert f"GroupBroken: rank {VICTIM} failed in {operation}" in text and wrong in text
+                assert f"GroupBroken: rank {VICTIM} failed in" in text and operation in text and wrong in text
             assert seconds(text) < TIMEOUT_S / 2
         assert all("GroupBroken" in text and wrong in text for text in after)
 
@@ -118,6 +129,20 @@ def test_mismatched_calls_that_do_not_fit(fault):
     for one in ranks_of(fault, 2, "cpu"):
         (text,) = one.saw("collective mismatch")
         assert "the ranks do not run the same program" in text and all(size in text for size in sizes[fault]), text
+
+
+def test_a_mismatch_in_a_backward_that_does_not_fit():
+    for one in ranks_of("mismatch_in_backward", 2, "cpu"):
+        (text,) = one.saw("backward mismatch")
+        assert "the ranks do not run the same program" in text and "[200, 128]" in text and "[400, 128]" in text, text
+        assert seconds(text) < TIMEOUT_S / 2
+
+
+def test_a_rank_that_refuses_alone_is_not_waited_for():
+    for rank, one in enumerate(ranks_of("refused_alone", 2, "cpu")):
+        (text,) = one.saw("refused alone")
+        assert ("was asked for and does not happen" if rank == VICTIM else f"rank {VICTIM} has left") in text, text
+        assert seconds(text) < TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("fault", ["killed_in_forward", "killed_in_backward"])

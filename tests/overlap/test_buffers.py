@@ -172,12 +172,14 @@ def test_what_is_kept_for_backward_may_not_lie_in_the_arena():
             with pytest.raises(RuntimeError, match="borrowed"):
                 save(context, plain(shard(0, 0)), None, q)
         assert not kept
+        numbers = borrowed.dequantize()
         copy = borrowed.keep()
         save(context, copy)
         gather.close()
         group.exchange.all(None)
         poison(group)
         assert bool(borrowed.row.isnan().all())  # it was a view of the arena
+        assert_bitwise_equal("dequantized", numbers, gathered(2, 0))
         context.saved_tensors = tuple(kept)
         (loaded,) = load(context)
         assert_bitwise_equal("kept", loaded.row, gathered(2, 0))

@@ -179,7 +179,7 @@ FLAGS = dict.fromkeys(userbuffers.UB_FLAGS, False)
 def test_what_the_flags_ask_for(mode, flags, cfg, asked):
     """The table of flags, for both kinds of linear."""
     layer = "fc1" if mode == "column" else "fc2"
-    given, remarks = userbuffers._asked(mode, {**FLAGS, **dict.fromkeys(flags, True)}, layer_methods(cfg, 1), layer)
+    given, remarks = userbuffers._methods(mode, {**FLAGS, **dict.fromkeys(flags, True)}, layer_methods(cfg, 1), layer)
     assert given == asked
     both = mode == "column" and len(flags) == 3
     assert remarks == ({"wgrad": BULKS_IGNORED} if both else {})
@@ -190,7 +190,7 @@ BULKS_IGNORED = "ub_bulk_dgrad and ub_bulk_wgrad without effect: dgrad scatters 
 
 def test_options_without_effect_are_named():
     layers = layer_methods({"fc1_fprop": {"num_sm": 4, "use_ce": True}, "qkv_fprop": {"num_sm": 1}}, 1)
-    _, remarks = userbuffers._asked("column", {**FLAGS, "ub_overlap_ag": True}, layers, "fc1")
+    _, remarks = userbuffers._methods("column", {**FLAGS, "ub_overlap_ag": True}, layers, "fc1")
     assert remarks == {"fprop": "option num_sm has no effect here; option use_ce has no effect here"}
 
 
@@ -229,12 +229,12 @@ def test_activations_elsewhere_do_not_overlap(monkeypatch, place):
     monkeypatch.setattr(userbuffers.dist, "get_process_group_ranks", lambda _: [0, 1])
     tp = TensorParallel("column", 2, None, True)
     flags = {**FLAGS, "ub_overlap_ag": True}
-    schedule, why = userbuffers.schedule_for(tp, flags, "fc1", torch.device(place), False)
+    schedule, why = userbuffers.schedule_for(tp, flags, "fc1", None, torch.device(place), False)
     assert isinstance(schedule, Overlapped) == (place == "cuda:0") == (not why)
     if why:
         assert why.startswith(f"activations are on {place}, userbuffers on cuda:0")
         with pytest.raises(RuntimeError, match="userbuffers on cuda:0"):
-            userbuffers.schedule_for(tp, flags, "fc1", torch.device(place), True)
+            userbuffers.schedule_for(tp, flags, "fc1", None, torch.device(place), True)
 
 
 def test_a_rank_that_cannot_start_stops_all(monkeypatch):
