@@ -1,0 +1,153 @@
+"""The model of overlap_times.py against the measured rows, and what it says of other sizes. No GPU needed.
+
+    python benchmarks/overlap_model.py
+    python benchmarks/overlap_model.py --plot docs/img/overlap_model.png
+
+Printed: predicted and measured time of each row of overlap_gemms.json; the errors; for a layer's forward over TP size,
+hidden size and place, Collective's time over that of the best overlapped schedules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
+
+from benchmarks.overlap_times import ITEMSIZE, Machine, Problem, collective, copies, fused, gemm, limit, ring
+from benchmarks.report import RESULTS
+from te_lite.testing import results
+
+NETWORK = 45.0  # GB/s from a GPU to other hosts: an adapter of 400 Gbit/s each. Not measured
+TPS, HIDDEN = (2, 4, 8, 16), (2048, 4096, 8192, 16384)
+MODELS = {"gemm": gemm, "copies": copies, "collective": collective, "ring": ring, "fused": fused}
+Pairs = dict[str, tuple[float, float]]  # operation -> (predicted, measured)
+
+
+def compare(machine: Machine, content: dict) -> dict[str, Pairs]:
+    """By candidate, the rows of an overlap_gemms.json."""
+    found: dict[str, Pairs] = {name: {} for name in MODELS}
+    for row in content["rows"]:
+        if row["candidate"] in MODELS and row["gpu_us"]:
+            p = Problem(row["op"], content["tp"], row["m"], row["k"], row["n"], row["dtype"])
+            operation = f"{row['op']} {row['shape']} {row['dtype']} tp {p.tp}"
+            found[row["candidate"]][operation] = MODELS[row["candidate"]](machine, p), row["gpu_us"]
+    return found
+
+
+def errors(pairs: Pairs) -> tuple[float, float, str]:
+    """(median, worst, the operation of the worst) of |predicted / measured - 1|."""
+    off = {operation: abs(predicted / measured - 1) for operation, (predicted, measured) in pairs.items()}
+    worst = max(off, key=lambda operation: off[operation])
+    return statistics.median(off.values()), off[worst], worst
+
+
+def error_rows(found: dict[str, Pairs]) -> list[list[str]]:
+    """Of each candidate, all-gathers and reduce-scatters apart."""
+    rows = []
+    for candidate, all_pairs in found.items():
+        for op in ("AG", "RS"):
+            pairs = {operation: pair for operation, pair in all_pairs.items() if operation.startswith(op)}
+            if pairs:
+                median, worst, where = errors(pairs)
+                rows.append(
+                    [candidate, op, str(len(pairs)), f"{median:.1%}", f"{worst:.1%}", where.removeprefix(op + " ")]
+                )
+    return rows
+
+
+def layer(tp: int, tokens: int, hidden: int, dtype: str) -> list[Problem]:
+    """qkv, fc1, proj, fc2 of a forward pass, in the proportions of Llama 3 70b: ffn 3.5 hidden, gated, 8 query heads a
+    key head."""
+    gathers = [Problem("AG", tp, tokens, hidden, n // tp, dtype) for n in (hidden * 5 // 4, hidden * 7)]
+    return gathers + [Problem("RS", tp, tokens, k // tp, hidden, dtype) for k in (hidden, hidden * 7 // 2)]
+
+
+def gain(machine: Machine, problems: list[Problem]) -> tuple[float, float]:
+    """(time by Collective, limit), over the time as te_lite overlaps best today: no fused reduce-scatter, which is
+    measured far above its prediction."""
+    best = sum(min(ring(machine, p), fused(machine, p)) if p.op == "AG" else ring(machine, p) for p in problems)
+    return sum(collective(machine, p) for p in problems) / best, sum(limit(machine, p) for p in problems) / best
+
+
+def on_one_host(tp: int) -> Machine:
+    return Machine()
+
+
+def on_a_host_each(tp: int) -> Machine:
+    """If ranks could push over the network."""
+    return replace(Machine(), bandwidth=NETWORK)
+
+
+def on_two_hosts(tp: int) -> Machine:
+    """If they could, half of the ranks on each host. Every push to the other host crosses the network through this
+    rank's adapter, while NCCL's rings bring a shard over once, through all adapters."""
+    machine, far = Machine(), tp // 2
+    mean = (tp - 1) / (far / NETWORK + (far - 1) / machine.bandwidth)
+    share = machine.nccl_share * min(machine.bandwidth, far * NETWORK) / mean
+    return replace(machine, bandwidth=mean, nccl_share=share)
+
+
+def sweep(tokens: int) -> list[list[str]]:
+    """A row for each place and hidden size: gain in bf16 / fp8 at each tp, in brackets the share of the limit of pushes
+    (nothing on two hosts, where NCCL is not bound by it)."""
+    rows = []
+    for place in (on_one_host, on_a_host_each, on_two_hosts):
+        for hidden in HIDDEN:
+            cells = []
+            for tp in TPS:
+                gains = [gain(place(tp), layer(tp, tokens, hidden, dtype)) for dtype in ITEMSIZE]
+                shares = ["" if place is on_two_hosts else f" ({share:.2f})" for _, share in gains]
+                cells.append(" / ".join(f"{g:.2f}{share}" for (g, _), share in zip(gains, shares, strict=True)))
+            rows.append([place.__name__.replace("_", " "), str(hidden), *cells])
+    return rows
+
+
+def plot(path: Path, tokens: int) -> None:
+    """Collective's time over the best overlapped, against hidden size, on one host."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = [base * 2**i for i in range(4) for base in (1024, 1536)] + [16384]
+    figure, axes = pyplot.subplots(1, len(ITEMSIZE), figsize=(10, 4), sharey=True)
+    for axis, dtype in zip(axes, ITEMSIZE, strict=True):
+        for tp in TPS:
+            gains = [gain(Machine(), layer(tp, tokens, hidden, dtype))[0] for hidden in sizes]
+            axis.plot(sizes, gains, marker=".", label=f"tp {tp}")
+        axis.axhline(1, color="grey", linestyle="--", linewidth=1)
+        axis.set(xscale="log", xticks=sizes[::2], xticklabels=sizes[::2], xlabel="hidden size")
+        axis.set(title=f"{dtype}, {tokens} tokens, forward of a layer")
+        axis.minorticks_off()
+    axes[0].set(ylabel="Collective / best overlapped, predicted")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS / "overlap_gemms.json")
+    parser.add_argument("--tokens", type=int, default=8192, help="of all ranks, in the table over sizes")
+    parser.add_argument("--plot", type=Path, help="also draw the gain against hidden size")
+    args = parser.parse_args(argv)
+    found = compare(Machine(), json.loads(args.results.read_text()))
+    cells = {name: {op: f"{a:.0f} / {b:.0f} = {a / b:.2f}" for op, (a, b) in found[name].items()} for name in found}
+    rows = [[op, *(cells[name].get(op, "") for name in MODELS)] for op in cells["gemm"]]
+    print(results.text_table(("predicted / measured", *MODELS), rows), end="\n\n")
+    print(results.text_table(("candidate", "op", "rows", "median error", "worst", "where"), error_rows(found)))
+    print(f"\nCollective / best overlapped (limit / best), bf16 / fp8, forward of a layer, {args.tokens} tokens")
+    print(results.text_table(("ranks", "hidden", *(f"tp {tp}" for tp in TPS)), sweep(args.tokens)))
+    if args.plot:
+        plot(args.plot, args.tokens)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
