@@ -3,12 +3,13 @@
 import json
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gemms, kernels, modules, recipes, report
+from benchmarks import gemms, kernels, modules, recipes, report, timeline
 from te_lite.testing import bench, results
 from te_lite.testing.distributed import launch
 
@@ -288,3 +289,44 @@ def test_a_sample_of_ranks_is_the_slowest_ranks(monkeypatch):
     monkeypatch.setattr(recipes.dist, "all_reduce", all_reduce)
     sample = recipes.RanksClock(torch.device("cpu")).sample(lambda: None, 0.0)
     assert sample.gpu_us == 5e6 and sample.host_us >= 1.0 and sample.exposed is True
+
+
+def test_timeline_has_every_gemm_and_copy_of_every_rank(tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ("--device", "cpu", "--shape", "64", "64", "128", "--warmup", "1", "--out", str(tmp_path))
+    launch(ROOT / "benchmarks" / "timeline.py", *options, ranks=2, timeout=120)
+    rows = json.loads((tmp_path / "timeline.json").read_text())["rows"]
+    assert all(row["begin_us"] < row["end_us"] for row in rows), [r for r in rows if r["begin_us"] >= r["end_us"]]
+    once = dict.fromkeys([f"{layer} {gemm}" for layer in ("fc1", "fc2") for gemm in ("fprop", "dgrad", "wgrad")], 1)
+    bulk = once | {"fc1 fprop": 2, "fc2 fprop": 2, "fc2 dgrad": 2}  # a piece for each rank
+    gemms_of = {"collective": once, "bulk": bulk, "ring": bulk | {"fc1 dgrad": 2}}
+    exchanges = {"fc1 all-gather": 2, "fc2 all-gather": 1, "fc1 reduce-scatter": 1, "fc2 reduce-scatter": 1}
+    for method, expected in gemms_of.items():
+        assert (tmp_path / f"timeline_{method}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        ranks = [[row for row in rows if row["method"] == method and row["rank"] == rank] for rank in range(2)]
+        for rank, own in enumerate(ranks):
+
+            def named(name, own=own):
+                return [row for row in own if row["name"] == name]
+
+            count = {kind: Counter(row["name"] for row in own if row["kind"] == kind) for kind in timeline.COLOURS}
+            assert count["gemm"] == expected
+            assert sum(count["other"].values()) > 0
+            end_of_forward = named("forward")[0]["end_us"]
+            assert max(row["end_us"] for row in named("fc2 fprop")) < end_of_forward
+            assert min(row["begin_us"] for row in named("fc2 dgrad")) > end_of_forward
+            if method == "collective":
+                assert count["collective"] == exchanges and not (count["copy"] or count["wait"] or count["reduce"])
+                continue
+            copies = {"fc1 gather": 2, "fc2 gather": 1, f"fc1 rows of {1 - rank}": 1, f"fc2 rows of {1 - rank}": 1}
+            assert count["copy"] == copies and not count["collective"]
+            assert count["reduce"] == {"fc1 sum": 1, "fc2 sum": 1}
+            # The other's shard is sent for before this rank is through, and cannot be here before: one clock for all.
+            assert named("fc1 gather")[0]["begin_us"] < named("fc1 fprop")[-1]["end_us"]
+            sent = next(row for row in ranks[1 - rank] if row["name"] == "fc1 gather")
+            assert sent["begin_us"] < named(f"fc1 for rank {1 - rank}")[0]["end_us"]
+
+
+def test_timeline_draws_no_ring_under_the_name_of_fused():
+    with pytest.raises(SystemExit, match="a ring would run"):
+        timeline.main(["--device", "cpu", "--methods", "fused"])
