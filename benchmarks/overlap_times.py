@@ -14,13 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from te_lite.ops.gemm_tiles import choose
-from te_lite.overlap.fused import PIECE_BYTES
 from te_lite.overlap.group import PIECES
 
 # cuBLAS's tiles, height and width. With 128 x 256 alone the ring at qkv 70b would take 753 us; measured are 494.
 TILES = tuple((h, w) for h in (64, 128) for w in (64, 96, 128, 160, 192, 224, 256))
 ITEMSIZE = {"bf16": 2, "fp8": 1}
 WIRE = 2  # bytes of a partial sum on its way, and of a result
+
+PIECE_BYTES = 4 << 20  # of the fused all-gather and, as the ring's concatenation, of the tree that the rows measured
 
 
 @dataclass(frozen=True)

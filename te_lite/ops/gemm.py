@@ -133,16 +133,24 @@ def _widens(a: Tensor, out_dtype: torch.dtype) -> bool:
     return out_dtype == torch.float32 and a.dtype in _LOW
 
 
-def gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """out[M, N] = a[M, K] @ b[N, K]^T + bias[N] in high precision, any strides; out_dtype defaults to a's.
 
     fp32 accumulation. a and b have the same dtype (torch raises RuntimeError otherwise); a bias of another
-    dtype than the output's is cast to it.
+    dtype than the output's is cast to it. out: where to write it, of the dtype asked for.
     """
     if out_dtype is None or out_dtype == a.dtype:
         if bias is None:
-            return torch.mm(a, b.t())
-        return torch.addmm(bias if bias.dtype == a.dtype else bias.to(a.dtype), a, b.t())
+            return torch.mm(a, b.t(), out=out)
+        return torch.addmm(bias if bias.dtype == a.dtype else bias.to(a.dtype), a, b.t(), out=out)
+    if out is not None:
+        return out.copy_(gemm(a, b, out_dtype, bias))
     if _widens(a, out_dtype):
         out = torch.mm(a, b.t(), out_dtype=out_dtype) if a.is_cuda else torch.mm(a.float(), b.t().float())
         return out if bias is None else out.add_(bias)

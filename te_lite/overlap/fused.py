@@ -16,7 +16,9 @@ from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
-PIECE_BYTES = 4 << 20  # a copy engine needs about so much for its full speed to a peer
+# Each push costs the copy stream 11 us beside its bytes, and the next shard is there before one has been multiplied:
+# only very large shards are cut.
+PIECE_BYTES = 32 << 20
 
 
 def refusal(gemm: Product, a: QTensor) -> str:
@@ -37,9 +39,11 @@ def refusal(gemm: Product, a: QTensor) -> str:
     return ""
 
 
-def loss(gemm: Product, a: QTensor) -> str:
-    """Why a ring is faster, or "": split accumulation costs the fused kernels more than cuts cost cuBLAS
-    (docs/performance.md, What was tried)."""
+def loss(gemm: Product, a: QTensor, scatters: bool) -> str:
+    """Why a ring is faster, or "": reduce-scatters are (docs/performance.md), and split accumulation costs the fused
+    kernels more than cuts cost cuBLAS (What was tried, there)."""
+    if scatters:
+        return "a ring is faster at reduce-scatters"
     split = a.operand("row")[0].element_size() == 1 and not gemm.fast_accum
     return "the fused kernel is slow with split accumulation" if split else ""
 

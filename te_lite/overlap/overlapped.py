@@ -112,16 +112,16 @@ class Overlapped(Collective):
         if not self.group.closed:
             (self.group.agree if self.group.device.type == "cpu" else self.group.announce)(text)
 
-    def _way(self, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
+    def _way(self, method: str, gemm: Product, a: QTensor, scatters: bool) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
         if method not in ("fused", "auto"):
             return ring, ""
-        refusal = fused.refusal(gemm, a) or (fused.loss(gemm, a) if method == "auto" else "")
+        refusal = fused.refusal(gemm, a) or (fused.loss(gemm, a, scatters) if method == "auto" else "")
         return (ring if refusal else fused), refusal
 
     def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
         """The gather of `own` for gemm, begun, and the module that multiplies it. whole: wgrad reads it too."""
-        way, reason = self._way(method, gemm, own)
+        way, reason = self._way(method, gemm, own, scatters=False)
         pieces = fused.pieces(own, PIECES) if way is fused else 1
         gather = Gather(self.group, own, "row", own=whole, pieces=pieces)
         self.notes[name] = Note("fused" if way is fused else RING.get(method, method), gather.sent, reason)
@@ -134,7 +134,7 @@ class Overlapped(Collective):
         return out
 
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
-        way, reason = self._way(method, gemm, a)
+        way, reason = self._way(method, gemm, a, scatters=True)
         scatter = Scatter(self.group, a.shape[0] // self.tp.size, gemm.columns, gemm.dtype)
         self.notes[name] = Note("fused" if way is fused else RING.get(method, method), scatter.sent, reason)
         return way.gemm_scatter(gemm, a, scatter)

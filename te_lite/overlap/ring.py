@@ -18,11 +18,12 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
 
     Also this rank's own goes through its wire format, which may multiply a ragged shard in another than its own.
     """
-    rank, size = gather.group.rank, gather.group.size
-    pieces = {rank: gemm(own.from_wire(own.wire("row"), "row", own.shape[0]))}
-    for source in following(rank, size):
-        pieces[source] = gemm(gather.shard(source))
-    return torch.cat([pieces[source] for source in range(size)])
+    rank, size, m = gather.group.rank, gather.group.size, own.shape[0]
+    out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
+    for source in (rank, *following(rank, size)):
+        shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gather.shard(source)
+        gemm(shard, out=out[source * m : (source + 1) * m])
+    return out
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:

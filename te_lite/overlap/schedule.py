@@ -37,10 +37,10 @@ class Product:
         """n."""
         return self.b.shape[0 if self.b_layout == "row" else 1]
 
-    def __call__(self, a: QTensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The product, in another dtype where one is given."""
+    def __call__(self, a: QTensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """The product, in another dtype where one is given; written to `out` where that is given."""
         with nvtx_range(self.label):
-            return matmul(a, "row", self.b, self.b_layout, dtype or self.dtype, self.bias, self.fast_accum)
+            return matmul(a, "row", self.b, self.b_layout, dtype or self.dtype, self.bias, self.fast_accum, out)
 
 
 Wgrad = Callable[[QTensor, QTensor], Tensor | None]

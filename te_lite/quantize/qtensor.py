@@ -162,14 +162,18 @@ def matmul(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     fast_accum: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """out[m, n] = a[m, k] @ b[n, k]^T (+ bias[n]), each operand in the named layout (see the module docstring).
 
-    Operands of formats that no GEMM multiplies together are dequantized first.
+    Operands of formats that no GEMM multiplies together are dequantized first. out: where to write it.
     """
-    if a.format.multiplies(b.format):
-        return a.format.matmul(a.operand(a_layout), b.operand(b_layout), out_dtype, bias, fast_accum)
-    return gemm(_plain(a, a_layout, a.dtype), _plain(b, b_layout, a.dtype), out_dtype, bias)
+    if a.format.gemm == b.format.gemm == "high_precision":
+        return gemm(a.operand(a_layout)[0], b.operand(b_layout)[0], out_dtype, bias, out)
+    if not a.format.multiplies(b.format):
+        return gemm(_plain(a, a_layout, a.dtype), _plain(b, b_layout, a.dtype), out_dtype, bias, out)
+    product = a.format.matmul(a.operand(a_layout), b.operand(b_layout), out_dtype, bias, fast_accum)
+    return product if out is None else out.copy_(product)
 
 
 def matmul_accumulate_(out: Tensor, a: QTensor, b: QTensor, fast_accum: bool = False) -> None:
