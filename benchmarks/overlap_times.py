@@ -122,7 +122,10 @@ def ring(machine: Machine, p: Problem) -> float:
 
 
 def fused(machine: Machine, p: Problem, pieces: int | None = None) -> float:
-    """te_lite/ops/gemm_gather.py, gemm_scatter.py: the clock of each program, tile by tile, and that of the link."""
+    """The clock of each program, tile by tile, and that of the link, as of the tree that the rows measured.
+
+    Its fused reduce-scatter stored tiles at their owners; since then they are pushed as in a ring.
+    """
     config = choose(p.rows, p.tp, p.n, ITEMSIZE[p.dtype], machine.sms)
     high, wide = -(-p.rows // config.block_m), -(-p.n // config.block_n)
     pieces = pieces or (max(1, min(PIECES, p.shard_bytes // PIECE_BYTES)) if p.op == "AG" else PIECES)

@@ -48,27 +48,6 @@ END:
 }
 """)
 
-# After all stores of this program: one more arrival at the counter at $1; the one that makes it $2 leaves zero and
-# writes $4 to the flag at $3. SCOPE: how far the stores must have become visible before the arrival counts.
-_ARRIVE = """
-{
-    .reg .pred p; .reg .b32 t, v;
-    bar.sync 0;
-    mov.u32 t, %tid.x;
-    setp.ne.u32 p, t, 0;         @p bra DONE;
-    fence.acq_rel.SCOPE;
-    sub.s32 t, $2, 1;
-    atom.acq_rel.gpu.global.inc.u32 v, [$1], t;
-    setp.ne.u32 p, v, t;         @p bra DONE;
-    fence.acq_rel.sys;
-    st.release.sys.global.b32 [$3], $4;
-DONE:
-    mov.u32 $0, 0;
-}
-"""
-_ARRIVE_GPU = tl.constexpr(_ARRIVE.replace("SCOPE", "gpu"))
-_ARRIVE_SYS = tl.constexpr(_ARRIVE.replace("SCOPE", "sys"))
-
 
 @triton.jit
 def wait_flags(flag, stride, count, skip, epoch, abort):
@@ -79,21 +58,6 @@ def wait_flags(flag, stride, count, skip, epoch, abort):
     if _ON_DEVICE:
         args = [flag.to(tl.int64), stride * 4, count, skip, epoch, abort.to(tl.int64)]
         tl.inline_asm_elementwise(_WAIT, "=r,l,r,r,r,r,l,~{memory}", args, tl.int32, False, 1)
-
-
-@triton.jit
-def arrive(counter, total, flag, epoch, SYSTEM: tl.constexpr):
-    """Counts this program's stores so far as one of `total` arrivals; the last sets *flag = epoch, *counter = 0.
-
-    SYSTEM: the stores went to another device's memory.
-    """
-    if _ON_DEVICE:
-        asm: tl.constexpr = _ARRIVE_SYS if SYSTEM else _ARRIVE_GPU
-        args = [counter.to(tl.int64), total, flag.to(tl.int64), epoch]
-        tl.inline_asm_elementwise(asm, "=r,l,r,l,r,~{memory}", args, tl.int32, False, 1)
-    elif tl.atomic_add(counter, 1) == total - 1:
-        tl.store(counter, 0)
-        tl.store(flag, epoch)
 
 
 @triton.jit(do_not_specialize=["delta"], do_not_specialize_on_alignment=["flag", "word", "abort"])

@@ -68,9 +68,7 @@ def gather_kernel(
                 wait_flags(ready + source * pieces + piece, 0, new, -1, reached, abort)
                 row += source * m
             a_desc = gathered if others else own
-            left, right = tiles.multiply(
-                a_desc, b_desc, row, col, k, None, SPLIT, None, BLOCK_M, BLOCK_N, BLOCK_K
-            )  # fmt: skip
+            left, right = tiles.multiply(a_desc, b_desc, row, col, k, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K)
             finished += programs
             step, row, col = tiles.tile_at(finished, m, n, BLOCK_M, BLOCK_N, GROUP)
             source = (rank + step) % RANKS

@@ -129,15 +129,14 @@ def halves(x):
 
 @triton.jit
 def multiply(
-    a_desc, b_desc, row, col, k, args,
-    SPLIT: tl.constexpr, AT_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_desc, b_desc, row, col, k, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Left and right half, fp32, of a[row:, :k] @ b[col:, :k]^T. SPLIT: fp8 sums are promoted every BLOCK_K.
 
     Split accumulation takes a second set of accumulators: two half tiles, one promoted while the other is multiplied
     (ptxas mixes them), because two whole ones of 128 x 256 do not fit into the registers of 8 warps. By hand since
     max_num_imprecise_acc makes ptxas put every wgmma behind a wait.
-    AT_STEP(step, steps, args, BLOCK_M, BLOCK_N), unless None: what else to do while the tensor cores are busy.
     """
     steps = tl.cdiv(k, BLOCK_K)
     if SPLIT:
@@ -151,8 +150,6 @@ def multiply(
             product_right = tl.dot(a, b_right.T)
             left += product
             right += product_right
-            if AT_STEP is not None:
-                AT_STEP(step, steps, args, BLOCK_M, BLOCK_N)
         return left, right
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -160,8 +157,6 @@ def multiply(
             a = a_desc.load([row, step * BLOCK_K])
             b = b_desc.load([col, step * BLOCK_K])
             total = tl.dot(a, b.T, total)
-            if AT_STEP is not None:
-                AT_STEP(step, steps, args, BLOCK_M, BLOCK_N)
         return halves(total)
 
 

@@ -51,16 +51,10 @@ class Buffer:
         self.arena, self.name, self.slots, self.pieces, self.words = arena, name, slots, pieces, words
         self.capacity = arena.slot_bytes(name)
         self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
-        self.counters = torch.zeros(slots, arena.size * pieces, dtype=torch.int32, device=arena.device)  # a kernel's
         self.programs: dict[tuple, Any] = {}
         self._first_flag = first_flag
         self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * slots
         self._next = 0
-        rank, ranks = arena.rank, range(arena.size)
-        places = [
-            [[arena.address(name, s, r) for r in ranks], [self.ready(s, r, rank) for r in ranks]] for s in range(slots)
-        ]
-        self.places = torch.tensor(places, dtype=torch.int64).to(arena.device)  # [slots, 2, R]: data, ready flags
 
     @staticmethod
     def flags_needed(size: int, slots: int, pieces: int) -> int:
@@ -243,12 +237,6 @@ def _scatter_program(buffer: Buffer, slot: int, size_bytes: int) -> _C.Program:
     return program
 
 
-def _addresses(buffer: Buffer, slot: int, size_bytes: int) -> tuple[Tensor, Tensor]:
-    """(where this rank's partials lie, where its first ready flag lies) in the arena of each rank, int64 [R]."""
-    bases, flags = buffer.places[slot]
-    return bases + buffer.arena.rank * size_bytes, flags
-
-
 class Scatter:
     """A reduce-scatter in flight: every rank's partial [m, N] for every other, summed by its owner.
 
@@ -281,12 +269,6 @@ class Scatter:
         memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
         return memory[: self.bytes * self.group.size].view(self.dtype).view(self.group.size, *self.shape)
 
-    def addresses(self) -> tuple[Tensor, Tensor]:
-        """For a kernel that pushes by its own stores: see _addresses. What a graph computes is not for others."""
-        if self.buffer.words is not None:
-            return _addresses(self.buffer, self.slot, self.bytes)
-        return self.buffer.cached(_addresses, self.slot, self.bytes)
-
     def reduce(self, own: Tensor) -> Tensor:
         """The sum of all ranks' partials of this rank's rows, in the wire's dtype; own[m, N] may be wider. Closes."""
         self._issue(self.group.size)
@@ -297,6 +279,5 @@ class Scatter:
     def close(self) -> None:
         """What has been pushed has been read."""
         self._issue(self.group.size + 1)
-        if self._pushed:  # else the copy stream is no part of a capture, which must then not wait for it
-            self._issue(self.group.size + 2)
+        self._issue(self.group.size + 2)
         self._pushed.clear()

@@ -1,4 +1,4 @@
-"""Fused: one persistent GEMM that waits for its operand's pieces by flags, or stores its result at its owners.
+"""Fused: a persistent GEMM that waits for its operand's shards, or for what the others add to its result, by flags.
 
 On GPUs, for number formats whose product is scaled by tensor, shard or row. Where a refusal is given, Ring runs.
 """
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.gemm_gather import gemm_gather
-from te_lite.ops.gemm_scatter import PIECE_ROWS
-from te_lite.ops.gemm_scatter import gemm_scatter as scatter_op
+from te_lite.ops.gemm_reduce import gemm_reduce
 from te_lite.ops.gemm_tiles import ALIGNMENT
 from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.ring import push_others
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
@@ -85,28 +85,23 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
-    """Sum over ranks of gemm(a[R*m, k]), this rank's rows [m, n]: tiles of the others are stored in their arenas, this
-    rank's come last and are summed in registers."""
+    """Sum over ranks of gemm(a[R*m, k]), this rank's rows [m, n]: the others' are computed and pushed as in a ring,
+    this rank's come last and take up what has arrived in registers."""
+    push_others(gemm, a, scatter)
     group, buffer, m = scatter.group, scatter.buffer, scatter.shape[0]
-    a_scale, b_scale = _scales(a, gemm)
-    slots, signals = scatter.addresses()
+    own = a.rows(group.rank * m, (group.rank + 1) * m)
     word, delta = buffer.epoch(scatter.slot, scatter.epoch)
-    rows = -(-m // buffer.pieces)
-    out = scatter_op(
-        a.row,
+    out = gemm_reduce(
+        own.row,
         gemm.b.operand(gemm.b_layout)[0],
-        slots,
-        signals,
-        buffer.counters[scatter.slot],
         scatter.staging,
         buffer.ready_flags(scatter.slot),
         word,
         delta,
         group.abort,
         group.rank,
-        -(-rows // PIECE_ROWS) * PIECE_ROWS,
-        a_scale,
-        b_scale,
+        m,
+        *_scales(own, gemm),
         gemm.bias,
         gemm.dtype,
         gemm.fast_accum,

@@ -26,12 +26,18 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     return out
 
 
+def push_others(gemm: Product, a: QTensor, scatter: Scatter) -> None:
+    """gemm of the other ranks' rows of a[R*m, k], each on its way to its owner once it is computed."""
+    m = scatter.shape[0]
+    for destination in following(scatter.group.rank, scatter.group.size):
+        scatter.push(gemm(a.rows(destination * m, (destination + 1) * m)), destination)
+
+
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
     """Sum over ranks of gemm(a[R*m, k]), this rank's rows [m, n]: the others' rows are computed and sent first.
 
     Partials travel in gemm.dtype; this rank's own is not rounded before the sum.
     """
-    rank, size, m = scatter.group.rank, scatter.group.size, scatter.shape[0]
-    for destination in following(rank, size):
-        scatter.push(gemm(a.rows(destination * m, (destination + 1) * m)), destination)
-    return scatter.reduce(gemm(a.rows(rank * m, (rank + 1) * m), torch.float32))
+    push_others(gemm, a, scatter)
+    first = scatter.group.rank * scatter.shape[0]
+    return scatter.reduce(gemm(a.rows(first, first + scatter.shape[0]), torch.float32))

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from te_lite.ops import flags, reduce
 from te_lite.ops.gemm_gather import gather_kernel
-from te_lite.ops.gemm_scatter import _WORDS, scatter_kernel
+from te_lite.ops.gemm_reduce import _WORDS, gemm_reduce_kernel
 from tests.ops.interpreted import ACTIVE
 from tests.ops.test_compile_sm90 import SM90, local_memory
 
@@ -48,7 +48,6 @@ class Case:
     split: bool = False
     tile: tuple[int, int, int] = (128, 256, 8)
     wire: str = "bf16"
-    direct: bool = False
     ranks: int = 4
     stack: int = 0
 
@@ -93,28 +92,27 @@ GATHER = [
     Case(tile=(64, 128, 4)),
     Case(E4M3, scale=ROW, bias="bf16", split=True, tile=(64, 64, 4)),
 ]
-SCATTER = [
+REDUCE = [
     Case(),
-    Case(bias="bf16", direct=True),
+    Case(bias="bf16"),
     Case(ranks=8, bias="bf16"),
-    Case("fp16", out="fp32", bias="fp32", wire="fp32", direct=True),
+    Case("fp16", out="fp32", bias="fp32", wire="fp32"),
     Case(E4M3, scale=TENSOR, bias="bf16"),
-    Case(E4M3, scale=ROW, bias="bf16", direct=True),
-    Case(E4M3, scale=TENSOR, split=True, stack=16),
-    Case(E5M2, E4M3, scale=ROW, bias="bf16", split=True, stack=16),
-    Case(E4M3, scale=ROW, bias="bf16", split=True, direct=True, tile=(128, 128, 8)),
-    Case(direct=True, tile=(64, 128, 4)),
+    Case(E4M3, scale=ROW, bias="bf16"),
+    Case(E4M3, scale=TENSOR, split=True, tile=(128, 128, 8)),
+    Case(E5M2, E4M3, scale=ROW, bias="bf16", split=True, tile=(128, 128, 8)),
+    Case(tile=(64, 128, 4)),
     Case(E4M3, scale=ROW, bias="bf16", split=True, wire="fp32", tile=(64, 64, 4)),
 ]
 
 
-def check_main_loop(compiled, case: Case, folder: Path, stages: int) -> None:
+def check_main_loop(compiled, case: Case, folder: Path, stages: int, loops: int) -> None:
     ptx = compiled.asm["ptx"]
     kinds = {"bf16": "bf16", "fp16": "f16", E4M3: "e4m3", E5M2: "e5m2"}
     assert f"wgmma.mma_async.sync.aligned.m64n{case.tile[1] // (2 if case.split else 1)}" in ptx
     assert f".f32.{kinds[case.a]}.{kinds[case.b or case.a]}" in ptx
-    # Loads of `stages - 1` steps before each of the two loops and one in it: a loop that was not pipelined has fewer.
-    loads = (3 if case.split else 2) * 2 * stages
+    # Loads of `stages - 1` steps before each of the loops and one in it: a loop that was not pipelined has fewer.
+    loads = (3 if case.split else 2) * loops * stages
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == loads
     assert case.split or "wgmma.wait_group.sync.aligned 1" in ptx, "a product is awaited before the next is issued"
     assert compiled.metadata.shared <= SHARED_MEMORY // (1 if case.tile[0] * case.tile[1] > 8192 else 2)
@@ -142,25 +140,21 @@ def test_gather(case, tmp_path):
     types = case.types() | {"own": case.operand("a"), "gathered": case.operand("a"), "b_desc": case.operand("b")}
     types["out_desc"] = f"tensordesc<{case.out}[1, {block_m}, {block_n // parts}]>"
     compiled = compile_sm90(gather_kernel, types, case.constants | {"PARTS": parts}, num_warps, 4)
-    check_main_loop(compiled, case, tmp_path, 4)
+    check_main_loop(compiled, case, tmp_path, 4, loops=2)
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global", compiled.asm["ptx"])) == 2 * parts
 
 
-@pytest.mark.parametrize("case", SCATTER, ids=str)
-def test_scatter(case, tmp_path):
-    fine = case.tile[1] == 256 and (case.split or case.wire == "fp32" or case.scale[0] == "row" or case.ranks > 4)
-    types = case.types() | {"a_desc": case.operand("a"), "b_desc": case.operand("b"), "counters": "*i32"}
-    types |= {"slots": "*i64" if case.direct else f"*{case.wire}", "signals": "*i64" if case.direct else "*i32"}
+@pytest.mark.parametrize("case", REDUCE, ids=str)
+def test_gemm_reduce(case, tmp_path):
+    fine = case.tile[1] == 256 and (case.wire == "fp32" or case.scale[0] == "row" or case.ranks > 4)
+    types = case.types() | {"a_desc": case.operand("a"), "b_desc": case.operand("b")}
     types |= {"staging": f"*{case.wire}", "out": f"*{case.out}"}
-    compiled = compile_sm90(scatter_kernel, types, case.constants | {"FINE": fine}, case.tile[2], 4)
-    check_main_loop(compiled, case, tmp_path, 4)
+    compiled = compile_sm90(gemm_reduce_kernel, types, case.constants | {"FINE": fine}, case.tile[2], 4)
+    check_main_loop(compiled, case, tmp_path, 4, loops=1)
     ptx = compiled.asm["ptx"]
-    # 16 bytes a thread, what goes to a peer's memory above all.
+    # 16 bytes a thread.
     assert re.search(r"st\.global\.v4\.b32", ptx) and not re.search(r"st\.global(\.v2)?\.b(16|32) ", ptx)
     assert "ld.global.cg.v4.b32" in ptx and not re.search(r"ld\.global\.cg\.(b|v2)", ptx)
-    scope = "sys" if case.direct else "gpu"
-    order = rf"bar\.sync 0;.*?fence\.acq_rel\.{scope};.*?atom\.acq_rel\.gpu\.global\.inc.*?fence\.acq_rel\.sys;"
-    assert re.search(order + r"\s*st\.release\.sys\.global\.b32", ptx, re.DOTALL)
 
 
 @pytest.mark.parametrize("wire, own, bias, ranks", [("bf16", "fp32", "bf16", 4), ("fp32", "fp32", "", 8)])

@@ -330,18 +330,3 @@ def test_arena_slots_do_not_overlap():
         return memory.way
 
     assert on_threads(3, run) == ["host"] * 3
-
-
-def test_only_what_was_pushed_is_waited_for():
-    """A copy stream that is no part of a capture must not be waited for in it."""
-
-    def run(group):
-        issued, issue = [], group.issue
-        scatter(group, 1)
-        group.issue = lambda program, segment, *rest: (issued.append(segment), issue(program, segment, *rest))
-        Scatter(group, 5, 32, torch.bfloat16).close()
-        scatter(group, 2)
-        return issued
-
-    size = 2
-    assert in_group(size, run) == [[0, size + 1, 0, 1, size, size + 1, size + 2]] * size
