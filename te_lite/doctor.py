@@ -28,7 +28,7 @@ import torch.distributed as dist
 import triton
 
 import te_lite as te
-from te_lite import _C
+from te_lite import _C, tune
 from te_lite.ops.source import plain
 from te_lite.overlap import arena
 from te_lite.overlap.bootstrap import BootstrapError, Exchange
@@ -312,8 +312,12 @@ def format_findings(found: Sequence[Finding]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="te_lite", description="te_lite's tools.")
-    parser.add_argument("command", nargs="?", choices=("doctor",), default="doctor", help="examine this machine")
-    parser.parse_args(argv)
+    help_text = "doctor: examine this machine; tune: measure what overlaps best (tune --help)"
+    parser.add_argument("command", nargs="?", choices=("doctor", "tune"), default="doctor", help=help_text)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["tune"]:
+        return tune.main(given[1:])
+    parser.parse_args(given)
     found = examine()
     last, good = verdict(found)
     print(format_findings(found), last, sep="\n", flush=True)

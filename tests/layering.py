@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = 350
-MAX_CORE_LINES = 9850  # of code: docstrings, comments and blank lines are not counted. design.md hoped for 7,000
+MAX_CORE_LINES = 9920  # of code: docstrings, comments and blank lines are not counted. design.md hoped for 7,000
 # before there were seven recipes and userbuffers; docs/architecture.md says where the lines are.
 
 # A module may import what stands on its own level or below. The first part of the name after te_lite decides.
@@ -35,9 +35,10 @@ LEVELS = {
     "compat": 8,  # these import everything and nothing imports them
     "testing": 8,
     "doctor": 8,
+    "tune": 8,
 }
 TOP = LEVELS["compat"]
-NOT_CORE = ("compat", "testing", "doctor.py")
+NOT_CORE = ("compat", "testing", "doctor.py", "tune.py")
 
 
 def module_name(path: Path, package: Path) -> str:

@@ -15,6 +15,7 @@ from te_lite.ops.flags import advance, compiled_wait
 from te_lite.overlap.arena import Arena, share_host_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity
 from te_lite.overlap.buffers import Buffer, gathered_bytes
+from te_lite.overlap.choice import Choices
 from te_lite.overlap.config import LayerMethods
 from te_lite.quantize.qtensor import Layout, QTensor
 
@@ -60,6 +61,7 @@ class Group:
                 + "; userbuffers need shared memory"
             )
         self.closed = False
+        self.choices = Choices(exchange, device)
         self.arena = Arena(self.rank, self.size, device)
         whole = tokens * hidden * dtype.itemsize
         names = ("gather", "scatter", *(("gather.graph", "scatter.graph") if graphs else ()))
@@ -117,12 +119,12 @@ class Group:
     # one call
 
     @staticmethod
-    def _capturing() -> bool:
+    def capturing() -> bool:
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
     def buffer(self, kind: str) -> Buffer:
         """The buffer for "gather" or "scatter" that this call uses."""
-        return self._buffers[f"{kind}.graph" if self.device.type == "cuda" and self._capturing() else kind]
+        return self._buffers[f"{kind}.graph" if self.device.type == "cuda" and self.capturing() else kind]
 
     def begin(self, buffer: Buffer, slot: int) -> None:
         """A use of `slot` begins: under capture the epoch moves on in device memory."""
@@ -172,7 +174,7 @@ class Group:
         return self._refusal("scatter", rows * columns * dtype.itemsize * self.size)
 
     def _refusal(self, kind: str, needed: int) -> str:
-        if self.device.type == "cuda" and self._capturing() and f"{kind}.graph" not in self._buffers:
+        if self.device.type == "cuda" and self.capturing() and f"{kind}.graph" not in self._buffers:
             return "captured in a CUDA graph: initialize_ub(..., cuda_graphs=True) reserves buffers for graphs"
         room = self._buffers[kind].capacity
         if needed > room:

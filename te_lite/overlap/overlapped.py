@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -46,6 +47,7 @@ class Overlapped(Collective):
         super().__init__(tp)
         self.group, self.label, self.strict = group, label, strict or group.strict
         self.methods, self.remarks = methods, remarks
+        self._measured: dict[str, str] = {}  # GEMM -> what "auto" has measured
 
     def planned(self, gemm: str) -> str:
         return self.methods.get(gemm, "local")
@@ -86,12 +88,14 @@ class Overlapped(Collective):
         text, rows = f"{self._text('fprop', x)} x {gemm.columns}", x.shape[0]
         if self.tp.mode == "column":
             method = self._asked("fprop", self.group.gather_refusal(x, "row"), rows)
+            method = self._settled("fprop", method, gemm, x, scatters=False)
             if not method:
                 return super().fprop(gemm, x)
             with self.group.operation(text):
                 return self._gather_gemm("fprop", method, gemm, x)
         m = rows // self.tp.size
         method = self._asked("fprop", self.group.scatter_refusal(m, gemm.columns, gemm.dtype), m)
+        method = self._settled("fprop", method, gemm, x, scatters=True)
         if not method:
             return super().fprop(gemm, x)
         with self.group.operation(text):
@@ -112,6 +116,27 @@ class Overlapped(Collective):
         if not self.group.closed:
             (self.group.agree if self.group.device.type == "cpu" else self.group.announce)(text)
 
+    def _settled(self, name: str, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> str:
+        """The method, where "auto" is the fastest that was measured; "" for Collective's."""
+        if method != "auto" or not self.group.choices.measures or self.group.capturing():
+            return method  # _way has a rule
+        problem = f"{'scatter' if scatters else 'gather'} {a.format.label or a.dtype} {list(a.shape)} x {gemm.columns} "
+        problem += f"{gemm.b_layout} to {gemm.dtype}, bias {gemm.bias is not None}, fast {gemm.fast_accum}"
+
+        def run(way: str) -> object:
+            if way == "collective":
+                return self._sum(name, gemm(a)) if scatters else gemm(self.gather(name, a, "row"))
+            with self.group.operation(f"auto: {way}, {problem}"):
+                return (self._gemm_scatter if scatters else self._gather_gemm)(name, way, gemm, a)
+
+        names = ("collective", "ring", *(() if fused.refusal(gemm, a) else ("fused",)))
+        ways = {way: partial(run, way) for way in names}
+        way, measured = self.group.choices.choose(problem, ways, self.tp.group)
+        self._measured[name] = measured
+        if way == "collective":
+            self.notes[name] = Note("collective", 0, measured)
+        return "" if way == "collective" else way
+
     def _way(self, method: str, gemm: Product, a: QTensor, scatters: bool) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
         if method not in ("fused", "auto"):
@@ -124,6 +149,7 @@ class Overlapped(Collective):
         way, reason = self._way(method, gemm, own, scatters=False)
         pieces = fused.pieces(own, PIECES) if way is fused else 1
         gather = Gather(self.group, own, "row", own=whole, pieces=pieces)
+        reason = reason or self._measured.get(name, "")
         self.notes[name] = Note("fused" if way is fused else RING.get(method, method), gather.sent, reason)
         return gather, way
 
@@ -136,6 +162,7 @@ class Overlapped(Collective):
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
         way, reason = self._way(method, gemm, a, scatters=True)
         scatter = Scatter(self.group, a.shape[0] // self.tp.size, gemm.columns, gemm.dtype)
+        reason = reason or self._measured.get(name, "")
         self.notes[name] = Note("fused" if way is fused else RING.get(method, method), scatter.sent, reason)
         return way.gemm_scatter(gemm, a, scatter)
 
@@ -172,6 +199,7 @@ class Overlapped(Collective):
             m = dy.shape[0] // self.tp.size
             refusal = self.group.scatter_refusal(m, dgrad.columns, dgrad.dtype)
             scatter = self._asked("wgrad" if bulk else "dgrad", refusal, m)
+            scatter = scatter if bulk else self._settled("dgrad", scatter, dgrad, dy, scatters=True)
         return gather, scatter
 
     @property
@@ -225,6 +253,7 @@ class Overlapped(Collective):
         rows = columns = ""
         if dy is not None:
             rows = self._asked("dgrad", self.group.gather_refusal(dy, "row"), dy.shape[0])
+            rows = rows if dgrad is None else self._settled("dgrad", rows, dgrad, dy, scatters=False)
         if wgrad is not None and not one_gather(wgrad, dy, dy_wgrad):
             refusal = self.group.gather_refusal(dy_wgrad, dy_wgrad.regather_layout)
             columns = self._asked("wgrad", refusal, dy_wgrad.shape[0])

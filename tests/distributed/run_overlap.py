@@ -22,6 +22,7 @@ from functools import partial
 
 # One thread a rank, decided before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TE_LITE_AUTO"] = "rule"  # what is fastest would differ from run to run
 
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402

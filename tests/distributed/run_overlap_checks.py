@@ -9,16 +9,18 @@ import time
 import traceback
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TE_LITE_AUTO"] = "rule"  # what is fastest would differ from run to run
 
 import torch.distributed as dist  # noqa: E402
 
 import te_lite as te  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
+from tests.distributed.overlap_auto import AUTO  # noqa: E402
 from tests.distributed.overlap_gradients import GRADIENTS  # noqa: E402
 from tests.distributed.overlap_groups import EIGHT, GROUPS  # noqa: E402
 from tests.distributed.overlap_sizes import SIZES  # noqa: E402
 
-SUITES = {"sizes": SIZES, "gradients": GRADIENTS, "groups": GROUPS, "eight": EIGHT}
+SUITES = {"sizes": SIZES, "gradients": GRADIENTS, "groups": GROUPS, "eight": EIGHT, "auto": AUTO}
 
 
 def main() -> int:

@@ -1,0 +1,100 @@
+"""auto: the way of an exchange with its GEMM that is fastest here, found by timing all of them once, kept in a file.
+
+TE_LITE_AUTO: "measure" (the default on GPUs) or "rule" (the default elsewhere, where times say little): see Overlapped.
+TE_LITE_CACHE: the folder of the file, default ~/.cache/te_lite. Rank 0's file counts for all ranks of a group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from te_lite.overlap.bootstrap import Exchange
+
+SCHEDULES = 1  # to be raised when a schedule changes its speed: what was measured before is then forgotten
+ROUNDS = 5
+MARGIN = 0.98  # another way than Collective must save 2%, which is about the noise
+
+
+def cache_file() -> Path:
+    folder = os.environ.get("TE_LITE_CACHE") or Path.home() / ".cache" / "te_lite"
+    return Path(folder) / "overlap.json"
+
+
+def _load() -> dict[str, Any]:
+    try:
+        content = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _time_us(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin) * 1e6
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+class Choices:
+    """Problem -> way of one group, the same on all its ranks."""
+
+    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.measures = os.environ.get("TE_LITE_AUTO", "measure" if cuda else "rule") == "measure"
+        self._device, self._first = device, exchange.rank == 0
+        name = torch.cuda.get_device_name(device) if cuda else "CPU"
+        versions = f"torch {torch.__version__}, triton {triton.__version__}, schedules {SCHEDULES}"
+        self._machine = f"{name}, {versions}, tp {exchange.size}"
+        self._known: dict[str, Any] = exchange.all(_load() if self._first and self.measures else {})[0]
+
+    def choose(
+        self, problem: str, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup
+    ) -> tuple[str, str]:
+        """(the fastest of `ways`, what was measured), timed now unless it is known. Collective; "collective" is one."""
+        key = f"{self._machine}: {problem}"
+        found = self._known.get(key)
+        if not isinstance(found, dict) or set(found) != set(ways):
+            found = self._known[key] = self._measure(ways, group)
+            if self._first:
+                self._store(key, found)
+        best = min(found, key=found.__getitem__)
+        way = best if found[best] < MARGIN * found["collective"] else "collective"
+        return way, "auto: " + ", ".join(f"{name} {us:.0f} us" for name, us in found.items())
+
+    def _measure(self, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup) -> dict[str, float]:
+        """Microseconds of each, the slowest rank's median."""
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(1 + ROUNDS):  # the first compiles
+            for name, run in ways.items():
+                times[name].append(_time_us(run, self._device))
+        own = torch.tensor([statistics.median(values[1:]) for values in times.values()], device=self._device)
+        dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
+        return dict(zip(ways, own.tolist(), strict=True))
+
+    @staticmethod
+    def _store(key: str, found: dict[str, float]) -> None:
+        """Adds to the file what others may have written since; a file that cannot be written is no error."""
+        path = cache_file()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_suffix(f".{os.getpid()}")
+            new.write_text(json.dumps(_load() | {key: found}, indent=1) + "\n")
+            new.replace(path)
+        except OSError:
+            pass

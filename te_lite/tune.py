@@ -1,0 +1,94 @@
+"""`te_lite tune`: measures ahead of a run what "auto" would measure at its first use (docs/overlap.md).
+
+    torchrun --nproc-per-node 4 --no-python te_lite tune --hidden 8192 --ffn 28672 --tokens 8192
+    torchrun --nproc-per-node 4 -m te_lite.tune --hidden 4096 --ffn 14336 --tokens 8192 2048 --recipes bf16 delayed
+
+Runs the linears of a Transformer layer (qkv, proj and the MLP), tensor and sequence parallel over all ranks, forward
+and backward, for every recipe and token count; what was measured goes into auto's file, and what it means is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import te_lite as te
+from te_lite.overlap.choice import cache_file
+from te_lite.overlap.config import OFFERED
+from te_lite.testing.distributed import init_ranks, leave_ranks
+
+FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
+EVERYWHERE = {name: {"method": "auto"} for name, offered in OFFERED.items() if not name.endswith("_wgrad")}
+
+
+def layer(args: argparse.Namespace, device: torch.device) -> list[tuple[nn.Module, int]]:
+    """(module, its input's features on this rank) of each module."""
+    ranks = dist.get_world_size()
+    common: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": device, "tp_size": ranks}
+    common |= {"tp_group": dist.group.WORLD, "sequence_parallel": True, **FLAGS}
+    hidden, norm = args.hidden, {"normalization": "RMSNorm"}
+    qkv = te.LayerNormLinear(hidden, args.qkv or 3 * hidden, parallel_mode="column", ub_name="qkv", **norm, **common)
+    proj = te.Linear(hidden, hidden, parallel_mode="row", ub_name="proj", **common)
+    mlp = te.LayerNormMLP(hidden, args.ffn, set_parallel_mode=True, activation=args.activation, **norm, **common)
+    return [(qkv, hidden), (proj, hidden // ranks), (mlp, hidden)]
+
+
+def step(module: nn.Module, tokens: int, features: int, recipe: str, device: torch.device) -> None:
+    x = torch.randn(tokens, features, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(enabled=recipe != "bf16", recipe=te.recipe.from_name(recipe)):
+        out = module(x)
+    out.backward(torch.randn_like(out))
+
+
+def tune(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """The report's rows of all that ran, which say what was measured. Collective."""
+    from tqdm import tqdm
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    te.initialize_ub([max(args.tokens), args.hidden], ranks, ub_cfgs=EVERYWHERE, device=device, strict=True)
+    jobs = list(product(args.recipes, args.tokens, range(3)))
+    rows: list[dict[str, Any]] = []
+    for recipe, tokens, index in tqdm(jobs, desc="timing", unit="module", disable=rank != 0):
+        module, features = layer(args, device)[index]
+        whole = features != args.hidden  # a row-parallel input has all tokens
+        step(module, tokens if whole else tokens // ranks, features, recipe, device)
+        rows += [row for row in te.overlap_report() if "auto: " in row["reason"]]
+        del module
+    te.destroy_ub()
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="te_lite tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--ffn", type=int, required=True, help="of all ranks; of a gated activation one half")
+    parser.add_argument("--qkv", type=int, default=0, help="output features of qkv; default 3 * hidden")
+    parser.add_argument("--tokens", type=int, nargs="+", required=True, help="of all ranks, each count that occurs")
+    parser.add_argument("--recipes", nargs="+", default=["bf16", "delayed"])
+    parser.add_argument("--activation", default="swiglu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        print("te_lite tune: start it under torchrun, on the ranks that will run: see --help", file=sys.stderr)
+        return 2
+    os.environ["TE_LITE_AUTO"] = "measure"
+    rank, _, device = init_ranks(args.device)
+    rows = tune(args, device)
+    if rank == 0:
+        print(te.format_report(rows), f"kept in {cache_file()}", sep="\n", flush=True)
+    leave_ranks()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""te_lite tune: what it measures is what a run with "auto" finds."""
+
+import json
+from pathlib import Path
+
+import te_lite
+from te_lite import doctor
+from te_lite.testing.distributed import launch
+
+SCRIPT = Path(te_lite.__file__).with_name("tune.py")
+SIZES = ("--hidden", "64", "--ffn", "128", "--device", "cpu")
+
+
+def test_a_run_finds_what_was_measured(tmp_path: Path) -> None:
+    """Eight exchanges of a layer, for each recipe and token count; the second run times nothing."""
+    args = (*SIZES, "--tokens", "32", "64", "--recipes", "bf16", "mxfp8")
+    env = {"TE_LITE_CACHE": str(tmp_path)}
+    said = launch(SCRIPT, *args, ranks=2, timeout=120, env=env)
+    assert said.count("auto: collective ") == 2 * 2 * 8 and said.rstrip().endswith(f"kept in {tmp_path}/overlap.json")
+    measured = json.loads((tmp_path / "overlap.json").read_text())
+    # qkv and fc1 gather x of one shape into GEMMs of different width, proj and fc2 differ in K, and so on.
+    assert len(measured) > 2 * 2 * 5 and all(set(times) == {"collective", "ring"} for times in measured.values())
+    assert launch(SCRIPT, *args, ranks=2, timeout=120, env=env) == said
+    assert json.loads((tmp_path / "overlap.json").read_text()) == measured
+
+
+def test_it_asks_for_ranks(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert doctor.main(["tune", *SIZES, "--tokens", "32"]) == 2
+    assert "start it under torchrun" in capsys.readouterr().err
