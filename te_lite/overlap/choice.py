@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +67,23 @@ class Choices:
         self, problem: str, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup
     ) -> tuple[str, str]:
         """(the fastest of `ways`, what was measured), timed now unless it is known. Collective; "collective" is one."""
-        key = f"{self._machine}: {problem}"
-        found = self._known.get(key)
-        if not isinstance(found, dict) or set(found) != set(ways):
-            found = self._known[key] = self._measure(ways, group)
+        key = self._key(problem)
+        if not self.knows(problem, ways):
+            self._known[key] = self._measure(ways, group)
             if self._first:
-                self._store(key, found)
+                self._store(key, self._known[key])
+        found = self._known[key]
         best = min(found, key=found.__getitem__)
         way = best if found[best] < MARGIN * found["collective"] else "collective"
         return way, "auto: " + ", ".join(f"{name} {us:.0f} us" for name, us in found.items())
+
+    def _key(self, problem: str) -> str:
+        return f"{self._machine}: {problem}"
+
+    def knows(self, problem: str, ways: Collection[str]) -> bool:
+        """Whether all of `ways` have been timed."""
+        found = self._known.get(self._key(problem))
+        return isinstance(found, dict) and set(found) == set(ways)
 
     def _measure(self, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup) -> dict[str, float]:
         """Microseconds of each, the slowest rank's median."""

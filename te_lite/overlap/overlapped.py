@@ -118,7 +118,8 @@ class Overlapped(Collective):
 
     def _settled(self, name: str, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> str:
         """The method, where "auto" is the fastest that was measured; "" for Collective's."""
-        if method != "auto" or not self.group.choices.measures or self.group.capturing():
+        choices = self.group.choices
+        if method != "auto" or not choices.measures:
             return method  # _way has a rule
         problem = f"{'scatter' if scatters else 'gather'} {a.format.label or a.dtype} {list(a.shape)} x {gemm.columns} "
         problem += f"{gemm.b_layout} to {gemm.dtype}, bias {gemm.bias is not None}, fast {gemm.fast_accum}"
@@ -130,8 +131,9 @@ class Overlapped(Collective):
                 return (self._gemm_scatter if scatters else self._gather_gemm)(name, way, gemm, a)
 
         names = ("collective", "ring", *(() if fused.refusal(gemm, a) else ("fused",)))
-        ways = {way: partial(run, way) for way in names}
-        way, measured = self.group.choices.choose(problem, ways, self.tp.group)
+        if self.group.capturing() and not choices.knows(problem, names):
+            return method
+        way, measured = choices.choose(problem, {way: partial(run, way) for way in names}, self.tp.group)
         self._measured[name] = measured
         if way == "collective":
             self.notes[name] = Note("collective", 0, measured)
