@@ -6,13 +6,15 @@
 In each run are interleaved: the GEMM alone (cuBLAS, on the whole operand), the copies alone (as many bytes, one push to
 each peer through userbuffers), NCCL and then the GEMM or the other way round ("collective"), te_lite's ring and fused
 schedules and torch's fused operators in a CUDA graph. A sample starts on all ranks together and is the slowest rank's.
-The limit is the longer of GEMM and copies; "of limit" is its share of a candidate's time. fp8 is current scaling with
-fast accumulation, as in a forward pass; its operands lie ready and reduce-scatters travel in bf16.
+The limit is the longer of GEMM and copies; "of limit" is its share of a candidate's time. "against" a peer is the
+median over rounds of the peer's time over the candidate's. fp8 is current scaling with fast accumulation, as in a
+forward pass; its operands lie ready and reduce-scatters travel in bf16.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,13 +182,18 @@ def compare(shape: Shape, dtype: str, args: argparse.Namespace, device: torch.de
     """A row for each candidate. The same on all ranks."""
     problem = Problem(shape, dtype, device)
     clock = RanksClock(device)
-    timings = bench.time_interleaved(candidates(problem, args), clock, rounds=args.rounds, wall_rounds=0)
+    kept: dict[str, list[bench.Sample]] = {}
+    timings = bench.time_interleaved(candidates(problem, args), clock, rounds=args.rounds, wall_rounds=0, kept=kept)
     limit = max(timings[name].gpu_us or 0.0 for name in ("gemm", "copies"))
     rows = []
     for timing in timings.values():
         row = {"op": shape.op, "shape": shape.name, "dtype": dtype, "m": shape.m, "k": shape.k, "n": shape.n}
         row |= {"candidate": timing.name, "gpu_us": timing.gpu_us, "host_us": timing.host_us, "spread": timing.spread}
         row["of_limit"] = limit / timing.gpu_us if timing.gpu_us else None
+        for peer in ("collective", "torch fused"):
+            pairs = zip(kept.get(peer, []), kept.get(timing.name, []), strict=False)
+            ratios = [theirs.gpu_us / ours.gpu_us for theirs, ours in pairs]
+            row[f"against_{peer.replace(' ', '_')}"] = statistics.median(ratios) if ratios else None
         rows.append(row | {"exposed": timing.exposed, "error": timing.error})
     return rows
 

@@ -279,6 +279,23 @@ def test_per_shard_smoke(tmp_path):
     assert own["even_y_pct"] == pytest.approx(shared["even_y_pct"], rel=0.05)
 
 
+def test_overlap_smoke(tmp_path):
+    """Each method moves what it says, and nothing that is compared is missing."""
+    script = ROOT / "benchmarks" / "overlap_gemms.py"
+    launch(script.with_name("overlap.py"), "--device", "cpu", "--rounds", "2", "--wall-rounds", "1",
+           "--methods", "ring", "--recipes", "bf16", "--out", str(tmp_path), ranks=2, timeout=120)  # fmt: skip
+    (row,) = json.loads((tmp_path / "overlap.json").read_text())["rows"]
+    assert (
+        not row["error"] and row["gpu_us"] > 0 and "fc1_fprop ring" in row["took"] and "fc1_wgrad bulk" in row["took"]
+    )
+    launch(script, "--device", "cpu", "--rounds", "4", "--out", str(tmp_path), ranks=2, timeout=120)
+    rows = json.loads((tmp_path / "overlap_gemms.json").read_text())["rows"]
+    assert [row["candidate"] for row in rows] == 4 * ["gemm", "copies", "collective", "ring"]
+    for row in rows:
+        assert not row["error"] and row["gpu_us"] > 0 and 0 < row["of_limit"] and row["against_torch_fused"] is None
+        assert (row["against_collective"] == 1) == (row["candidate"] == "collective")
+
+
 def test_a_sample_of_ranks_is_the_slowest_ranks(monkeypatch):
     slowest = torch.tensor([5e6, 1.0, 1.0], dtype=torch.float64)
 

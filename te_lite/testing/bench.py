@@ -183,11 +183,13 @@ def time_interleaved(
     warmup: int = 3,
     wall_rounds: int = 5,
     wall_block_us: float = 60_000.0,
+    kept: dict[str, list[Sample]] | None = None,
 ) -> dict[str, Timing]:
     """Time all candidates in one run; see the module's docstring.
 
     rounds: samples of gpu_us and host_us a candidate. wall_rounds: blocks of back-to-back steps a candidate
     (0: no wall time), interleaved as well, each about wall_block_us long and at least 5 steps.
+    kept: gets the samples of every candidate, round by round, for ratios of neighbours in time.
     A candidate that raises in its warm-up gets a Timing with `error` and is left out of the run.
     """
     names = [candidate.name for candidate in candidates]
@@ -211,6 +213,8 @@ def time_interleaved(
         steps = int(min(200, max(5, wall_block_us / one_us)))
         walls[candidate.name].append(_wall_us(candidate, clock, steps))
 
+    if kept is not None:
+        kept.update(samples)
     for candidate in running:
         _summarise(timings[candidate.name], samples[candidate.name], walls[candidate.name])
         _reset(candidate)
