@@ -4,11 +4,11 @@
     python benchmarks/gpu_check.py --stages tests modules --workers 4
     python benchmarks/gpu_check.py --tree-hash $(git rev-parse HEAD:te_lite) --out results
 
-Calls on the same tree add up: `--stages tests training per_shard demo` on four GPUs, the others on one.
+Calls on the same tree add up: `--stages tests modules kernels gemms recipes` on one GPU, the others on four.
 
 Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. Stages where no
-time is measured run beside `tests`, which leaves out what needs several GPUs (`ranks`) or is marked slow (`matrix`,
-`matrix_tp2` and `random` are that).
+time is measured run beside each other and beside `tests`. With `--mark "gpu and not slow and not multigpu"` tests
+leaves out what needs several GPUs (`ranks`) or is marked slow (`matrix`, `matrix_tp2` and `random` are that).
 --total-limit ends the whole before a machine's own limit would. Exit status 1 when a test failed, none ran, or a stage
 failed or ran out of time.
 """
@@ -308,9 +308,9 @@ def earlier_rows(args: argparse.Namespace) -> list[dict]:
 
 
 def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[Stage]]:
-    """Each stage's rows as it ends; those of BESIDE_TESTS run beside tests where tests are asked for."""
+    """Each stage's rows as it ends; those of BESIDE_TESTS run beside each other and tests, before any is timed."""
     with ThreadPoolExecutor(len(BESIDE_TESTS)) as pool:
-        beside = {name: pool.submit(RUNNERS[name], args) for name in BESIDE_TESTS if {name, "tests"} <= set(names)}
+        beside = {name: pool.submit(RUNNERS[name], args) for name in BESIDE_TESTS if name in names}
         for name in names:
             print(f"--- {name}", flush=True)
             if name in beside:
