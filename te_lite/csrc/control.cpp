@@ -74,7 +74,7 @@ Control::Control(int rank, int size, const std::vector<uint64_t>& addresses, dou
   watcher_ = std::make_unique<std::thread>(&Control::watch, this);
 }
 
-void Control::announce(const std::string& operation, uint64_t hash) {
+uint64_t Control::announce(const std::string& operation, uint64_t hash) {
   check();
   std::lock_guard<std::mutex> lock(writing_);
   const uint64_t sequence = announced_.load(std::memory_order_relaxed) + 1;
@@ -91,26 +91,25 @@ void Control::announce(const std::string& operation, uint64_t hash) {
   }
   entry.sequence.store(sequence, std::memory_order_release);
   announced_.store(sequence, std::memory_order_release);
+  return sequence;
 }
 
 void Control::agree(const std::string& operation, uint64_t hash) {
-  announce(operation, hash);
-  const uint64_t sequence = announced();
+  const uint64_t sequence = announce(operation, hash);
   const auto begin = std::chrono::steady_clock::now();
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    while (peer != rank && !has_announced(peer, sequence)) {
+    if (peer == rank) continue;
+    for (;;) {
+      if (has_announced(peer, sequence)) {
+        const std::optional<Operation> theirs = read(*peers_[peer].block, sequence);
+        if (!theirs || theirs->hash == hash) break;  // another operation is for the watcher to name
+      }
       check();
       const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
       if (passed.count() > timeout) {
         break_group("rank " + name(rank) + " has waited " + one_decimal(passed.count()) + " s in " +
                     describe(sequence) + " for rank " + name(peer) + ", which has not come to it");
       }
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-    // Another operation as this one is for the watcher to name.
-    const std::optional<Operation> theirs = peer == rank ? std::nullopt : read(*peers_[peer].block, sequence);
-    while (theirs && theirs->hash != hash) {
-      check();
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }

@@ -50,7 +50,7 @@ class Control {
   ~Control() { close(); }
 
   // Tells the peers that the next operation begins. Throws GroupBroken.
-  void announce(const std::string& operation, uint64_t hash);
+  uint64_t announce(const std::string& operation, uint64_t hash);  // its number
   // As announce, and returns once all ranks have announced the same: for what cannot be stopped once it has begun.
   // Throws GroupBroken, at the latest after the time-out, and on every rank.
   void agree(const std::string& operation, uint64_t hash);

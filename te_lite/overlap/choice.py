@@ -22,12 +22,13 @@ from te_lite.overlap.bootstrap import Exchange
 
 SCHEDULES = 1  # to be raised when a schedule changes its speed: what was measured before is then forgotten
 ROUNDS = 5
+HOLD_CYCLES = 2_000_000  # about 1 ms, in which the host issues what is timed, as one that runs ahead has
+MOST = 512  # problems that one group times; a run with ever new token counts follows the rule from then on
 MARGIN = 0.98  # another way than Collective must save 2%, which is about the noise
 
 
 def cache_file() -> Path:
-    folder = os.environ.get("TE_LITE_CACHE") or Path.home() / ".cache" / "te_lite"
-    return Path(folder) / "overlap.json"
+    return Path(os.environ.get("TE_LITE_CACHE") or os.path.expanduser("~/.cache/te_lite")) / "overlap.json"
 
 
 def _load() -> dict[str, Any]:
@@ -38,16 +39,21 @@ def _load() -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _time_us(run: Callable[[], object], device: torch.device) -> float:
+def _time_us(run: Callable[[], object], device: torch.device, check: Callable[[], None]) -> float:
+    """Device time where there is a device. check() may raise while this rank waits for the others."""
     if device.type != "cuda":
         begin = time.perf_counter()
         run()
         return (time.perf_counter() - begin) * 1e6
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HOLD_CYCLES)
+        start.record()
+        run()
+        end.record()
+        while not end.query():
+            check()
+            time.sleep(1e-4)
     return start.elapsed_time(end) * 1e3
 
 
@@ -56,20 +62,27 @@ class Choices:
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.measures = os.environ.get("TE_LITE_AUTO", "measure" if cuda else "rule") == "measure"
-        self._device, self._first = device, exchange.rank == 0
+        measures = os.environ.get("TE_LITE_AUTO", "measure" if cuda else "rule") == "measure"
+        self._device, self._first, self._timed = device, exchange.rank == 0, 0
         name = torch.cuda.get_device_name(device) if cuda else "CPU"
         versions = f"torch {torch.__version__}, triton {triton.__version__}, schedules {SCHEDULES}"
         self._machine = f"{name}, {versions}, tp {exchange.size}"
-        self._known: dict[str, Any] = exchange.all(_load() if self._first and self.measures else {})[0]
+        self._known: dict[str, Any]
+        self.measures, self._known = exchange.all((measures, _load() if self._first and measures else {}))[0]
 
     def choose(
-        self, problem: str, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup
+        self,
+        problem: str,
+        ways: Mapping[str, Callable[[], object]],
+        group: dist.ProcessGroup,
+        check: Callable[[], None],
     ) -> tuple[str, str]:
-        """(the fastest of `ways`, what was measured), timed now unless it is known. Collective; "collective" is one."""
+        """(the fastest of `ways`, what was measured), timed now unless it is known. Collective; "collective" is one.
+        check() may raise while this rank waits."""
         key = self._key(problem)
         if not self.knows(problem, ways):
-            self._known[key] = self._measure(ways, group)
+            self._timed += 1
+            self._known[key] = self._measure(ways, group, check)
             if self._first:
                 self._store(key, self._known[key])
         found = self._known[key]
@@ -85,12 +98,18 @@ class Choices:
         found = self._known.get(self._key(problem))
         return isinstance(found, dict) and set(found) == set(ways)
 
-    def _measure(self, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup) -> dict[str, float]:
+    @property
+    def full(self) -> bool:
+        return self._timed >= MOST
+
+    def _measure(
+        self, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup, check: Callable[[], None]
+    ) -> dict[str, float]:
         """Microseconds of each, the slowest rank's median."""
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(1 + ROUNDS):  # the first compiles
             for name, run in ways.items():
-                times[name].append(_time_us(run, self._device))
+                times[name].append(_time_us(run, self._device, check))
         own = torch.tensor([statistics.median(values[1:]) for values in times.values()], device=self._device)
         dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
         return dict(zip(ways, own.tolist(), strict=True))
@@ -99,9 +118,9 @@ class Choices:
     def _store(key: str, found: dict[str, float]) -> None:
         """Adds to the file what others may have written since; a file that cannot be written is no error."""
         path = cache_file()
+        new = path.with_suffix(f".{os.getpid()}-{time.time_ns()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            new = path.with_suffix(f".{os.getpid()}")
             new.write_text(json.dumps(_load() | {key: found}, indent=1) + "\n")
             new.replace(path)
         except OSError:

@@ -198,8 +198,8 @@ class Group:
         for part in (self.executor, self.control):
             if part is not None:
                 part.close()
+        self._buffers.clear()
+        self.arena.release()
         if self.control is not None and self.control.broken and not self.control.told:
             text = f"results may be wrong: userbuffers were broken when they ended: {self.control.broken}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-        self._buffers.clear()
-        self.arena.release()

@@ -125,15 +125,17 @@ class Overlapped(Collective):
         problem += f"{gemm.b_layout} to {gemm.dtype}, bias {gemm.bias is not None}, fast {gemm.fast_accum}"
 
         def run(way: str) -> object:
-            if way == "collective":
-                return self._sum(name, gemm(a)) if scatters else gemm(self.gather(name, a, "row"))
             with self.group.operation(f"auto: {way}, {problem}"):
+                if way == "collective":
+                    return self._sum(name, gemm(a)) if scatters else gemm(self.gather(name, a, "row"))
                 return (self._gemm_scatter if scatters else self._gather_gemm)(name, way, gemm, a)
 
         names = ("collective", "ring", *(() if fused.refusal(gemm, a) else ("fused",)))
-        if self.group.capturing() and not choices.knows(problem, names):
+        if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
+            self._measured.pop(name, None)
             return method
-        way, measured = choices.choose(problem, {way: partial(run, way) for way in names}, self.tp.group)
+        ways = {way: partial(run, way) for way in names}
+        way, measured = choices.choose(problem, ways, self.tp.group, self.group.control.check)
         self._measured[name] = measured
         if way == "collective":
             self.notes[name] = Note("collective", 0, measured)
@@ -237,7 +239,7 @@ class Overlapped(Collective):
                 for destination in following(self.group.rank, self.group.size):
                     scatter.push(partial[destination * m : (destination + 1) * m], destination)
             else:
-                if wgrad is None and "wgrad" in self.methods:
+                if wgrad is None and self._bulk and "wgrad" in self.methods:
                     self.notes["dgrad"] = Note("collective", 0, "no weight gradient to hide the scatter of dx behind")
                 dx = self._sum(dx_at, partial)
         if wgrad is not None:

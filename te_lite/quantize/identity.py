@@ -24,7 +24,7 @@ class HighPrecisionFormat(TensorFormat):
     scales_product: bool = True
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
-        return q.row.to(q.dtype)
+        return q.keep().row.to(q.dtype)  # memory that belongs to a userbuffer is not given out as it lies
 
     def make_col(self, q: QTensor) -> tuple[Tensor, None]:
         return q.row.t(), None

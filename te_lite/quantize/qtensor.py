@@ -130,7 +130,7 @@ class QTensor:
         """v[M, K] in the high-precision dtype; of `layout` where the layouts hold numbers of their own."""
         if layout is None or self.format.col_from_row:
             layout = "col" if self.row is None else "row"
-        return self.format.dequantize(self.keep(), layout)  # high-precision data would be given out as it lies
+        return self.format.dequantize(self, layout)
 
     def rows(self, start: int, stop: int) -> QTensor:
         """v[start:stop], the row layout alone; views."""

@@ -44,7 +44,7 @@ def every_way_that_may_win(device) -> None:
         ({"collective": 100.0, "ring": 99.0, "fused": 200.0}, "collective"),
         ({"collective": 50.0, "ring": 99.0, "fused": 200.0}, "collective"),
     ):
-        measure = lambda self, ways, group, times=times: {name: times[name] for name in ways}  # noqa: E731
+        measure = lambda self, ways, group, check, times=times: {name: times[name] for name in ways}  # noqa: E731
         with measuring(folder()), mock.patch.object(choice.Choices, "_measure", measure):
             begin(32 * dist.get_world_size(), 128, dist.group.WORLD, device, "auto", strict=True)
             for which in LAYERS:
