@@ -25,10 +25,10 @@ import torch.distributed as dist
 import te_lite as te
 from benchmarks import modules, report
 from benchmarks.modules import BF16, RESULTS, ModuleStep, Shape
+from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
 from te_lite.overlap.config import OFFERED
 from te_lite.testing import bench, results
-from te_lite.testing.distributed import init_ranks, leave_ranks
 
 SHAPES = (Shape("70b", 8192, 8192, 28672), Shape("8b", 8192, 4096, 14336), Shape("small", 2048, 4096, 14336))
 SMOKE_SHAPES = (Shape("smoke", 64, 64, 128),)
@@ -137,23 +137,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
-    rank, ranks, device = init_ranks(torch.device(args.device).type)
-    if ranks < 2:
-        raise SystemExit(f"overlap on {ranks} rank: there is nothing to overlap; start it with torchrun on 2 or more")
-    torch.manual_seed(rank)
-    rows: list[dict] = []
-
-    def write() -> None:
-        if rank == 0:
-            results.write_results(args.out / "overlap.json", "overlap", rows, tree=tree, device=args.device, tp=ranks)
-
-    measure(args, device, rows, write)
-    if rank == 0:
-        print(summary(rows))
-    leave_ranks()
-    return 1 if any(row["error"] for row in rows) else 0
+    return run_on_ranks("overlap", parse(argv), measure, summary)
 
 
 if __name__ == "__main__":

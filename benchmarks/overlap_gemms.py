@@ -29,6 +29,7 @@ from torch import Tensor
 import te_lite as te
 from benchmarks import report
 from benchmarks.modules import BF16, RESULTS
+from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
 from te_lite.ops.source import plain
 from te_lite.overlap import fused, ring, userbuffers
@@ -40,7 +41,6 @@ from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.testing import bench, results
-from te_lite.testing.distributed import init_ranks, leave_ranks
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,7 @@ def compare(shape: Shape, dtype: str, args: argparse.Namespace, device: torch.de
     return rows
 
 
+@torch.no_grad()
 def measure(args: argparse.Namespace, device: torch.device, rows: list[dict], write: Callable[[], None]) -> None:
     """Appends the rows of one operation after the other; write() after each, so that a run cut off leaves the rest."""
     shapes = SMOKE_SHAPES if device.type == "cpu" else [s for s in SHAPES if s.name in args.shapes]
@@ -234,25 +235,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
-    rank, ranks, device = init_ranks(torch.device(args.device).type)
-    if ranks < 2:
-        raise SystemExit(f"overlap_gemms on {ranks} rank: nothing moves; start it with torchrun on 2 or more")
-    torch.manual_seed(rank)
-    rows: list[dict] = []
-
-    def write() -> None:
-        if rank == 0:
-            path = args.out / "overlap_gemms.json"
-            results.write_results(path, "overlap_gemms", rows, tree=tree, device=args.device, tp=ranks)
-
-    with torch.no_grad():
-        measure(args, device, rows, write)
-    if rank == 0:
-        print(summary(rows))
-    leave_ranks()
-    return 1 if any(row["error"] for row in rows) else 0
+    return run_on_ranks("overlap_gemms", parse(argv), measure, summary)
 
 
 if __name__ == "__main__":

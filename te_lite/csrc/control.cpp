@@ -191,9 +191,10 @@ void Control::look_at(int rank_of_peer, double passed) {
   // One that is starting may take its time, one that is gone left in order.
   const uint32_t state = peer.block->state.load(std::memory_order_acquire);
   const bool up = state == ControlBlock::kUp;
-  if (const uint64_t newest = announced(); state == ControlBlock::kGone && newest && !has_announced(rank_of_peer, newest)) {
-    return break_group("rank " + name(rank_of_peer) + " has left (its program ended, or it called destroy_ub) and will " +
-                       "not come to " + describe(newest) + ". See its output");
+  const uint64_t newest = announced();
+  if (state == ControlBlock::kGone && newest && !has_announced(rank_of_peer, newest)) {
+    return break_group("rank " + name(rank_of_peer) + " has left (its program ended, or it called destroy_ub) and " +
+                       "will not come to " + describe(newest) + ". See its output");
   }
   peer.silent = up && heartbeat == peer.heartbeat ? peer.silent + passed : 0;
   peer.heartbeat = heartbeat;

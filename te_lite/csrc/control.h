@@ -49,8 +49,8 @@ class Control {
   std::string name(int rank) const { return std::to_string(names_.empty() ? rank : names_.at(rank)); }
   ~Control() { close(); }
 
-  // Tells the peers that the next operation begins. Throws GroupBroken.
-  uint64_t announce(const std::string& operation, uint64_t hash);  // its number
+  // Tells the peers that the next operation begins; its number. Throws GroupBroken.
+  uint64_t announce(const std::string& operation, uint64_t hash);
   // As announce, and returns once all ranks have announced the same: for what cannot be stopped once it has begun.
   // Throws GroupBroken, at the latest after the time-out, and on every rank.
   void agree(const std::string& operation, uint64_t hash);
@@ -79,6 +79,7 @@ class Control {
   void watch();
   void look_at(int peer, double passed);
   void compare_with(int peer);
+  void tell_abort_word();
   bool has_announced(int peer, uint64_t sequence) const;
 
   const std::vector<int> names_;
@@ -86,8 +87,6 @@ class Control {
   const int process_;  // a forked child has this object, but not its thread
   std::vector<Peer> peers_;
   ControlBlock& own_;
-  void tell_abort_word();
-
   std::mutex writing_;  // own_
   std::mutex telling_;  // abort_word_
   uint32_t* abort_word_ = nullptr;

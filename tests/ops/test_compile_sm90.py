@@ -19,7 +19,7 @@ from tests.ops.interpreted import ACTIVE
 pytestmark = pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
 
 SM90 = GPUTarget("cuda", 90, 32)
-# Tiles of words and their register limits were chosen on GPUs with Triton 3.6; another version may need some more.
+# The version that tiles were chosen with on GPUs. Triton 3.7 needs more registers for 1 x 128 in both layouts.
 TUNED = triton.__version__.startswith("3.6.")
 SIZES = {"eps": "fp32", "rows": "i32", "cols": "i32", "padded": "i32", "count": "i32"}
 
@@ -155,9 +155,8 @@ def check_words(compiled, folder: Path, registers: int, scalars: int) -> None:
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 8, "four quarters, two loads each"
     assert not re.search(r"st\.global\S*\.(b8|b16|v2)", ptx) and scalar_stores(compiled) <= scalars
-    assert (local_memory(compiled, folder) or 0) <= (0 if TUNED else 64), "registers spill"
-    used = int(re.findall(r"REG:(\d+)", resources(compiled, folder) or "REG:0")[-1])
-    assert used <= (registers if TUNED else 255)
+    assert local_memory(compiled, folder) in (0, None), "registers spill"
+    assert int(re.findall(r"REG:(\d+)", resources(compiled, folder) or "REG:0")[-1]) <= registers
 
 
 @pytest.mark.parametrize("x", ["*bf16", "*fp16"])
@@ -195,7 +194,8 @@ def test_blocks_of_words(row, pow2, x, tmp_path):
         "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(B.block_kernel, types, constants, num_warps, registers=registers)
-    check_words(compiled, tmp_path, (80 if pow2 else 128) if row else 72, 1 + row)
+    most = (80 if pow2 else 128) if TUNED else (104 if pow2 else 224)
+    check_words(compiled, tmp_path, most if row else 72, 1 + row)
 
 
 @pytest.mark.parametrize("kind, act, glu", [("plain", "", False), ("dact", "silu", True)])
