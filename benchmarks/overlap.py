@@ -5,8 +5,8 @@
 
 Sequence parallel, RMSNorm, SwiGLU, no bias. In each run the overlapped module, the same without overlap and the six
 GEMMs alone, as cuBLAS runs them back to back on operands that lie ready, are interleaved; a sample starts on all ranks
-together and is the slowest rank's. Methods: "ring" is initialize_ub's default, "fused" asks for it wherever ub_cfgs
-offers it, "fused, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad).
+together and is the slowest rank's. Methods: "ring", "fused" and "auto" (initialize_ub's default) ask for that wherever
+there is a choice, "auto, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad) instead of behind wgrad.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def everywhere(method: str, *, dgrad: bool) -> dict[str, dict[str, str]]:
 
 
 METHODS = {
-    "ring": (None, BULK, RECIPES),
+    "auto": (None, BULK, RECIPES),
+    "auto, rs": (None, SCATTERS, RECIPES),
+    "ring": (everywhere("ring_exchange", dgrad=False), BULK, RECIPES),
     "fused": (everywhere("fused", dgrad=False), BULK, FUSED_RECIPES),
-    "fused, rs": (everywhere("fused", dgrad=True), SCATTERS, FUSED_RECIPES),
 }
 
 

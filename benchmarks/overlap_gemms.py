@@ -35,7 +35,6 @@ from te_lite.ops.source import plain
 from te_lite.overlap import fused, ring, userbuffers
 from te_lite.overlap.buffers import Gather, Scatter, following
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.group import PIECES
 from te_lite.overlap.schedule import Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
@@ -122,9 +121,9 @@ class Problem:
         """way: the module ring or fused."""
         with self.group.operation(f"{self.shape.op} {way.__name__} {list(self.x.shape)}"):
             if self.shape.op == "RS":
-                return way.gemm_scatter(self.gemm, self.x, Scatter(self.group, self.m, self.shape.n, BF16))
-            pieces = fused.pieces(self.x, PIECES) if way is fused else 1
-            gather = Gather(self.group, self.x, "row", own=False, pieces=pieces)
+                cuts = ring.cuts_of(self.gemm, self.x, self.tp.size)
+                return way.gemm_scatter(self.gemm, self.x, Scatter(self.group, self.m, self.shape.n, BF16, cuts))
+            gather = Gather(self.group, self.x, "row", own=False)
             out = way.gather_gemm(self.gemm, self.x, gather)
             gather.close()
             return out

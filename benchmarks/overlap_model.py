@@ -3,39 +3,49 @@
     python benchmarks/overlap_model.py
     python benchmarks/overlap_model.py --plot docs/img/overlap_model.png
 
-Printed: predicted and measured time of each row of overlap_gemms.json; the errors; for a layer's forward over TP size,
-hidden size and place, Collective's time over that of the best overlapped schedules.
+Printed: predicted and measured time of each row of overlap_gemms.json and overlap_gemms_tp2.json, where there is one;
+the errors; for a layer's forward over TP size, hidden size and place, Collective's time over that of the best
+overlapped schedules, and up to which hidden size they gain nothing. The last three as in docs/overlap.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
 
 from benchmarks.overlap_times import ITEMSIZE, Machine, Problem, collective, copies, fused, gemm, limit, ring
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, markdown
 from te_lite.testing import results
 
+MEASURED = tuple(RESULTS / f"overlap_gemms{name}.json" for name in ("", "_tp2"))
 NETWORK = 45.0  # GB/s from a GPU to other hosts: an adapter of 400 Gbit/s each. Not measured
 TPS, HIDDEN = (2, 4, 8, 16), (2048, 4096, 8192, 16384)
 MODELS = {"gemm": gemm, "copies": copies, "collective": collective, "ring": ring, "fused": fused}
 Pairs = dict[str, tuple[float, float]]  # operation -> (predicted, measured)
 
 
-def compare(machine: Machine, content: dict) -> dict[str, Pairs]:
-    """By candidate, the rows of an overlap_gemms.json."""
+def read(paths: Iterable[Path]) -> list[dict]:
+    """Those of the files that there are."""
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def compare(machine: Machine, contents: list[dict]) -> dict[str, Pairs]:
+    """By candidate, the rows of files of overlap_gemms.py."""
     found: dict[str, Pairs] = {name: {} for name in MODELS}
-    for row in content["rows"]:
-        if row["candidate"] in MODELS and row["gpu_us"]:
-            p = Problem(row["op"], content["tp"], row["m"], row["k"], row["n"], row["dtype"])
-            operation = f"{row['op']} {row['shape']} {row['dtype']} tp {p.tp}"
-            found[row["candidate"]][operation] = MODELS[row["candidate"]](machine, p), row["gpu_us"]
+    for content in contents:
+        for row in content["rows"]:
+            if row["candidate"] in MODELS and row["gpu_us"]:
+                p = Problem(row["op"], content["tp"], row["m"], row["k"], row["n"], row["dtype"])
+                operation = f"{row['op']} {row['shape']} {row['dtype']} tp {p.tp}"
+                found[row["candidate"]][operation] = MODELS[row["candidate"]](machine, p), row["gpu_us"]
     return found
 
 
@@ -47,16 +57,15 @@ def errors(pairs: Pairs) -> tuple[float, float, str]:
 
 
 def error_rows(found: dict[str, Pairs]) -> list[list[str]]:
-    """Of each candidate, all-gathers and reduce-scatters apart."""
+    """Of each candidate, all-gathers and reduce-scatters apart, and each tp."""
     rows = []
-    for candidate, all_pairs in found.items():
-        for op in ("AG", "RS"):
-            pairs = {operation: pair for operation, pair in all_pairs.items() if operation.startswith(op)}
-            if pairs:
-                median, worst, where = errors(pairs)
-                rows.append(
-                    [candidate, op, str(len(pairs)), f"{median:.1%}", f"{worst:.1%}", where.removeprefix(op + " ")]
-                )
+    for candidate, op, tp in itertools.product(found, ("AG", "RS"), TPS):
+        first, last = f"{op} ", f" tp {tp}"
+        here = [name for name in found[candidate] if name.startswith(first) and name.endswith(last)]
+        if here:
+            median, worst, where = errors({name: found[candidate][name] for name in here})
+            where = where.removeprefix(first).removesuffix(last)
+            rows.append([candidate, op, str(tp), str(len(here)), f"{median:.1%}", f"{worst:.1%}", where])
     return rows
 
 
@@ -68,9 +77,8 @@ def layer(tp: int, tokens: int, hidden: int, dtype: str) -> list[Problem]:
 
 
 def gain(machine: Machine, problems: list[Problem]) -> tuple[float, float]:
-    """(time by Collective, limit), over the time as te_lite overlaps best today: no fused reduce-scatter, which is
-    measured far above its prediction."""
-    best = sum(min(ring(machine, p), fused(machine, p)) if p.op == "AG" else ring(machine, p) for p in problems)
+    """(time by Collective, limit), over the time of ring or fused, whichever takes less of each."""
+    best = sum(min(ring(machine, p), fused(machine, p)) for p in problems)
     return sum(collective(machine, p) for p in problems) / best, sum(limit(machine, p) for p in problems) / best
 
 
@@ -107,6 +115,27 @@ def sweep(tokens: int) -> list[list[str]]:
     return rows
 
 
+def edges() -> list[list[str]]:
+    """The largest hidden size, in steps of 512, where overlap gains nothing on one host, bf16 / fp8 at each tp: with so
+    many tokens, and with NCCL's constant, measured at tp 4, the same at every tp or in proportion to tp - 1."""
+    rows = []
+    for tokens, grows in ((8192, False), (2048, False), (8192, True), (2048, True)):
+        cells = []
+        for tp in TPS:
+            machine = replace(Machine(), nccl=Machine().nccl * ((tp - 1) / 3 if grows else 1))
+            none = [
+                max(
+                    (h for h in range(512, 16385, 512) if gain(machine, layer(tp, tokens, h, dtype))[0] <= 1), default=0
+                )
+                for dtype in ITEMSIZE
+            ]
+            cells.append(" / ".join(str(hidden or "-") for hidden in none))
+        rows.append(
+            [str(tokens), f"{Machine().nccl / 3:.0f} us (R-1)" if grows else f"{Machine().nccl:.0f} us", *cells]
+        )
+    return rows
+
+
 def plot(path: Path, tokens: int) -> None:
     """Collective's time over the best overlapped, against hidden size, on one host."""
     import matplotlib
@@ -133,17 +162,21 @@ def plot(path: Path, tokens: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS / "overlap_gemms.json")
+    parser.add_argument("--results", type=Path, nargs="+", default=MEASURED)
     parser.add_argument("--tokens", type=int, default=8192, help="of all ranks, in the table over sizes")
     parser.add_argument("--plot", type=Path, help="also draw the gain against hidden size")
     args = parser.parse_args(argv)
-    found = compare(Machine(), json.loads(args.results.read_text()))
+    found = compare(Machine(), read(args.results))
     cells = {name: {op: f"{a:.0f} / {b:.0f} = {a / b:.2f}" for op, (a, b) in found[name].items()} for name in found}
     rows = [[op, *(cells[name].get(op, "") for name in MODELS)] for op in cells["gemm"]]
     print(results.text_table(("predicted / measured", *MODELS), rows), end="\n\n")
-    print(results.text_table(("candidate", "op", "rows", "median error", "worst", "where"), error_rows(found)))
-    print(f"\nCollective / best overlapped (limit / best), bf16 / fp8, forward of a layer, {args.tokens} tokens")
-    print(results.text_table(("ranks", "hidden", *(f"tp {tp}" for tp in TPS)), sweep(args.tokens)))
+    print(
+        markdown(("candidate", "op", "tp", "rows", "median error", "worst", "where"), error_rows(found), text_columns=2)
+    )
+    print(f"\nCollective / best overlapped (limit / best), bf16 / fp8, forward of a layer, {args.tokens} tokens\n")
+    print(markdown(("ranks", "hidden", *(f"tp {tp}" for tp in TPS)), sweep(args.tokens), text_columns=2))
+    print("\nNothing gained up to hidden, on one host, bf16 / fp8\n")
+    print(markdown(("tokens", "NCCL's constant", *(f"tp {tp}" for tp in TPS)), edges(), text_columns=2))
     if args.plot:
         plot(args.plot, args.tokens)
     return 0

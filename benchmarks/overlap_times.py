@@ -1,9 +1,9 @@
 """How long all-gather + GEMM and GEMM + reduce-scatter take by each schedule, as a model (docs/overlap.md).
 
-    collective    | NCCL | GEMM |                            or    | GEMM | NCCL |
-    ring          | own | rank+1 | rank+2 | ... | cat |             | to rank+1 | to rank+2 | ... | own | sum |
-    copies          | rank+1 | rank+2 | ...                                    | rank+1    | rank+2 | ...
-    fused         | own tiles | rank+1's, by piece | ... |          | rank+1's tiles, stored there | ... | own, sum |
+    collective    | NCCL | GEMM |                   or    | GEMM | NCCL |
+    ring          | own | rank+1 | rank+2 | ...          | to rank+1 | to rank+2 | ... | own | sum |
+    copies          | rank+1 | rank+2 | ...                         | rank+1    | rank+2 | ...
+    fused         | own tiles | rank+1's | ... |          | to rank+1 | to rank+2 | ... | own tiles, summed |
 
 All ranks do the same at the same time: what the i-th push of one rank brings is what each waits for as its i-th. Copies
 and GEMMs do not slow each other here. Times are microseconds, bandwidths GB/s.
@@ -12,16 +12,15 @@ and GEMMs do not slow each other here. Times are microseconds, bandwidths GB/s.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from te_lite.ops.gemm_tiles import choose
-from te_lite.overlap.group import PIECES
+from te_lite.overlap.ring import cuts
 
-# cuBLAS's tiles, height and width. With 128 x 256 alone the ring at qkv 70b would take 753 us; measured are 494.
+# cuBLAS's tiles, height and width.
 TILES = tuple((h, w) for h in (64, 128) for w in (64, 96, 128, 160, 192, 224, 256))
 ITEMSIZE = {"bf16": 2, "fp8": 1}
 WIRE = 2  # bytes of a partial sum on its way, and of a result
-
-PIECE_BYTES = 4 << 20  # of the fused all-gather and, as the ring's concatenation, of the tree that the rows measured
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,9 @@ class Machine:
     traffic: float = 45.2  # of 1 / height + 1 / width: a tile of 128 x 128 has 0.85 of the rate (ops/gemm_tiles.py)
     fused: float = 0.97  # of cuBLAS's rate, alone and with all data there (docs/performance.md)
     bandwidth: float = 389.0  # copy engines, each pushing to one peer, all ranks at once: the slope of copies
-    transfer: float = 11.0  # fitted: a push and its flag
-    wait: float = 3.0  # a kernel that waits for a flag (docs/performance.md)
+    start: float = 10.0  # fitted: from the main stream to the copy stream
+    transfer: float = 6.5  # a push and its flag, what cutting three of them in two costs
+    wait: float = 3.0  # a kernel that waits for flags (docs/performance.md)
     nccl_share: float = 0.81  # fitted: of bandwidth
     nccl: float = 27.0  # fitted at tp 4, and taken the same at every tp
     memory: float = 4270.0  # a plain copy, and
@@ -75,20 +75,35 @@ def tile(machine: Machine, p: Problem, height: int, width: int) -> float:
     return us(2 * height * width * p.k, rate) * slower + machine.tile_end * height * width / (128 * 256)
 
 
+def tiles(p: Problem, rows: int, height: int, width: int) -> int:
+    return -(-rows // height) * -(-p.n // width)
+
+
+def whole_waves(machine: Machine, p: Problem, rows: int) -> tuple[float, tuple[int, int]]:
+    """(microseconds, tile) of the tile that takes least, of cuBLAS's."""
+    return min((-(-tiles(p, rows, *t) // machine.sms) * tile(machine, p, *t), t) for t in TILES)
+
+
 def gemm(machine: Machine, p: Problem, rows: int | None = None) -> float:
-    """cuBLAS, of all rows or so many: whole waves of the tile that takes least."""
-    counts = {(h, w): -(-(rows or p.m) // h) * -(-p.n // w) for h, w in TILES}
-    return machine.launch + min(-(-count // machine.sms) * tile(machine, p, *size) for size, count in counts.items())
+    """cuBLAS, of all rows or so many."""
+    return machine.launch + whole_waves(machine, p, rows or p.m)[0]
 
 
-def pushed(machine: Machine, p: Problem, pieces: int = 1) -> list[list[float]]:
-    """When each piece of each peer's shard has arrived: after the waits for room, one copy after the other."""
-    first, each = (p.tp - 1) * machine.wait, machine.transfer + us(p.shard_bytes / pieces, machine.bandwidth)
-    return [[first + (peer * pieces + piece + 1) * each for piece in range(pieces)] for peer in range(p.tp - 1)]
+def walk(clocks: list[float], ready: float, count: int, each: float) -> None:
+    """So many tiles more, one after the other by the program that is done first, from when they are ready on. clocks: a
+    heap."""
+    for _ in range(count):
+        heapreplace(clocks, max(clocks[0], ready) + each)
+
+
+def pushed(machine: Machine, p: Problem) -> list[float]:
+    """When each peer's shard has arrived: after the wait for room, one copy after the other."""
+    first, each = machine.wait + machine.start, machine.transfer + us(p.shard_bytes, machine.bandwidth)
+    return [first + (peer + 1) * each for peer in range(p.tp - 1)]
 
 
 def copies(machine: Machine, p: Problem) -> float:
-    return pushed(machine, p)[-1][-1] + machine.wait
+    return pushed(machine, p)[-1] + machine.wait
 
 
 def limit(machine: Machine, p: Problem) -> float:
@@ -100,53 +115,61 @@ def collective(machine: Machine, p: Problem) -> float:
     return gemm(machine, p) + machine.nccl + us((p.tp - 1) * p.shard_bytes, machine.bandwidth * machine.nccl_share)
 
 
+def push_others(machine: Machine, p: Problem) -> tuple[float, list[list[float]]]:
+    """The clocks of the main stream and of the copy stream until the others' rows are done: (when the own rows' GEMM
+    begins, when each flag of each peer is set)."""
+    pieces = cuts(p.tp, p.rows, p.n, p.k * ITEMSIZE[p.dtype])
+    clock, link, flags = machine.wait, 0.0, []
+    for cut in pieces:
+        arrivals = []
+        for _ in range(cut):
+            clock += gemm(machine, p, p.rows // cut)
+            link = max(link, clock + machine.start) + machine.transfer + us(p.shard_bytes / cut, machine.bandwidth)
+            arrivals.append(link)
+        flags.append([arrivals[flag * cut // max(pieces)] for flag in range(max(pieces))])
+    return clock, flags
+
+
 def ring(machine: Machine, p: Problem) -> float:
-    """te_lite/overlap/ring.py, step by step: the clocks of the main stream and of the copy stream."""
-    clock = link = (p.tp - 1) * machine.wait
-    cut = gemm(machine, p, p.rows)
+    """te_lite/overlap/ring.py. Of a gather's GEMMs each begins on the multiprocessors that the one before is done with;
+    its wait and its launch on the first of them (not on one that was idle before)."""
     if p.op == "AG":
-        clock += cut
-        for [arrived] in pushed(machine, p):
-            clock = max(clock, arrived) + machine.wait + cut
-        return clock + machine.launch + us(2 * p.m * p.n * WIRE, machine.memory)  # torch.cat reads and writes all
-    arrivals = []
-    for _ in range(p.tp - 1):
-        clock += cut
-        link = max(link, clock) + machine.transfer + us(p.shard_bytes, machine.bandwidth)
-        arrivals.append(link)
-    clock += cut
-    for arrived in arrivals:
-        clock = max(clock, arrived) + machine.wait
+        _, shape = whole_waves(machine, p, p.rows)
+        clocks, free = [0.0] * machine.sms, 0.0
+        for arrived in (0.0, *pushed(machine, p)):  # the first wait is for room
+            ready = max(free, arrived) + machine.wait + machine.launch
+            walk(clocks, ready, tiles(p, p.rows, *shape), tile(machine, p, *shape))
+            free = min(clock for clock in clocks if clock > ready)
+        return max(clocks)
+    clock, flags = push_others(machine, p)
+    clock = max(clock + gemm(machine, p, p.rows), flags[-1][-1]) + machine.wait
     moved = p.rows * p.n * ((p.tp - 1) * WIRE + 4 + WIRE)  # the others' partials, the own in fp32, the sum
     return clock + machine.launch + us(moved, machine.reduction)
 
 
-def fused(machine: Machine, p: Problem, pieces: int | None = None) -> float:
-    """The clock of each program, tile by tile, and that of the link, as of the tree that the rows measured.
-
-    Its fused reduce-scatter stored tiles at their owners; since then they are pushed as in a ring.
-    """
-    config = choose(p.rows, p.tp, p.n, ITEMSIZE[p.dtype], machine.sms)
-    high, wide = -(-p.rows // config.block_m), -(-p.n // config.block_n)
-    pieces = pieces or (max(1, min(PIECES, p.shard_bytes // PIECE_BYTES)) if p.op == "AG" else PIECES)
-    ready = [[0.0] * pieces, *pushed(machine, p, pieces)]  # AG: by step and piece
-    arrived = [0.0] * pieces  # RS: this rank's rows, from the rank that comes to them last
-    link = (p.tp - 1) * machine.wait
-    clocks = [link + machine.launch] * (machine.sms * config.per_sm)
-    each = tile(machine, p, config.block_m, config.block_n) * config.per_sm / machine.fused
-    stored = config.block_m * config.block_n * WIRE
-    summed = us(len(clocks) * stored * (p.tp - 1), machine.reduction)
-    for number in range(p.tp * high * wide):
-        step, at = divmod(number, high * wide)
-        group = at // (config.group * wide) * config.group
-        row = group + at % (config.group * wide) % min(high - group, config.group)
-        piece = (min((row + 1) * config.block_m, p.rows) - 1) // -(-p.rows // pieces)
-        program = number % len(clocks)
-        if p.op == "AG":
-            clocks[program] = max(clocks[program], ready[step][piece]) + each
-        elif step < p.tp - 1:
-            clocks[program] += each
-            link = arrived[piece] = max(link, clocks[program]) + us(stored, machine.bandwidth)
-        else:
-            clocks[program] = max(clocks[program] + each, arrived[piece]) + summed
+def fused(machine: Machine, p: Problem) -> float:
+    """te_lite/overlap/fused.py: the clock of each program of the persistent kernel."""
+    gather = p.op == "AG"
+    config = choose(p.rows, p.tp if gather else 1, p.n, ITEMSIZE[p.dtype], machine.sms)
+    high, wide = config.block_m, config.block_n
+    count, most = tiles(p, p.rows, high, wide), machine.sms * config.per_sm
+    each, half = (tile(machine, p, high, w) * config.per_sm / machine.fused for w in (wide, wide // 2))
+    if gather:
+        rest = p.tp * count % most  # the last round, taken in halves as in te_lite/ops/gemm_gather.py
+        tail = rest if 2 * rest <= most and rest <= (p.tp - 1) * count and wide == 256 else 0
+        clocks = [machine.wait + machine.launch] * most
+        ready = [there for there in (0.0, *pushed(machine, p)) for _ in range(count)]
+        for number, there in enumerate(ready):
+            last = number >= len(ready) - tail
+            walk(clocks, there, 1 + last, half if last else each)
+        return max(clocks)
+    begin, flags = push_others(machine, p)
+    clocks = [begin + machine.launch] * most
+    summed = us(most * high * wide * WIRE * p.tp, machine.memory)  # by all programs at once: the slots and the result
+    across, up = tiles(p, 1, 1, wide), count // tiles(p, 1, 1, wide)
+    for number in range(count):  # rows of tiles in groups, as in te_lite/ops/gemm_tiles.py
+        first = number // (config.group * across) * config.group
+        row = first + number % (config.group * across) % min(up - first, config.group)
+        there = flags[-1][(min((row + 1) * high, p.rows) - 1) * len(flags[-1]) // p.rows]  # from the rank that is last
+        walk(clocks, there - each, 1, each + summed)  # waits after the product
     return max(clocks)

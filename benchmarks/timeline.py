@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 import te_lite as te
 from benchmarks.modules import RESULTS, Shape
-from benchmarks.overlap import BULK, SCATTERS, everywhere, mlp_step
+from benchmarks.overlap import BULK, RECIPES, SCATTERS, everywhere, mlp_step
 from te_lite.functional import layernorm_linear, layernorm_mlp, linear, norm
 from te_lite.overlap import buffers, collective, fused, schedule
 from te_lite.overlap.group import Group
@@ -47,8 +47,8 @@ from te_lite.testing.distributed import init_ranks, leave_ranks
 SHAPES = {"cuda": (8192, 4096, 14336), "cpu": (4096, 4096, 512)}  # tokens of all ranks, hidden, ffn
 METHODS = {  # ub_cfgs, flags of the module
     "collective": (None, {}),
-    "ring": (None, SCATTERS),
-    "bulk": (None, BULK),  # the defaults: rings, and bulk in the backward of fc1
+    "ring": (everywhere("ring_exchange", dgrad=True), SCATTERS),
+    "bulk": (everywhere("ring_exchange", dgrad=False), BULK),  # rings, and bulk in the backward of fc1
     "fused": (everywhere("fused", dgrad=True), SCATTERS),
 }
 KIND_OF_RANGE = dict.fromkeys(("fprop", "dgrad", "wgrad"), "gemm")
@@ -60,14 +60,18 @@ HOLD_CYCLES = 60_000_000  # tens of milliseconds, in which the host issues the w
 Mark = Any  # an event, microseconds of the host's clock, or a Future of them
 
 
-def describe(kind: str, segment: int, rank: int, size: int) -> tuple[str, str]:
+def describe(program: Any, kind: str, segment: int, rank: int, size: int) -> tuple[str, str]:
     """(kind, name) of a segment of buffers.py's programs; ("", "") where it only sets flags or waits for room."""
-    peer = (rank + segment) % size
     if kind == "gather":
-        known = {0: ("copy", "gather"), size: ("wait", "for the own copy"), size + 1: ("wait", "for what it sends")}
-        return known.get(segment, ("wait", f"for rank {peer}"))
-    known = {0: ("", ""), size: ("wait", "for partials"), size + 1: ("", ""), size + 2: ("wait", "for what it sends")}
-    return known.get(segment, ("copy", f"rows of {peer}"))
+        known = {0: ("copy", "gather"), size: ("wait", "for all"), size + 1: ("wait", "for what it sends")}
+        known[size + 2] = ("", "")
+        return known.get(segment, ("wait", f"for rank {(rank + segment) % size}"))
+    pushes = program.segments - 4
+    last = {0: ("", ""), 1: ("wait", "for partials"), 2: ("wait", "for what it sends"), 3: ("", "")}
+    if not 0 < segment <= pushes:
+        return last[max(segment - pushes, 0)]
+    step = (segment - 1) * (size - 1) // pushes
+    return "copy", f"rows of {(rank + 1 + step) % size}"
 
 
 class Recorder:
@@ -98,7 +102,7 @@ class Recorder:
         return self.span(KIND_OF_RANGE.get(name, "other"), name.replace("_", "-"))
 
     def issue(self, original: Callable[..., None], group: Group, program: Any, segment: int, *rest: Any) -> None:
-        kind, name = describe(rest[0].name, segment, group.rank, group.size)
+        kind, name = describe(program, rest[0].name, segment, group.rank, group.size)
         if kind != "copy":
             with self.span(kind, name) if kind else nullcontext():
                 return original(group, program, segment, *rest)
@@ -143,11 +147,11 @@ class Recorder:
             yield
 
 
-def record(shape: Shape, method: str, warmup: int, device: torch.device) -> list[dict]:
+def record(shape: Shape, recipe: str, method: str, warmup: int, device: torch.device) -> list[dict]:
     """A row a span of one step of all ranks, microseconds from the first. The same on all ranks."""
     config, flags = METHODS[method]
     te.initialize_ub([shape.tokens, shape.hidden], dist.get_world_size(), ub_cfgs=config, device=device)
-    work, recorder = mlp_step(shape, "bf16", flags, device), Recorder(device)
+    work, recorder = mlp_step(shape, recipe, flags, device), Recorder(device)
     with recorder.wrapped():
         for step in range(warmup + 1):
             work.reset()
@@ -217,6 +221,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=list(SHAPES))
     parser.add_argument("--shape", nargs=3, type=int, metavar=("TOKENS", "HIDDEN", "FFN"), help="tokens of all ranks")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all, without fused on CPU ranks")
+    parser.add_argument("--recipe", default="bf16", choices=RECIPES)
     parser.add_argument("--warmup", type=int, default=5, help="steps before the one that is drawn")
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of timeline.json and timeline_<method>.png")
@@ -235,15 +240,28 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(f"timeline on {ranks} rank: nothing moves; start it with torchrun on 2 or more")
     torch.manual_seed(rank)
     shape = Shape("timeline", *(args.shape or SHAPES[args.device]))
-    found = {method: record(shape, method, args.warmup, device) for method in methods}
+    found = {method: record(shape, args.recipe, method, args.warmup, device) for method in methods}
     if rank == 0:
         rows = [row for spans in found.values() for row in spans]
         sizes = {"tokens": shape.tokens, "hidden": shape.hidden, "ffn": shape.ffn}
         where = "CPU ranks: the times say nothing about GPUs" if cpu else torch.cuda.get_device_name(device)
-        results.write_results(args.out / "timeline.json", "timeline", rows, tree=tree, device=device, tp=ranks, **sizes)
+        results.write_results(
+            args.out / "timeline.json",
+            "timeline",
+            rows,
+            tree=tree,
+            device=device,
+            tp=ranks,
+            recipe=args.recipe,
+            **sizes,
+        )
         text = ", ".join(f"{name} {size}" for name, size in sizes.items())
         for method, spans in found.items():
-            draw(args.out / f"timeline_{method}.png", spans, f"{method}: LayerNormMLP, bf16, {text}; {ranks} {where}")
+            draw(
+                args.out / f"timeline_{method}.png",
+                spans,
+                f"{method}: LayerNormMLP, {args.recipe}, {text}; {ranks} {where}",
+            )
     leave_ranks()
     return 0
 

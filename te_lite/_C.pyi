@@ -134,11 +134,17 @@ class Program:
     def wait(self, stream: int, flag_address: int, delta: int, rank: int, kind: str) -> None:
         """Until flag has reached epoch + delta. For messages: kind ("data from", "room at") and who sets it."""
 
+    def expect(self, flag_address: int, delta: int, rank: int, kind: str) -> None:
+        """The caller's kernel waits for flag to reach epoch + delta: CUDA watches the time, nothing else happens."""
+
     def after(self, stream: int, other: int) -> None:
         """What follows on stream starts after all that was issued to other so far."""
 
     def cut(self) -> int:
         """Ends a segment; the index of the one that begins."""
+
+    @property
+    def segments(self) -> int: ...
 
 class Executor:
     """Issues programs. device -1: the host, where len(streams) threads play streams 1 and up and stream 0 is the

@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks import overlap_model, overlap_times
-from benchmarks.overlap_times import Machine, Problem, collective, copies, fused, gemm, limit, ring, us
+from benchmarks.overlap_times import (
+    ITEMSIZE,
+    Machine,
+    Problem,
+    collective,
+    copies,
+    fused,
+    gemm,
+    limit,
+    push_others,
+    ring,
+    us,
+)
+from te_lite.overlap.ring import cuts
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEDULES = (collective, ring, fused)
@@ -19,14 +32,17 @@ PROBLEMS = [
     Problem(op, tp, *size, dtype)
     for op, tp, size, dtype in itertools.product(("AG", "RS"), (2, 4, 8, 16), SIZES, ("bf16", "fp8"))
 ]
-# Nothing but the tiles takes time.
-TILES_ONLY = Machine(bandwidth=math.inf, transfer=0.0, wait=0.0, nccl=0.0, memory=math.inf, reduction=math.inf)
+# Nothing but the tiles and launches takes time.
+TILES_ONLY = replace(
+    Machine(), bandwidth=math.inf, start=0.0, transfer=0.0, wait=0.0, nccl=0.0, memory=math.inf, reduction=math.inf
+)
 QKV = Problem("AG", 4, 8192, 8192, 2560, "bf16")
 
-# docs/overlap.md states the errors. Outliers are measured far above what the model says that their kernel should reach,
-# for reasons that it does not contain.
-BOUNDS = {"gemm": 0.05, "copies": 0.04, "collective": 0.04, "ring": 0.1, "fused": 0.1}
-OUTLIERS = {"fused": ("AG qkv 70b", "RS ")}
+# By tp; docs/overlap.md states the errors. Those at tp 2 were set before anything was measured there.
+BOUNDS = {
+    4: {"gemm": 0.05, "copies": 0.04, "collective": 0.06, "ring": 0.12, "fused": 0.08},
+    2: {"gemm": 0.05, "copies": 0.08, "collective": 0.1, "ring": 0.12, "fused": 0.1},
+}
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, copies, limit])
@@ -58,12 +74,21 @@ def test_the_limit_is_near() -> None:
     assert limit(Machine(), long) > 0.95 * fused(Machine(), long)
 
 
-def test_ring_without_links_is_its_cut_gemms() -> None:
+def test_schedules_without_links_are_their_gemms() -> None:
+    """A scatter's are cut by rank and by piece; a gather's fill up each other's waves, so cutting costs little."""
     for p in PROBLEMS:
-        pieces = p.tp * gemm(TILES_ONLY, p, p.rows)
-        assert ring(TILES_ONLY, p) == pytest.approx(pieces + TILES_ONLY.launch)
-        assert pieces >= gemm(TILES_ONLY, p)
-    assert ring(TILES_ONLY, QKV) > 1.05 * gemm(TILES_ONLY, QKV)  # cuts cost whole waves
+        if p.op == "RS":
+            pieces = [p.rows // cut for cut in cuts(p.tp, p.rows, p.n, p.k * ITEMSIZE[p.dtype]) for _ in range(cut)]
+            took = sum(gemm(TILES_ONLY, p, rows) for rows in (*pieces, p.rows))
+            assert ring(TILES_ONLY, p) == pytest.approx(took + TILES_ONLY.launch)
+        else:
+            took = p.tp * gemm(TILES_ONLY, p, p.rows)
+            assert gemm(TILES_ONLY, p) <= ring(TILES_ONLY, p) <= took * (1 + 1e-9)
+    whole_waves = Problem("AG", 4, 4 * 128 * 11, 8192, 256 * 12, "bf16")
+    assert ring(TILES_ONLY, whole_waves) == pytest.approx(4 * gemm(TILES_ONLY, whole_waves, 128 * 11))
+    assert ring(TILES_ONLY, QKV) > 1.05 * gemm(TILES_ONLY, QKV)  # a tile that fills the waves of a shard is slower
+    short = Problem("AG", 8, 8192, 4096, 10240, "bf16")
+    assert ring(TILES_ONLY, short) < 0.95 * short.tp * gemm(TILES_ONLY, short, short.rows)
 
 
 def test_waves() -> None:
@@ -75,65 +100,106 @@ def test_waves() -> None:
 
 
 def test_ring_timeline_by_hand() -> None:
-    """tp 2, times in us: a cut GEMM of 10 and a push of 25 or 4 + 1, the shapes chosen for round numbers."""
+    """tp 2, times in us: a cut GEMM of 10 and a push of 25 or 4 + 1 + 2, the shapes chosen for round numbers."""
     p = Problem("AG", 2, 256, 1024, 256, "bf16")
-    machine = replace(TILES_ONLY, transfer=1.0, wait=0.5)
+    machine = replace(TILES_ONLY, start=2.0, transfer=1.0, wait=0.5)
     cut = gemm(machine, p, p.rows)
     for push in (25.0, cut / 2):
         machine = replace(machine, bandwidth=p.shard_bytes / (push * 1e3))
-        there = 0.5 + 1.0 + push  # room, a push and its flag
-        assert ring(machine, p) == pytest.approx(max(0.5 + cut, there) + 0.5 + cut + machine.launch)
+        there = 0.5 + 2.0 + 1.0 + push  # room, to the copy stream, a push and its flag
+        assert ring(machine, p) == pytest.approx(max(0.5 + cut, there) + 0.5 + cut)
     rs = replace(p, op="RS")
     machine = replace(machine, bandwidth=rs.shard_bytes / 25e3)
     # The push begins when the other's rows are done; the own ones are computed meanwhile.
-    assert ring(machine, rs) == pytest.approx(0.5 + cut + max(1.0 + 25.0, cut) + 0.5 + machine.launch)
+    assert ring(machine, rs) == pytest.approx(0.5 + cut + max(2.0 + 1.0 + 25.0, cut) + 0.5 + machine.launch)
+    assert push_others(machine, rs) == (pytest.approx(0.5 + cut), [[pytest.approx(0.5 + cut + 28.0)]])
 
 
-def test_pieces_of_the_fused_gather() -> None:
-    """Where links decide, finer pieces are sooner of use, unless each costs as much as to move it."""
-    free = [fused(replace(Machine(), transfer=0.0, bandwidth=200.0), QKV, pieces) for pieces in (1, 2, 4, 8)]
-    assert free == sorted(free, reverse=True) and free[3] < 0.95 * free[0]
-    assert fused(Machine(), QKV, 8) > 1.2 * fused(Machine(), QKV, 2)
+def test_pieces_of_a_scatter() -> None:
+    """A piece sets all the flags of its share of the rows, and copies begin with the first piece."""
+    p = Problem("RS", 4, 8192, 1024, 8192, "bf16")
+    pieces = cuts(4, p.rows, p.n, 2 * p.k)
+    assert pieces == (2, 1, 2)
+    _, flags = push_others(Machine(), p)
+    (first, second), (whole, same), (third, last) = flags
+    assert first < second < whole == same < third < last
+    half = gemm(Machine(), p, p.rows // 2)
+    moved = Machine().start + Machine().transfer + us(p.shard_bytes / 2, Machine().bandwidth)
+    assert first == pytest.approx(Machine().wait + half + moved)
 
 
-def test_fused_scatter_adds_what_the_others_store() -> None:
-    p = Problem("RS", 4, 8192, 2048, 8192, "bf16")
-    summed = us(p.rows * p.n * overlap_times.WIRE * 3, Machine().reduction)
-    apart = replace(Machine(), bandwidth=math.inf)
-    assert fused(apart, p) - fused(replace(apart, reduction=math.inf), p) == pytest.approx(summed, rel=0.1)
+def test_fused_gather_halves_its_last_round() -> None:
+    """Where at most half of the SMs have a tile in it."""
+    few, many = (Problem("AG", 2, 2 * 128 * 14, 16384, 256 * wide, "bf16") for wide in (16, 12))
+    assert [2 * 14 * wide - 132 * rounds for wide, rounds in ((16, 3), (12, 2))] == [52, 72]
+    full, half = (overlap_times.tile(TILES_ONLY, few, 128, width) / TILES_ONLY.fused for width in (256, 128))
+    assert fused(TILES_ONLY, few) == pytest.approx(TILES_ONLY.launch + 3 * full + half)
+    assert fused(TILES_ONLY, many) == pytest.approx(TILES_ONLY.launch + 3 * full)
 
 
-def measured() -> dict[str, overlap_model.Pairs]:
-    content = json.loads((ROOT / "benchmarks" / "results" / "overlap_gemms.json").read_text())
-    return overlap_model.compare(Machine(), content)
+def test_fused_scatter_adds_what_the_others_push() -> None:
+    """With all data there, own tiles take as long as the tiles, the slots and the result from memory."""
+    p = Problem("RS", 4, 4 * 128 * 11, 2048, 256 * 12, "bf16")  # a tile for each SM
+    machine = replace(Machine(), bandwidth=math.inf, start=-1e9)
+    begin, _ = push_others(machine, p)
+    own = overlap_times.tile(machine, p, 128, 256) / machine.fused
+    slots = us(p.rows * p.n * overlap_times.WIRE * 4, machine.memory)
+    assert fused(machine, p) == pytest.approx(begin + machine.launch + own + slots)
+    late = replace(machine, bandwidth=1.0)  # a tile waits with its product ready
+    assert fused(late, p) == pytest.approx(push_others(late, p)[1][-1][-1] + slots)
 
 
-@pytest.mark.parametrize("candidate", BOUNDS)
-def test_error_against_the_committed_rows(candidate: str) -> None:
-    pairs = measured()[candidate]
-    outliers = {name for name in pairs if name.startswith(OUTLIERS.get(candidate, ()))}
-    held = {name: pair for name, pair in pairs.items() if name not in outliers}
-    assert len(held) >= 6
-    median, worst, where = overlap_model.errors(held)
-    assert worst < BOUNDS[candidate], where
-    assert median < BOUNDS[candidate] / 2
-    for name in outliers:
-        predicted, took = pairs[name]
-        assert predicted < took, f"{name} takes {took} us, less than predicted: it is no outlier any more"
+# Alone, with all data there (benchmarks of the kernels): this rank's rows with the sum of 4 slots, bf16 and fp8.
+@pytest.mark.parametrize(
+    "tokens, k, n, times",
+    [(8192, 2048, 8192, (135, 99)), (8192, 7168, 8192, (334, 200)), (8192, 3584, 4096, (101, 69))],
+)
+def test_summing_kernel_alone(tokens: int, k: int, n: int, times: tuple[int, int]) -> None:
+    machine = replace(Machine(), bandwidth=math.inf, start=-1e9)
+    for dtype, took in zip(ITEMSIZE, times, strict=True):
+        p = Problem("RS", 4, 8192, k, n, dtype)
+        assert fused(machine, p) - push_others(machine, p)[0] == pytest.approx(took, rel=0.12)
+
+
+def measured(tp: int, **changes: float) -> dict[str, overlap_model.Pairs]:
+    contents = [content for content in overlap_model.read(overlap_model.MEASURED) if content["tp"] == tp]
+    return overlap_model.compare(replace(Machine(), **changes), contents)
+
+
+@pytest.mark.parametrize(("tp", "candidate"), [(tp, candidate) for tp in BOUNDS for candidate in BOUNDS[tp]])
+def test_error_against_the_committed_rows(tp: int, candidate: str) -> None:
+    pairs = measured(tp)[candidate]
+    if tp == 2 and not pairs:
+        pytest.skip("no rows at tp 2 yet")
+    assert len(pairs) >= 16
+    median, worst, where = overlap_model.errors(pairs)
+    assert worst < BOUNDS[tp][candidate], where
+    assert median < BOUNDS[tp][candidate] / 2
 
 
 def test_error_check_can_fail() -> None:
-    """With GEMMs that know no waves or pushes that cost nothing the bounds do not hold."""
-    found = {name: overlap_model.errors(pairs)[1] for name, pairs in measured().items()}
-    content = json.loads((ROOT / "benchmarks" / "results" / "overlap_gemms.json").read_text())
-    for candidate, change in (("copies", {"transfer": 0.0}), ("ring", {"memory": math.inf}), ("gemm", {"sms": 100})):
-        wrong = overlap_model.compare(replace(Machine(), **change), content)[candidate]
-        assert overlap_model.errors(wrong)[1] > max(BOUNDS[candidate], found[candidate]), candidate
+    """With copies that begin at once, long waits or fewer SMs the bounds do not hold."""
+    found = {name: overlap_model.errors(pairs)[1] for name, pairs in measured(4).items()}
+    for candidate, change in (("copies", {"start": 0.0}), ("ring", {"wait": 20.0}), ("gemm", {"sms": 100})):
+        wrong = measured(4, **change)[candidate]
+        assert overlap_model.errors(wrong)[1] > max(BOUNDS[4][candidate], found[candidate]), candidate
+
+
+def test_rows_of_several_files(tmp_path: Path) -> None:
+    """Each file has its tp; one that is not there is passed over."""
+    row = {"op": "RS", "shape": "s", "dtype": "fp8", "m": 8192, "k": 1024, "n": 8192, "candidate": "gemm"}
+    paths = [tmp_path / f"{tp}.json" for tp in (4, 2, 8)]
+    for path in paths[:2]:
+        path.write_text(json.dumps({"tp": int(path.stem), "rows": [row | {"gpu_us": 100.0}, row | {"gpu_us": None}]}))
+    found = overlap_model.compare(Machine(), overlap_model.read(paths))
+    assert list(found["gemm"]) == ["RS s fp8 tp 4", "RS s fp8 tp 2"]
+    assert [row[:4] for row in overlap_model.error_rows(found)] == [["gemm", "RS", tp, "1"] for tp in ("2", "4")]
 
 
 def test_document_has_these_numbers() -> None:
     text = (ROOT / "docs" / "overlap.md").read_text()
-    for row in (*overlap_model.error_rows(measured()), *overlap_model.sweep(8192)):
+    found = overlap_model.compare(Machine(), overlap_model.read(overlap_model.MEASURED))
+    for row in (*overlap_model.error_rows(found), *overlap_model.sweep(8192), *overlap_model.edges()):
         line = "| " + " | ".join(row) + " |"
         assert line in text, f"docs/overlap.md lacks {line}; run benchmarks/overlap_model.py and bring its tables over"
 

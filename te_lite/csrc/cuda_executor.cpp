@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <mutex>
+#include <numeric>
 
 #include "check.h"
 #include "driver.h"
@@ -18,6 +19,7 @@ constexpr std::chrono::milliseconds kPeriod{20};
 constexpr int kLook = 10;                  // periods between looks at the device
 constexpr std::chrono::seconds kYoung{1};  // waits that are not worth a look yet
 constexpr size_t kMostMemOps = 128;        // in one call; the driver takes fewer than 256
+constexpr size_t kMostFlags = 32;          // that one wait kernel polls, a thread each, and bits of its mask
 constexpr int kHighestPriority = -1000;    // the driver clamps it
 
 class CudaExecutor final : public Executor {
@@ -48,16 +50,18 @@ class CudaExecutor final : public Executor {
     Step wait;
     Clock::time_point since;
   };
-  using Batch = std::vector<CUstreamMemOp>;  // consecutive sets and waits of one stream
+  using Batch = std::vector<CUstreamMemOp>;  // consecutive sets of one stream
+  using Waits = std::vector<Step>;           // consecutive waits of one stream for the same epoch
 
   void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override;
   void remember(const Step& wait);
   void flush(Batch& batch, int stream);
+  void flush(Waits& waits, uint64_t epoch_word);
   void issue_one(const Step& step, uint64_t epoch_word);
   void watch();
   void look();
   void find_overdue();
-  void launch_wait(const Step& step, void* stream, uint64_t word, uint32_t delta);
+  void launch_wait(const Step* first, const Step* last, uint64_t stride, uint64_t epoch_word);
   uint32_t* abort_word() const { return host_ + flag_bytes_ / sizeof *host_; }
   uint64_t zero_word() const { return reinterpret_cast<uint64_t>(abort_word() + 1); }
   uint32_t& seen(const Pending& pending) { return host_[(pending.wait.to - flags_) / sizeof *host_]; }
@@ -98,9 +102,9 @@ void CudaExecutor::set_flags(uint64_t address, size_t bytes) {
 void CudaExecutor::set_wait_kernel(const Kernel& kernel) {
   std::string kinds = kernel.kinds();
   kinds.erase(std::remove(kinds.begin(), kinds.end(), '-'), kinds.end());
-  if (kinds != "ppip") {
+  if (kinds != "ppiiip") {
     throw std::invalid_argument("a wait kernel with arguments '" + kernel.kinds() +
-                                "': it takes flag p, word p, delta i and abort p");
+                                "': it takes flag p, word p, stride i, mask i, delta i and abort p");
   }
   wait_kernel_ = &kernel;
 }
@@ -138,18 +142,28 @@ void CudaExecutor::perform(std::vector<Step>& steps, uint64_t main_stream, uint6
     }
   }
   Batch batch;
+  Waits waits;
   int stream = 0;  // of the batch
   for (const Step& step : steps) {
-    const bool batched = !epoch_word && step.kind == Step::kSet;
+    if (step.kind == Step::kExpect) {
+      if (!epoch_word) remember(step);
+      continue;
+    }
+    const bool batched = !epoch_word && step.kind == Step::kSet, waits_too = step.kind == Step::kWait;
     if (!batched || step.stream != stream || batch.size() == kMostMemOps) flush(batch, stream);
+    const bool joins = waits_too && !waits.empty() && step.stream == waits[0].stream && step.delta == waits[0].delta;
+    if (!joins) flush(waits, epoch_word);
     stream = step.stream;
     if (batched) {
       batch.push_back({kMemOpWrite32, step.to, step.value, 0, 0, 0});
+    } else if (waits_too) {
+      waits.push_back(step);
     } else {
       issue_one(step, epoch_word);
     }
   }
   flush(batch, stream);
+  flush(waits, epoch_word);
 }
 
 // A wait is known to the watcher before it can block: also this thread may block, in a full queue.
@@ -169,6 +183,24 @@ void CudaExecutor::flush(Batch& batch, int stream) {
   batch.clear();
 }
 
+// One launch for flags that lie a multiple of some stride apart, near each other; the others after it.
+void CudaExecutor::flush(Waits& waits, uint64_t epoch_word) {
+  if (waits.empty()) return;
+  std::sort(waits.begin(), waits.end(), [](const Step& a, const Step& b) { return a.to < b.to; });
+  const Step* const end = waits.data() + waits.size();
+  for (const Step *first = waits.data(), *last = first; first != end; first = last) {
+    uint64_t stride = 0;
+    for (++last; last != end; ++last) {
+      const uint64_t wider = std::gcd(stride, last->to - first->to);
+      if (wider && (last->to - first->to) / wider >= kMostFlags) break;
+      stride = wider;
+    }
+    if (!epoch_word) std::for_each(first, last, [this](const Step& wait) { remember(wait); });
+    launch_wait(first, last, stride, epoch_word);
+  }
+  waits.clear();
+}
+
 void CudaExecutor::issue_one(const Step& step, uint64_t epoch_word) {
   void* const stream = streams_[step.stream];
   if (step.kind == Step::kCopy) {
@@ -177,24 +209,24 @@ void CudaExecutor::issue_one(const Step& step, uint64_t epoch_word) {
     if (step.other == step.stream) return;
     TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
     TE_LITE_CHECK(cuda_, cuStreamWaitEvent, stream, event_, 0);
-  } else if (step.kind == Step::kSet) {
+  } else {
     if (step.delta != 0) {
       throw std::invalid_argument("a set of epoch + " + std::to_string(step.delta) +
                                   " with an epoch word: the word is copied as it is, so only + 0 can be set");
     }
     TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
-  } else if (epoch_word) {
-    launch_wait(step, stream, epoch_word, static_cast<uint32_t>(step.delta));
-  } else {
-    remember(step);
-    launch_wait(step, stream, zero_word(), step.value);
   }
 }
 
-void CudaExecutor::launch_wait(const Step& step, void* stream, uint64_t word, uint32_t delta) {
+// stride: bytes of which every flag lies a multiple behind the first.
+void CudaExecutor::launch_wait(const Step* first, const Step* last, uint64_t stride, uint64_t epoch_word) {
   if (!wait_kernel_) throw std::runtime_error("a wait needs the executor's wait_kernel: set it");
-  Argument arguments[] = {{step.to}, {word}, {delta}, {abort_address()}};
-  wait_kernel_->launch(1, reinterpret_cast<uint64_t>(stream), arguments, 4);
+  uint32_t mask = 0;
+  for (const Step* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
+  const uint32_t delta = epoch_word ? first->delta : first->value;
+  Argument arguments[] = {{first->to}, {epoch_word ? epoch_word : zero_word()}, {stride / 4}, {mask}, {delta},
+                          {abort_address()}};
+  wait_kernel_->launch(1, reinterpret_cast<uint64_t>(streams_[first->stream]), arguments, 6);
 }
 
 void CudaExecutor::watch() try {

@@ -20,7 +20,7 @@ struct Waiting {
 // One step. In a program, `to` and `from` are offsets from the arguments of issue() (-1: addresses already) and value
 // is a distance from the epoch; Executor::issue resolves both.
 struct Step {
-  enum Kind { kCopy, kSet, kWait, kAfter };
+  enum Kind { kCopy, kSet, kWait, kExpect, kAfter };
   Kind kind = kCopy;
   int stream = 0;
   int other = 0;  // the stream that kAfter waits for
@@ -56,6 +56,10 @@ class Program {
   void set(int stream, uint64_t flag, int64_t delta) { add_flag(Step::kSet, stream, flag, delta); }
   void wait(int stream, uint64_t flag, int64_t delta, int rank, const std::string& kind) {
     add_flag(Step::kWait, stream, flag, delta).waiting = std::make_shared<Waiting>(Waiting{name_, kind, rank});
+  }
+  // The caller's own kernel waits for the flag: only the time that it takes is watched.
+  void expect(uint64_t flag, int64_t delta, int rank, const std::string& kind) {
+    add_flag(Step::kExpect, 0, flag, delta).waiting = std::make_shared<Waiting>(Waiting{name_, kind, rank});
   }
   void after(int stream, int other) {
     if (other < 0) throw std::invalid_argument("after stream " + std::to_string(other) + ": streams count from 0");

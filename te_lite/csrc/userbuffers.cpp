@@ -124,8 +124,10 @@ void bind_executor(py::module_& m) {
       .def("set", &Program::set, py::arg("stream"), py::arg("flag_address"), py::arg("delta"))
       .def("wait", &Program::wait, py::arg("stream"), py::arg("flag_address"), py::arg("delta"), py::arg("rank"),
            py::arg("kind"))
+      .def("expect", &Program::expect, py::arg("flag_address"), py::arg("delta"), py::arg("rank"), py::arg("kind"))
       .def("after", &Program::after, py::arg("stream"), py::arg("other"))
-      .def("cut", &Program::cut);
+      .def("cut", &Program::cut)
+      .def_property_readonly("segments", &Program::segments);
   py::class_<Executor>(m, "Executor", "Issues programs to copy threads or to streams. See _C.pyi.")
       .def(py::init(&make_executor), py::arg("device"), py::arg("streams"), py::arg("control"), py::keep_alive<1, 4>())
       .def("issue", [](Executor& e, const Program& program, int segment, int64_t epoch, uint64_t main_stream,

@@ -18,27 +18,30 @@ from te_lite.ops.launch import _ready
 
 _ON_DEVICE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
 
-# Thread t polls the word at $1 + t * $2 for t < $3, but not t == $4, until it has reached $5 or the word at $6 is set,
-# which lies in host memory and is read at every 64th poll only.
+# Thread t < 32 whose bit of $3 is set polls the word at $1 + t * $2 until it has reached $4 or the word at $5 is set.
+# That one lies in host memory: read at every 64th poll by all multiprocessors it slowed the copies that they wait for
+# 32-fold, at every 1024th not at all.
 # The barrier hands what that thread acquired to the others, the fence to the tensor-copy unit. $3 == 0: nothing at all.
 _WAIT = tl.constexpr("""
 {
     .reg .pred p; .reg .b32 t, v, polls; .reg .b64 a;
     setp.eq.u32 p, $3, 0;        @p bra END;
     mov.u32 t, %tid.x;
-    setp.ge.u32 p, t, $3;        @p bra DONE;
-    setp.eq.u32 p, t, $4;        @p bra DONE;
+    setp.ge.u32 p, t, 32;        @p bra DONE;
+    shr.b32 v, $3, t;
+    and.b32 v, v, 1;
+    setp.eq.u32 p, v, 0;         @p bra DONE;
     mad.wide.u32 a, t, $2, $1;
     mov.u32 polls, 0;
 POLL:
     ld.acquire.sys.global.b32 v, [a];
-    sub.s32 v, v, $5;
+    sub.s32 v, v, $4;
     setp.ge.s32 p, v, 0;         @p bra DONE;
     nanosleep.u32 64;
     add.u32 polls, polls, 1;
-    and.b32 v, polls, 63;
+    and.b32 v, polls, 4095;
     setp.ne.u32 p, v, 0;         @p bra POLL;
-    ld.relaxed.sys.global.b32 v, [$6];
+    ld.relaxed.sys.global.b32 v, [$5];
     setp.eq.s32 p, v, 0;         @p bra POLL;
 DONE:
     bar.sync 0;
@@ -50,20 +53,20 @@ END:
 
 
 @triton.jit
-def wait_flags(flag, stride, count, skip, epoch, abort):
-    """All threads wait until the words flag[i * stride] have reached epoch, 0 <= i < count but i != skip.
+def wait_flags(flag, stride, mask, epoch, abort):
+    """All threads wait until the words flag[i * stride] have reached epoch, for the bits i of `mask`.
 
     What was written before those flags may be read afterwards, by loads and by the tensor-copy unit.
     """
     if _ON_DEVICE:
-        args = [flag.to(tl.int64), stride * 4, count, skip, epoch, abort.to(tl.int64)]
-        tl.inline_asm_elementwise(_WAIT, "=r,l,r,r,r,r,l,~{memory}", args, tl.int32, False, 1)
+        args = [flag.to(tl.int64), stride * 4, mask, epoch, abort.to(tl.int64)]
+        tl.inline_asm_elementwise(_WAIT, "=r,l,r,r,r,l,~{memory}", args, tl.int32, False, 1)
 
 
-@triton.jit(do_not_specialize=["delta"], do_not_specialize_on_alignment=["flag", "word", "abort"])
-def wait_kernel(flag, word, delta, abort):
-    """Ends when *flag has reached *word + delta, or *abort is not zero. One warp, one program."""
-    wait_flags(flag, 0, 1, -1, tl.load(word) + delta, abort)
+@triton.jit(do_not_specialize=["stride", "mask", "delta"], do_not_specialize_on_alignment=["flag", "word", "abort"])
+def wait_kernel(flag, word, stride, mask, delta, abort):
+    """Ends when the flags that wait_flags takes have reached *word + delta, or *abort is not zero. One warp."""
+    wait_flags(flag, stride, mask, tl.load(word) + delta, abort)
 
 
 def signed(epoch: int) -> int:
@@ -73,19 +76,19 @@ def signed(epoch: int) -> int:
 
 def wait(flag: Tensor, word: Tensor, delta: int, abort: Tensor) -> None:
     """The current stream waits, in a kernel, until flag[0] has reached word[0] + delta; int32 CUDA tensors."""
-    wait_kernel[(1,)](flag, word, signed(delta), abort, num_warps=1)
+    wait_kernel[(1,)](flag, word, 0, 1, signed(delta), abort, num_warps=1)
 
 
 def compiled_wait(device: torch.device) -> tuple[Any, Any]:
     """(launcher, Triton's compiled kernel) of `wait_kernel` on a CUDA device, to launch from where no tensors are.
 
-    launcher.launch(1, stream, (flag address, word address, delta, abort address)); .function of the second is the
-    CUfunction: one block of 32 threads, parameters u64, u64, i32, u64 and two null pointers, metadata.shared bytes.
+    launcher.launch(1, stream, (flag address, word address, stride, mask, delta, abort address)); .function of the
+    second is the CUfunction: one block of 32 threads, those parameters and two null pointers, metadata.shared bytes.
     Launches once, so call it before a capture.
     """
     with torch.cuda.device(device):
         word = torch.zeros(1, dtype=torch.int32, device=device)
-        compiled = wait_kernel[(1,)](word, word, 0, word, num_warps=1)
+        compiled = wait_kernel[(1,)](word, word, 0, 1, 0, word, num_warps=1)
     return _ready(compiled), compiled
 
 

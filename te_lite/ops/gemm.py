@@ -86,12 +86,26 @@ def with_epilogue(
     return multiply(None, torch.float32).add_(bias).to(out_dtype)
 
 
-def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum):
-    def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        scales = {"scale_a": a_scale_inv, "scale_b": b_scale_inv}
-        return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
+def scaled_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None,
+    fast_accum: bool, fused: tuple[torch.dtype, ...], out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """cuBLAS's fp8 GEMM in `with_epilogue`, written to `out` where it is of the dtype that cuBLAS writes."""
+    scales = {"scale_a": a_scale, "scale_b": b_scale}
 
-    return with_epilogue(multiply, a, b, out_dtype, bias, _LOW)
+    def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        to = out if out is not None and out.dtype == dtype else None
+        return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum, out=to)
+
+    return with_epilogue(multiply, a, b, out_dtype, bias, fused)
+
+
+def product_fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, *rest) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, out=None):
+    return scaled_mm(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, _LOW, out)
 
 
 _gemm_fp8_op = register(
@@ -99,27 +113,23 @@ _gemm_fp8_op = register(
     " Tensor? bias, bool fast_accum) -> Tensor",
     cpu=gemm_fp8_ref,
     cuda=_gemm_fp8_cuda,
-    fake=lambda a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum: a.new_empty(
-        (a.shape[0], b.shape[0]), dtype=out_dtype
-    ),
+    fake=product_fake,
 )
 
 
 def gemm_fp8(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-) -> Tensor:
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None,
+    fast_accum: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """out[M, N] = (a * a_scale_inv)[M, K] @ (b * b_scale_inv)[N, K]^T + bias[N], rounded once to out_dtype.
 
     a, b: contiguous fp8, at most one of them E5M2; K and N multiples of 16, M any, 0 included. Scale
-    inverses: fp32, one element. Raises TypeError on other dtypes, ValueError on other shapes or two E5M2.
+    inverses: fp32, one element. out: where to write it, unless something must be done to it first: see what is
+    returned. Raises TypeError on other dtypes, ValueError on other shapes or two E5M2.
     """
     _check_fp8(a, b)
+    if out is not None and a.is_cuda:
+        return _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, out)
     return _gemm_fp8_op(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum)
 
 
@@ -134,11 +144,7 @@ def _widens(a: Tensor, out_dtype: torch.dtype) -> bool:
 
 
 def gemm(
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype | None = None,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
+    a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """out[M, N] = a[M, K] @ b[N, K]^T + bias[N] in high precision, any strides; out_dtype defaults to a's.
 

@@ -40,14 +40,24 @@ def _sum(
     tl.store(out + first + at, tiles.plus_bias(total, bias, col, n).to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _next_piece(tile, first, m, n, rows_per_piece, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """(last piece that the tile's rows lie in, 1 if this program's tile before it lay in another)."""
+    _, row, _ = tiles.tile_at(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
+    piece = (min(row + BLOCK_M, m) - 1) // rows_per_piece
+    _, row, _ = tiles.tile_at(max(tile - tl.num_programs(0), 0), m, n, BLOCK_M, BLOCK_N, GROUP)
+    same = ((min(row + BLOCK_M, m) - 1) // rows_per_piece == piece) & (tile > first)
+    return piece, 1 - same.to(tl.int32)
+
+
 _WORDS = ["ready", "epoch", "abort", "a_scale", "b_scale", "bias"]
 
 
 @triton.jit(do_not_specialize=["delta", "m", "rank", "rows_per_piece", "pieces"], do_not_specialize_on_alignment=_WORDS)
 def gemm_reduce_kernel(
     a_desc, b_desc, staging, ready, out, epoch, abort, a_scale, b_scale, bias, delta, m, n, k, rank, rows_per_piece,
-    pieces, RANKS: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SPLIT: tl.constexpr,
-    FINE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    pieces, RANKS: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, FINE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program p of P takes tiles p, p + P, ... FINE: sums in eighths instead of quarters, where registers are short."""
     tl.assume(k > 0)
@@ -57,11 +67,11 @@ def gemm_reduce_kernel(
     finished = first - programs  # counted a second time: what a tile's end needs must not come from its beginning
     for tile in tl.range(first, tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N), programs, flatten=True):
         _, row, col = tiles.tile_at(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
-        left, right = tiles.multiply(a_desc, b_desc, row, col, k, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K)
+        left, right = tiles.halves(tiles.multiply(a_desc, b_desc, row, col, k, BLOCK_M, BLOCK_N, BLOCK_K))
         finished += programs
         _, row, col = tiles.tile_at(finished, m, n, BLOCK_M, BLOCK_N, GROUP)
-        piece, new = tiles.next_piece(finished, first, m, n, rows_per_piece, BLOCK_M, BLOCK_N, GROUP)
-        wait_flags(ready + piece, pieces, RANKS * new, rank, reached, abort)
+        piece, new = _next_piece(finished, first, m, n, rows_per_piece, BLOCK_M, BLOCK_N, GROUP)
+        wait_flags(ready + piece, pieces, (((1 << RANKS) - 1) ^ (1 << rank)) * new, reached, abort)
         for quarter in tl.static_range(4):
             part = tiles.halves(left if quarter < 2 else right)[quarter % 2]
             c = col + quarter * (BLOCK_N // 4)
@@ -73,61 +83,57 @@ def gemm_reduce_kernel(
 
 
 def run_reduce(config: tiles.Config, a, b, staging, ready, epoch, delta, abort, rank, rows_per_piece, a_scale, b_scale,
-               bias, out_dtype, fast_accum) -> Tensor:  # fmt: skip
+               bias, out_dtype) -> Tensor:  # fmt: skip
     """`gemm_reduce` on a CUDA device with a tile of one's own choice."""
     (ranks, m, n), k = staging.shape, a.shape[1]
     out = a.new_empty((m, n), dtype=out_dtype)
     if not out.numel():
         return out
-    split = a.dtype in tiles.FP8 and not fast_accum
     a_kind, b_kind = tiles.scale_kinds(a_scale, b_scale, m, n)
     block_m, block_n, block_k, warps, stages, group, per_sm = config
     # In smaller parts where registers are short, or those of the main loop would spill.
     fine = block_n == 256 and (staging.dtype == torch.float32 or a_kind == "row" or ranks > 4)
     gemm_reduce_kernel[(min(per_sm * sm_count(a.device), -(-m // block_m) * -(-n // block_n)),)](
         TensorDescriptor(a, (m, k), (k, 1), [block_m, block_k]),
-        TensorDescriptor(b, (n, k), (k, 1), [block_n // 2 if split else block_n, block_k]),
+        TensorDescriptor(b, (n, k), (k, 1), [block_n, block_k]),
         staging, ready, out, epoch, abort, a_scale, b_scale, bias, signed(delta), m, n, k, rank, rows_per_piece,
-        ready.shape[1], ranks, a_kind, b_kind, split, fine, block_m, block_n, block_k, group,
+        ready.shape[1], ranks, a_kind, b_kind, fine, block_m, block_n, block_k, group,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
 
 def _reduce_cuda(a, b, *rest) -> Tensor:
-    config = tiles.choose(a.shape[0], 1, b.shape[0], a.element_size(), sm_count(a.device))
-    if a.dtype in tiles.FP8 and not rest[-1]:  # two sets of accumulators and the slots beside them would spill
-        config = config._replace(block_n=min(config.block_n, 128))
-    return run_reduce(config, a, b, *rest)
+    return run_reduce(tiles.choose(a.shape[0], 1, b.shape[0], a.element_size(), sm_count(a.device)), a, b, *rest)
 
 
-def gemm_reduce_ref(a, b, staging, ready, epoch, delta, abort, rank, rows_per_piece, a_scale, b_scale, bias, out_dtype,
-                    fast_accum) -> Tensor:  # fmt: skip
+def gemm_reduce_ref(a, b, staging, ready, epoch, delta, abort, rank, rows_per_piece, a_scale, b_scale, bias,
+                    out_dtype) -> Tensor:  # fmt: skip
     """Oracle of `gemm_reduce`, of slots that have been filled: fp32 throughout, one rounding."""
     return reduce_slots_ref(staging, tiles.scaled_product_ref(a, b, a_scale, b_scale), bias, rank, out_dtype)
 
 
 _reduce_op = register(
     "gemm_reduce(Tensor a, Tensor b, Tensor(a!) staging, Tensor(b!) ready, Tensor epoch, int delta, Tensor abort,"
-    " int rank, int rows_per_piece, Tensor? a_scale, Tensor? b_scale, Tensor? bias, ScalarType out_dtype,"
-    " bool fast_accum) -> Tensor",
+    " int rank, int rows_per_piece, Tensor? a_scale, Tensor? b_scale, Tensor? bias, ScalarType out_dtype)"
+    " -> Tensor",
     cpu=gemm_reduce_ref,
     cuda=_reduce_cuda,
-    fake=lambda a, b, staging, *rest: a.new_empty(staging.shape[1:], dtype=rest[-2]),
+    fake=lambda a, b, staging, *rest: a.new_empty(staging.shape[1:], dtype=rest[-1]),
 )
 
 
 def gemm_reduce(
     a: Tensor, b: Tensor, staging: Tensor, ready: Tensor, epoch: Tensor, delta: int, abort: Tensor, rank: int,
     rows_per_piece: int, a_scale: Tensor | None = None, b_scale: Tensor | None = None, bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
     """out[m, N] = the others' slots + a[m, K] @ b[N, K]^T * scales + bias[N], in fp32, rounded once.
 
     a: this rank's rows. staging[R, m, N]: what each rank has sent for them; its own entry is not read. ready int32
     [R, P]: rows p * rows_per_piece ... of slot s, and all before them, are there once ready[s, p] has reached
     epoch[0] + delta (ops/flags.py). Added in the order of ops/reduce.py: the same bits on every run. Garbage after an
-    abort. Scales: fp32 inverses, both or none; a_scale [1] or [m], b_scale [1] or [N]. a, b and fast_accum: as in
+    abort. Scales: fp32 inverses, both or none; a_scale [1] or [m], b_scale [1] or [N]. a, b: as in
     ops/gemm_gather.py. out: bf16, fp16 or fp32. On the CPU slots are taken as they are. Errors: ValueError, TypeError.
     """
     ranks, m, n = staging.shape
@@ -143,5 +149,5 @@ def gemm_reduce(
             "[R, m, N] and [R, P]; reserve them for this layer's N"
         )
     return _reduce_op(
-        a, b, staging, ready, epoch, delta, abort, rank, rows_per_piece, a_scale, b_scale, bias, out_dtype, fast_accum,
+        a, b, staging, ready, epoch, delta, abort, rank, rows_per_piece, a_scale, b_scale, bias, out_dtype,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_lite.ops.gemm import FP8_ALIGNMENT, with_epilogue
+from te_lite.ops.gemm import FP8_ALIGNMENT, product_fake, scaled_mm, with_epilogue
 from te_lite.ops.registry import register
 
 BLOCK = 128
@@ -34,10 +34,6 @@ def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, shapes: tuple
         )
 
 
-def _fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype, *rest) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
 def gemm_fp8_rowwise_ref(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
@@ -52,15 +48,9 @@ def _vector(scale: Tensor, length: int) -> Tensor:
     return scale.clone() if scale.data_ptr() % 16 else scale
 
 
-def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum):
-    def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        scales = {
-            "scale_a": _vector(a_scale, a.shape[0]).view(-1, 1),
-            "scale_b": _vector(b_scale, b.shape[0]).view(1, -1),
-        }
-        return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
-
-    return with_epilogue(multiply, a, b, out_dtype, bias, _FUSED)
+def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum, out=None):
+    scales = _vector(a_scale, a.shape[0]).view(-1, 1), _vector(b_scale, b.shape[0]).view(1, -1)
+    return scaled_mm(a, b, *scales, out_dtype, bias, fast_accum, _FUSED, out)
 
 
 _rowwise_op = register(
@@ -68,24 +58,22 @@ _rowwise_op = register(
     " bool fast_accum) -> Tensor",
     cpu=gemm_fp8_rowwise_ref,
     cuda=_rowwise_cuda,
-    fake=_fake,
+    fake=product_fake,
 )
 
 
 def gemm_fp8_rowwise(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-) -> Tensor:
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None,
+    fast_accum: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """out[m, n] = sum_k a[m, k] * b[n, k] * a_scale[m] * b_scale[n] + bias[n], rounded once to out_dtype.
 
-    a_scale: fp32 [M] or [1], b_scale: fp32 [N] or [1], inverse scales. M any, K and N multiples of 16. ValueError.
+    a_scale: fp32 [M] or [1], b_scale: fp32 [N] or [1], inverse scales. M any, K and N multiples of 16. out: as in
+    gemm_fp8. ValueError.
     """
     _check(a, b, a_scale, b_scale, (((a.shape[0],), (1,)), ((b.shape[0],), (1,))))
+    if out is not None and a.is_cuda:
+        return _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum, out)
     return _rowwise_op(a, b, a_scale, b_scale, out_dtype, bias, fast_accum)
 
 
@@ -153,7 +141,7 @@ _blockwise_op = register(
     " -> Tensor",
     cpu=gemm_fp8_blockwise_ref,
     cuda=_blockwise_cuda,
-    fake=_fake,
+    fake=product_fake,
 )
 
 

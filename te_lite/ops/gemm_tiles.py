@@ -112,52 +112,20 @@ def tile_at(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, group):
 
 
 @triton.jit
-def next_piece(tile, first, m, n, rows_per_piece, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """(last piece that the tile's rows lie in, 1 if this program's tile before it lay in another piece or shard)."""
-    step, row, _ = tile_at(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
-    piece = (min(row + BLOCK_M, m) - 1) // rows_per_piece
-    before, row, _ = tile_at(max(tile - tl.num_programs(0), 0), m, n, BLOCK_M, BLOCK_N, GROUP)
-    same = (before == step) & ((min(row + BLOCK_M, m) - 1) // rows_per_piece == piece) & (tile > first)
-    return piece, 1 - same.to(tl.int32)
-
-
-@triton.jit
 def halves(x):
     """The left and the right half of the columns of x."""
     return tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)).split()
 
 
 @triton.jit
-def multiply(
-    a_desc, b_desc, row, col, k, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Left and right half, fp32, of a[row:, :k] @ b[col:, :k]^T. SPLIT: fp8 sums are promoted every BLOCK_K.
-
-    Split accumulation takes a second set of accumulators: two half tiles, one promoted while the other is multiplied
-    (ptxas mixes them), because two whole ones of 128 x 256 do not fit into the registers of 8 warps. By hand since
-    max_num_imprecise_acc makes ptxas put every wgmma behind a wait.
-    """
-    steps = tl.cdiv(k, BLOCK_K)
-    if SPLIT:
-        left = tl.zeros((BLOCK_M, BLOCK_N // 2), tl.float32)
-        right = tl.zeros((BLOCK_M, BLOCK_N // 2), tl.float32)
-        for step in range(steps):
-            a = a_desc.load([row, step * BLOCK_K])
-            b = b_desc.load([col, step * BLOCK_K])
-            b_right = b_desc.load([col + BLOCK_N // 2, step * BLOCK_K])
-            product = tl.dot(a, b.T)
-            product_right = tl.dot(a, b_right.T)
-            left += product
-            right += product_right
-        return left, right
-    else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(steps):
-            a = a_desc.load([row, step * BLOCK_K])
-            b = b_desc.load([col, step * BLOCK_K])
-            total = tl.dot(a, b.T, total)
-        return halves(total)
+def multiply(a_desc, b_desc, row, col, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fp32 a[row:, :k] @ b[col:, :k]^T of a tile."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(k, BLOCK_K)):
+        a = a_desc.load([row, step * BLOCK_K])
+        b = b_desc.load([col, step * BLOCK_K])
+        total = tl.dot(a, b.T, total)
+    return total
 
 
 @triton.jit

@@ -56,13 +56,7 @@ class Op:
         return self.overload(*args)
 
 
-def register(
-    schema: str,
-    *,
-    cpu: Callable[..., Any],
-    cuda: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> Op:
+def register(schema: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]) -> Op:
     """Define `te_lite::<schema>` and return what to call; the overload is `torch.ops.te_lite.<name>.default`.
 
     schema: "name(Tensor x, Tensor(a!)? out, ...) -> ...", without the namespace.

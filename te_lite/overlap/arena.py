@@ -15,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,46 +53,42 @@ class HostMemory:
             raise
 
 
-def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:
-    """`size` bytes of every rank, mapped here, in the order of ranks. Collective."""
-    fd = -1
+def _share_by_fds(
+    exchange: Exchange, what: str, make: Callable[[], tuple[Any, int]], load: Callable[[int, int], Any]
+) -> list[Any]:
+    """Memory of every rank, mapped here, in the order of ranks. make() -> (memory, descriptor); load(descriptor, bytes)
+    maps a peer's. Collective."""
+    fds: list[int] = []
     received: list[list[int]] = []
 
-    def make() -> HostMemory:
-        nonlocal fd
-        memory, fd = HostMemory.make(size)
+    def allocate() -> Any:
+        memory, fd = make()
+        fds.append(fd)
         return memory
 
     try:
-        own = exchange.step("allocating shared host memory", make)
-        received = share_fds(exchange, [fd])
+        own = exchange.step(f"allocating {what} for peers", allocate)
+        received = share_fds(exchange, fds)
         return exchange.step(
-            "mapping the peers' host memory",
-            lambda: [HostMemory(fds[0], size) if fds else own for fds in received],
+            f"mapping the peers' {what}", lambda: [load(fd[0], own.bytes) if fd else own for fd in received]
         )
     finally:
-        close_fds([*received, [fd] if fd >= 0 else []])
+        close_fds([*received, fds])
+
+
+def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:
+    """`size` bytes of every rank, mapped here, in the order of ranks. Collective."""
+    return _share_by_fds(exchange, "host memory", lambda: HostMemory.make(size), HostMemory)
 
 
 def share_vmm_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
     """As share_host_memory, in GPU memory of the driver's, by file descriptors."""
-    fds: list[int] = []
-    received: list[list[int]] = []
 
-    def make() -> Any:
+    def make() -> tuple[Any, int]:
         memory = _C.CudaMemory.vmm(device, size)
-        fds.append(memory.export_fd())
-        return memory
+        return memory, memory.export_fd()
 
-    try:
-        own = exchange.step("allocating GPU memory for peers", make)
-        received = share_fds(exchange, fds)
-        return exchange.step(
-            "mapping the peers' GPU memory",
-            lambda: [_C.CudaMemory.import_fd(device, fd[0], own.bytes) if fd else own for fd in received],
-        )
-    finally:
-        close_fds([*received, fds])
+    return _share_by_fds(exchange, "GPU memory", make, partial(_C.CudaMemory.import_fd, device))
 
 
 def share_ipc_memory(exchange: Exchange, device: int, size: int) -> list[Any]:

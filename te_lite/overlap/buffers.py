@@ -117,76 +117,93 @@ def gathered_bytes(sizes: Sequence[int], ranks: int) -> int:
     return sum(aligned(size * ranks) for size in sizes)
 
 
-def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], piece: int, own: bool) -> _C.Program:
-    """Segments: 0 push the shard to all; i = 1 .. R-1 wait for rank + i; R wait for the own copy; R+1 free all.
+def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], own: bool) -> _C.Program:
+    """Segments: 0 push the shard to the others; i = 1 .. R-1 wait for rank + i; R wait for all and copy the own shard,
+    where that is wanted; R+1 free all; R+2 a kernel of the caller's waits.
 
-    The first part, the data, goes in pieces of `piece` bytes, after the others, the scales.
+    sizes: bytes of each part of a shard; argument i is part i of the own.
+
+    The own shard is copied by the caller's stream: multiprocessors do that, which a GEMM beside it would keep waiting.
     """
     arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
     program = _C.Program(f"all-gather in {buffer.name}[{slot}]")
     # The reader that comes to this rank's data first is the one before it.
-    readers = [*reversed(following(rank, size)), *([rank] if own else [])]
-    for peer in readers:
+    readers = [*reversed(following(rank, size))]
+    for peer in [*readers, rank]:
         program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
     program.after(COPY, MAIN)
-    pieces = range(0, max(sizes[0], 1), piece)
-    for peer in readers:
+
+    def push(stream: int, peer: int) -> None:
         base = arena.address(buffer.name, slot, peer)
-        places = [base + offset + rank * n for offset, n in zip(part_offsets(sizes, size), sizes, strict=True)]
-        for part, n in enumerate(sizes):
-            if part and n:
-                program.copy(COPY, -1, places[part], part, 0, n)
-        for index, start in enumerate(pieces):
-            if sizes[0]:
-                program.copy(COPY, -1, places[0] + start, 0, start, min(piece, sizes[0] - start))
-            program.set(COPY, buffer.ready(slot, peer, rank, index), 0)
-    for source in [*following(rank, size), rank]:
+        for part, (offset, n) in enumerate(zip(part_offsets(sizes, size), sizes, strict=True)):
+            if n:
+                program.copy(stream, -1, base + offset + rank * n, part, 0, n)
+
+    for peer in readers:
+        push(COPY, peer)
+        program.set(COPY, buffer.ready(slot, peer, rank), 0)
+    for source in following(rank, size):
         program.cut()
-        if own or source != rank:
-            program.wait(MAIN, buffer.ready(slot, rank, source, len(pieces) - 1), 0, source, "data from")
+        program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
     program.cut()
-    for source in range(size):
-        program.set(MAIN, buffer.free(slot, source, rank), 0)
-    program.after(MAIN, COPY)
+    for source in following(rank, size):
+        program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
+    if own:
+        push(MAIN, rank)
+    program.cut()
+    _free(program, [buffer.free(slot, source, rank) for source in range(size)], buffer)
+    _expect(program, buffer, slot, 0)
     return program
+
+
+def _free(program: _C.Program, flags: list[int], buffer: Buffer) -> None:
+    """Tells the writers that what they have sent has been read; and what was sent from here has left, so that its
+    memory may be used again. The copy stream sets the flags, for a write across the links takes the caller's some
+    microseconds; not in a graph, which ends with the caller's stream."""
+    stream = COPY if buffer.words is None else MAIN
+    program.after(MAIN, COPY)
+    program.after(stream, MAIN)
+    for flag in flags:
+        program.set(stream, flag, 0)
+
+
+def _expect(program: _C.Program, buffer: Buffer, slot: int, piece: int) -> None:
+    """A segment that has the time watched which a kernel of the caller's waits for data."""
+    program.cut()
+    for source in following(buffer.arena.rank, buffer.arena.size):
+        program.expect(buffer.ready(slot, buffer.arena.rank, source, piece), 0, source, "data from")
 
 
 class Gather:
     """An all-gather in flight: the wire format of `q` from every rank, in rank order.
 
-    own: this rank's shard is wanted in the buffer too (else it is used where it is). pieces: flags a shard, at most
-    as many as the buffer has. Between the constructor and close() the data may be read; QTensors made from it are
+    own: this rank's shard is wanted in the buffer too (else it is used where it is). A shard has arrived once the first
+    flag of its source is set. Between the constructor and close() the data may be read; QTensors made from it are
     borrowed.
     """
 
-    def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool, pieces: int = 1) -> None:
+    def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool) -> None:
         self.group, self.q, self.layout = group, q, layout
         self.buffer = group.buffer("gather")
-        self.parts = [part.contiguous() for part in q.wire(layout)]
-        sizes = tuple(part.nbytes for part in self.parts)
+        self._wire = [part.contiguous() for part in q.wire(layout)]
+        sizes = tuple(part.nbytes for part in self._wire)
         self.offsets = part_offsets(sizes, group.size)
         self.slot, self.epoch = self.buffer.take()
-        self.rows_per_piece = -(-q.shape[0] // pieces)
-        piece = max(sizes[0] // max(q.shape[0], 1) * self.rows_per_piece, 1)
-        self.program = self.buffer.cached(_gather_program, self.slot, sizes, piece, own)
+        self.program = self.buffer.cached(_gather_program, self.slot, sizes, own)
         self.own = own
         group.begin(self.buffer, self.slot)
         self.sent = sum(sizes) * (group.size - 1)  # bytes
-        self._addresses = tuple(part.data_ptr() for part in self.parts)
+        self._addresses = tuple(part.data_ptr() for part in self._wire)
         self._issue(0)
 
     def _issue(self, segment: int) -> None:
         self.group.issue(self.program, segment, self.buffer, self.slot, self.epoch, self._addresses)
 
-    def parts_of_all(self) -> tuple[Tensor, ...]:
-        """The gathered parts as they lie in the arena, arrived or not: for a kernel that waits for ready flags."""
-        return self._borrow(None)
-
-    def _borrow(self, source: int | None) -> tuple[Tensor, ...]:
-        """The parts of one source, or of all."""
+    def parts(self, source: int | None = None) -> tuple[Tensor, ...]:
+        """The parts of one source, or of all, as they lie in the arena, arrived or not."""
         memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
         views = []
-        for part, offset in zip(self.parts, self.offsets, strict=True):
+        for part, offset in zip(self._wire, self.offsets, strict=True):
             count = 1 if source is not None else self.group.size
             start = offset + part.nbytes * (source or 0)
             view = memory[start : start + part.nbytes * count]
@@ -198,57 +215,71 @@ class Gather:
     def shard(self, source: int) -> QTensor:
         """The shard of another rank, once it has arrived."""
         self._issue((source - self.group.rank) % self.group.size)
-        q = self.q.from_wire(self._borrow(source), self.layout, self.q.shape[0])
+        q = self.q.from_wire(self.parts(source), self.layout, self.q.shape[0])
         return replace(q, borrowed=True)
 
     def whole(self) -> QTensor:
         """The gathered tensor, once all of it has arrived."""
         assert self.own
-        for segment in range(1, self.group.size + 1):
-            self._issue(segment)
-        q = self.q.from_wire(self._borrow(None), self.layout, self.q.shape[0] * self.group.size)
+        self._issue(self.group.size)
+        q = self.q.from_wire(self.parts(), self.layout, self.q.shape[0] * self.group.size)
         return replace(q, borrowed=True)
+
+    def expect(self) -> None:
+        """A kernel that is to come waits for the shards: should it wait for too long, the group breaks."""
+        self._issue(self.group.size + 2)
 
     def close(self) -> None:
         """What has been read will not be read again, and this rank's shard has left."""
         self._issue(self.group.size + 1)
 
 
-def _scatter_program(buffer: Buffer, slot: int, size_bytes: int) -> _C.Program:
-    """Segments: 0 wait for room; i = 1 .. R-1 push argument 0 to rank + i; R wait for all; R+1 free all; R+2 wait
-    for what was pushed."""
-    arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
+def _scatter_program(buffer: Buffer, slot: int, size_bytes: int, cuts: tuple[int, ...]) -> _C.Program:
+    """Segments: 0 wait for room; then cuts[0] times: push argument 0, a piece of it, to rank + 1, and so on for
+    rank + 2, ...; then wait for all; free all; a kernel of the caller's waits.
+
+    A piece sets all the flags of its share of the rows."""
+    arena, rank, size, pieces = buffer.arena, buffer.arena.rank, buffer.arena.size, max(cuts)
     program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")
     for peer in following(rank, size):
         program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
     program.cut()
-    for peer in following(rank, size):
-        program.after(COPY, MAIN)
-        program.copy(COPY, -1, arena.address(buffer.name, slot, peer) + rank * size_bytes, 0, 0, size_bytes)
-        program.set(COPY, buffer.ready(slot, peer, rank), 0)
-        program.cut()
+    for peer, cut in zip(following(rank, size), cuts, strict=True):
+        base, piece = arena.address(buffer.name, slot, peer) + rank * size_bytes, size_bytes // cut
+        for index in range(cut):
+            program.after(COPY, MAIN)
+            program.copy(COPY, -1, base + index * piece, 0, 0, piece)
+            for flag in range(index * pieces // cut, (index + 1) * pieces // cut):
+                program.set(COPY, buffer.ready(slot, peer, rank, flag), 0)
+            program.cut()
     for source in following(rank, size):
-        program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
+        program.wait(MAIN, buffer.ready(slot, rank, source, pieces - 1), 0, source, "data from")
     program.cut()
-    for source in following(rank, size):
-        program.set(MAIN, buffer.free(slot, source, rank), 0)
-    program.cut()
-    program.after(MAIN, COPY)
+    _free(program, [buffer.free(slot, source, rank) for source in following(rank, size)], buffer)
+    _expect(program, buffer, slot, pieces - 1)
     return program
 
 
 class Scatter:
     """A reduce-scatter in flight: every rank's partial [m, N] for every other, summed by its owner.
 
+    cuts: in how many pieces of equally many rows each partial is pushed, in the order of `following`; divisors of m and
+    of the largest of them, which is at most the buffer's flags a source.
     The owner r sums in fp32 in the order r+1, r+2, ..., r, whatever arrives first, and rounds once.
     """
 
-    def __init__(self, group: Group, rows: int, columns: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, group: Group, rows: int, columns: int, dtype: torch.dtype, cuts: tuple[int, ...] | None = None
+    ) -> None:
         self.group, self.shape, self.dtype = group, (rows, columns), dtype
+        self.cuts = cuts or (1,) * (group.size - 1)
+        self.rows_per_flag = rows // max(self.cuts)
+        assert not any(rows % cut or max(self.cuts) % cut for cut in self.cuts)
         self.buffer = group.buffer("scatter")
+        assert max(self.cuts) <= self.buffer.pieces
         self.bytes = rows * columns * dtype.itemsize
         self.slot, self.epoch = self.buffer.take()
-        self.program = self.buffer.cached(_scatter_program, self.slot, self.bytes)
+        self.program = self.buffer.cached(_scatter_program, self.slot, self.bytes, self.cuts)
         self.sent = self.bytes * (group.size - 1)
         self._pushed: list[Tensor] = []
         group.begin(self.buffer, self.slot)
@@ -257,11 +288,13 @@ class Scatter:
     def _issue(self, segment: int, address: int = 0) -> None:
         self.group.issue(self.program, segment, self.buffer, self.slot, self.epoch, (address,))
 
-    def push(self, partial: Tensor, destination: int) -> None:
-        """partial[m, N] of destination's rows, to be on its way once the caller's stream has computed it."""
-        assert partial.shape == self.shape and partial.dtype == self.dtype and partial.is_contiguous()
+    def push(self, partial: Tensor, destination: int, piece: int = 0) -> None:
+        """A piece of destination's rows [m / cut, N], to be on its way once the caller's stream has computed it."""
+        step = (destination - self.group.rank - 1) % self.group.size
+        shape = (self.shape[0] // self.cuts[step], self.shape[1])
+        assert partial.shape == shape and partial.dtype == self.dtype and partial.is_contiguous()
         self._pushed.append(partial)
-        self._issue((destination - self.group.rank) % self.group.size, partial.data_ptr())
+        self._issue(1 + sum(self.cuts[:step]) + piece, partial.data_ptr())
 
     @property
     def staging(self) -> Tensor:
@@ -271,13 +304,16 @@ class Scatter:
 
     def reduce(self, own: Tensor) -> Tensor:
         """The sum of all ranks' partials of this rank's rows, in the wire's dtype; own[m, N] may be wider. Closes."""
-        self._issue(self.group.size)
+        self._issue(1 + sum(self.cuts))
         out = reduce_slots(self.staging, own, None, self.group.rank, self.dtype)
         self.close()
         return out
 
+    def expect(self) -> None:
+        """As of a Gather."""
+        self._issue(3 + sum(self.cuts))
+
     def close(self) -> None:
         """What has been pushed has been read."""
-        self._issue(self.group.size + 1)
-        self._issue(self.group.size + 2)
+        self._issue(2 + sum(self.cuts))
         self._pushed.clear()

@@ -16,10 +16,6 @@ from te_lite.overlap.ring import push_others
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
-# Each push costs the copy stream 11 us beside its bytes, and the next shard is there before one has been multiplied:
-# only very large shards are cut.
-PIECE_BYTES = 32 << 20
-
 
 def refusal(gemm: Product, a: QTensor) -> str:
     """Why the fused kernels do not take this product, or ""."""
@@ -28,6 +24,8 @@ def refusal(gemm: Product, a: QTensor) -> str:
         return "fused kernels need a GPU"
     if not (a.format.scales_product and gemm.b.format.scales_product and a.format.multiplies(gemm.b.format)):
         return f"no fused kernel for {a.format.label or data.dtype}"
+    if data.element_size() == 1 and not gemm.fast_accum:
+        return "split accumulation by hand is slower than a ring"
     if a.shape[0] % a.format.shard_multiple:
         return f"a rank's tokens are not a multiple of {a.format.shard_multiple}"
     if data.dtype == torch.float32:
@@ -39,72 +37,34 @@ def refusal(gemm: Product, a: QTensor) -> str:
     return ""
 
 
-def loss(gemm: Product, a: QTensor, scatters: bool) -> str:
-    """Why a ring is faster, or "": reduce-scatters are (docs/performance.md), and split accumulation costs the fused
-    kernels more than cuts cost cuBLAS (What was tried, there)."""
-    if scatters:
-        return "a ring is faster at reduce-scatters"
-    split = a.operand("row")[0].element_size() == 1 and not gemm.fast_accum
-    return "the fused kernel is slow with split accumulation" if split else ""
-
-
-def pieces(a: QTensor, most: int) -> int:
-    """In how many pieces a shard is gathered."""
-    data = a.operand("row")[0]
-    return max(1, min(most, data.nbytes // PIECE_BYTES))
-
-
 def _scales(a: QTensor, gemm: Product) -> tuple[Tensor | None, Tensor | None]:
     a_scale, b_scale = a.operand("row")[1], gemm.b.operand(gemm.b_layout)[1]
     return (None, None) if a_scale is None else (a_scale.reshape(-1), b_scale.reshape(-1))
 
 
+def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, int, Tensor, int]:
+    """What a kernel that waits for this exchange must know: (ready flags, epoch, delta, abort word, rank)."""
+    exchange.expect()
+    group, buffer = exchange.group, exchange.buffer
+    return buffer.ready_flags(exchange.slot), *buffer.epoch(exchange.slot, exchange.epoch), group.abort, group.rank
+
+
 def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     """gemm of the gathered tensor [R*m, k] -> [R*m, n], each tile once the shard that it reads has arrived."""
-    group, buffer = gather.group, gather.buffer
     own_scale, b_scale = _scales(own, gemm)
-    data, *scales = gather.parts_of_all()
-    word, delta = buffer.epoch(gather.slot, gather.epoch)
-    return gemm_gather(
-        own.row,
-        data.view(own.row.dtype),
-        gemm.b.operand(gemm.b_layout)[0],
-        buffer.ready_flags(gather.slot),
-        word,
-        delta,
-        group.abort,
-        group.rank,
-        gather.rows_per_piece,
-        own_scale,
-        scales[0].reshape(-1) if scales else own_scale,
-        b_scale,
-        gemm.bias,
-        gemm.dtype,
-        gemm.fast_accum,
-    )
+    data, *scales = gather.parts()
+    scale = scales[0].reshape(-1) if scales else own_scale
+    a, b = data.view(own.row.dtype), gemm.b.operand(gemm.b_layout)[0]
+    return gemm_gather(own.row, a, b, *_flags(gather), own_scale, scale, b_scale, gemm.bias, gemm.dtype)
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
     """Sum over ranks of gemm(a[R*m, k]), this rank's rows [m, n]: the others' are computed and pushed as in a ring,
     this rank's come last and take up what has arrived in registers."""
     push_others(gemm, a, scatter)
-    group, buffer, m = scatter.group, scatter.buffer, scatter.shape[0]
-    own = a.rows(group.rank * m, (group.rank + 1) * m)
-    word, delta = buffer.epoch(scatter.slot, scatter.epoch)
-    out = gemm_reduce(
-        own.row,
-        gemm.b.operand(gemm.b_layout)[0],
-        scatter.staging,
-        buffer.ready_flags(scatter.slot),
-        word,
-        delta,
-        group.abort,
-        group.rank,
-        m,
-        *_scales(own, gemm),
-        gemm.bias,
-        gemm.dtype,
-        gemm.fast_accum,
-    )
+    first = scatter.group.rank * scatter.shape[0]
+    own, b = a.rows(first, first + scatter.shape[0]), gemm.b.operand(gemm.b_layout)[0]
+    flags, rows, scales = _flags(scatter), scatter.rows_per_flag, _scales(own, gemm)
+    out = gemm_reduce(own.row, b, scatter.staging, *flags, rows, *scales, gemm.bias, gemm.dtype)
     scatter.close()
     return out

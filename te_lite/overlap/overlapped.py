@@ -11,7 +11,7 @@ from torch import Tensor
 from te_lite.overlap import fused, ring
 from te_lite.overlap.buffers import Gather, Scatter, following
 from te_lite.overlap.collective import Collective, one_gather
-from te_lite.overlap.group import PIECES, Group
+from te_lite.overlap.group import Group
 from te_lite.overlap.schedule import Note, Product, Wgrad
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import Layout, QTensor
@@ -85,21 +85,17 @@ class Overlapped(Collective):
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         if self._ended("fprop"):
             return super().fprop(gemm, x)
-        text, rows = f"{self._text('fprop', x)} x {gemm.columns}", x.shape[0]
-        if self.tp.mode == "column":
-            method = self._asked("fprop", self.group.gather_refusal(x, "row"), rows)
-            method = self._settled("fprop", method, gemm, x, scatters=False)
-            if not method:
-                return super().fprop(gemm, x)
-            with self.group.operation(text):
-                return self._gather_gemm("fprop", method, gemm, x)
-        m = rows // self.tp.size
-        method = self._asked("fprop", self.group.scatter_refusal(m, gemm.columns, gemm.dtype), m)
-        method = self._settled("fprop", method, gemm, x, scatters=True)
+        m, scatters = x.shape[0], self.tp.mode == "row"
+        if scatters:
+            m //= self.tp.size
+            refusal = self.group.scatter_refusal(m, gemm.columns, gemm.dtype)
+        else:
+            refusal = self.group.gather_refusal(x, "row")
+        method = self._settled("fprop", self._asked("fprop", refusal, m), gemm, x, scatters=scatters)
         if not method:
             return super().fprop(gemm, x)
-        with self.group.operation(text):
-            return self._gemm_scatter("fprop", method, gemm, x)
+        with self.group.operation(f"{self._text('fprop', x)} x {gemm.columns}"):
+            return (self._gemm_scatter if scatters else self._gather_gemm)("fprop", method, gemm, x)
 
     # What Collective moves in place of this schedule.
 
@@ -141,18 +137,17 @@ class Overlapped(Collective):
             self.notes[name] = Note("collective", 0, measured)
         return "" if way == "collective" else way
 
-    def _way(self, method: str, gemm: Product, a: QTensor, scatters: bool) -> tuple[Any, str]:
+    def _way(self, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
         if method not in ("fused", "auto"):
             return ring, ""
-        refusal = fused.refusal(gemm, a) or (fused.loss(gemm, a, scatters) if method == "auto" else "")
-        return (ring if refusal else fused), refusal
+        refusal = fused.refusal(gemm, a)
+        return (ring if refusal else fused), refusal if method == "fused" else ""
 
     def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
         """The gather of `own` for gemm, begun, and the module that multiplies it. whole: wgrad reads it too."""
-        way, reason = self._way(method, gemm, own, scatters=False)
-        pieces = fused.pieces(own, PIECES) if way is fused else 1
-        gather = Gather(self.group, own, "row", own=whole, pieces=pieces)
+        way, reason = self._way(method, gemm, own)
+        gather = Gather(self.group, own, "row", own=whole)
         reason = reason or self._measured.get(name, "")
         self.notes[name] = Note("fused" if way is fused else RING.get(method, method), gather.sent, reason)
         return gather, way
@@ -164,8 +159,9 @@ class Overlapped(Collective):
         return out
 
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
-        way, reason = self._way(method, gemm, a, scatters=True)
-        scatter = Scatter(self.group, a.shape[0] // self.tp.size, gemm.columns, gemm.dtype)
+        way, reason = self._way(method, gemm, a)
+        cuts = ring.cuts_of(gemm, a, self.tp.size)
+        scatter = Scatter(self.group, a.shape[0] // self.tp.size, gemm.columns, gemm.dtype, cuts)
         reason = reason or self._measured.get(name, "")
         self.notes[name] = Note("fused" if way is fused else RING.get(method, method), scatter.sent, reason)
         return way.gemm_scatter(gemm, a, scatter)

@@ -12,6 +12,9 @@ from te_lite.overlap.buffers import Gather, Scatter, following
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
+PIECE_ELEMENTS = 4 << 20  # 128 tiles of 128 x 256
+BALANCED_BYTES = 3000, 5500  # of a row, whose product takes an H200 about as long as it takes the links to move
+
 
 def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     """gemm of the gathered tensor [R*m, k] -> [R*m, n]: this rank's shard first, the others in the order of arrival.
@@ -20,17 +23,41 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     """
     rank, size, m = gather.group.rank, gather.group.size, own.shape[0]
     out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
-    for source in (rank, *following(rank, size)):
-        shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gather.shard(source)
-        gemm(shard, out=out[source * m : (source + 1) * m])
+    with gather.group.in_turns() as turn:
+        for i, source in enumerate((rank, *following(rank, size))):
+            with turn(i):
+                shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gather.shard(source)
+                gemm(shard, out=out[source * m : (source + 1) * m])
     return out
 
 
+def cuts(size: int, m: int, n: int, row_bytes: int) -> tuple[int, ...]:
+    """In how many pieces the partials [m, n] for the others are pushed, in their order; row_bytes: of a GEMM's row.
+
+    One or two, as half a partial still fills a GPU with tiles and a push has a price of its own. The last in two, so
+    that the owner's first rows wait for less. The first, where copies take about as long as GEMMs or longer, because
+    then the sooner they begin the sooner they end; the others where both take as long, or copies would wait for GEMMs.
+    """
+    if m % 256 or m * n < 2 * PIECE_ELEMENTS:
+        return (1,) * (size - 1)
+    first = 1 + (row_bytes < BALANCED_BYTES[1])
+    middle = 1 + (BALANCED_BYTES[0] <= row_bytes < BALANCED_BYTES[1])
+    return (first, *[middle] * (size - 3), 2)[: size - 1] if size > 2 else (2,)
+
+
+def cuts_of(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
+    """cuts() for gemm(a[R*m, k])."""
+    data = a.operand("row")[0]
+    return cuts(size, a.shape[0] // size, gemm.columns, data.shape[1] * data.element_size())
+
+
 def push_others(gemm: Product, a: QTensor, scatter: Scatter) -> None:
-    """gemm of the other ranks' rows of a[R*m, k], each on its way to its owner once it is computed."""
-    m = scatter.shape[0]
-    for destination in following(scatter.group.rank, scatter.group.size):
-        scatter.push(gemm(a.rows(destination * m, (destination + 1) * m)), destination)
+    """gemm of the other ranks' rows of a[R*m, k], each piece on its way to its owner once it is computed."""
+    for destination, cut in zip(following(scatter.group.rank, scatter.group.size), scatter.cuts, strict=True):
+        rows = scatter.shape[0] // cut
+        for piece in range(cut):
+            first = destination * scatter.shape[0] + piece * rows
+            scatter.push(gemm(a.rows(first, first + rows)), destination, piece)
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:

@@ -177,7 +177,7 @@ def _methods(
         if flags["ub_overlap_ag"]:
             asked["fprop"] = methods["fprop"]
         if scatters:
-            asked["dgrad"] = "pipeline" if methods["dgrad"] == "bulk" else methods["dgrad"]
+            asked["dgrad"] = "auto" if methods["dgrad"] == "bulk" else methods["dgrad"]
             asked["wgrad"] = "external"
             if bulks:
                 remarks["wgrad"] = f"{' and '.join(bulks)} without effect: dgrad scatters its own output"

@@ -63,7 +63,8 @@ class BlockFormat(TensorFormat):
             return unpadded(QTensor(self, shape, like.dtype, col=data, col_scale=scale), like)
         return QTensor(VECTORS, shape, like.dtype, col=transpose(data), col_scale=scale.t())
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+               out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias)
 
 

@@ -35,8 +35,9 @@ class HighPrecisionFormat(TensorFormat):
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         return QTensor(self, (rows, like.shape[1]), like.dtype, row=parts[0])
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-        return gemm(a[0], b[0], out_dtype, bias)
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+               out: Tensor | None = None) -> Tensor:  # fmt: skip
+        return gemm(a[0], b[0], out_dtype, bias, out)
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
         gemm_accumulate_(out, a[0].t(), b[0].t())

@@ -58,9 +58,10 @@ class PerTensorFormat(TensorFormat):
         data = parts[0].view(self.dtype)
         return QTensor(self, (rows, like.shape[1]), like.dtype, row=data, row_scale=like.row_scale)
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+               out: Tensor | None = None) -> Tensor:  # fmt: skip
         if a[1].numel() == b[1].numel() == 1:
-            return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
+            return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum, out)
         return _matmul_shards(a, b, out_dtype, bias, fast_accum)
 
 
@@ -134,15 +135,9 @@ class Current(Quantizer):
 
     def _cast(self, source: Source, seed: Tensor, row: bool, col: bool, bias_grad: bool):
         return transform(
-            source,
-            fp8_dtype=self.format.dtype,
-            row=row,
-            col=col,
-            amax=seed,
-            pow2=self.pow2,
-            eps=self.eps,
+            source, fp8_dtype=self.format.dtype, row=row, col=col, amax=seed, pow2=self.pow2, eps=self.eps,
             bias_grad=bias_grad,
-        )
+        )  # fmt: skip
 
     def quantize(
         self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
@@ -175,14 +170,9 @@ class Delayed(Quantizer):
         state, slot = self.state, self.slot
         scale = state.scale_for_forward(slot) if state.key.direction == "forward" else state.scale_at(slot)
         result = transform(
-            source,
-            fp8_dtype=self.format.dtype,
-            row=row,
-            col=col,
-            scale=scale,
-            amax_out=state.amax_at(slot),
+            source, fp8_dtype=self.format.dtype, row=row, col=col, scale=scale, amax_out=state.amax_at(slot),
             bias_grad=bias_grad,
-        )
+        )  # fmt: skip
         return per_tensor_qtensor(self.format, source, result, scale), result.bias_grad
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:

@@ -64,8 +64,9 @@ class TensorFormat:
         """The gathered tensor of `rows` rows from gathered parts; `like` is this rank's own shard."""
         raise NotImplementedError
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-        """a[m, k] @ b[n, k]^T (+ bias[n]) in out_dtype."""
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+               out: Tensor | None = None) -> Tensor:  # fmt: skip
+        """a[m, k] @ b[n, k]^T (+ bias[n]) in out_dtype. out: memory that the result may be written to."""
         raise NotImplementedError
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
@@ -155,15 +156,9 @@ class QTensor:
 
 
 def matmul(
-    a: QTensor,
-    a_layout: Layout,
-    b: QTensor,
-    b_layout: Layout,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
+    a: QTensor, a_layout: Layout, b: QTensor, b_layout: Layout, out_dtype: torch.dtype, bias: Tensor | None = None,
+    fast_accum: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """out[m, n] = a[m, k] @ b[n, k]^T (+ bias[n]), each operand in the named layout (see the module docstring).
 
     Operands of formats that no GEMM multiplies together are dequantized first. out: where to write it.
@@ -172,8 +167,8 @@ def matmul(
         return gemm(a.operand(a_layout)[0], b.operand(b_layout)[0], out_dtype, bias, out)
     if not a.format.multiplies(b.format):
         return gemm(_plain(a, a_layout, a.dtype), _plain(b, b_layout, a.dtype), out_dtype, bias, out)
-    product = a.format.matmul(a.operand(a_layout), b.operand(b_layout), out_dtype, bias, fast_accum)
-    return product if out is None else out.copy_(product)
+    product = a.format.matmul(a.operand(a_layout), b.operand(b_layout), out_dtype, bias, fast_accum, out)
+    return product if out is None or product.data_ptr() == out.data_ptr() else out.copy_(product)
 
 
 def matmul_accumulate_(out: Tensor, a: QTensor, b: QTensor, fast_accum: bool = False) -> None:

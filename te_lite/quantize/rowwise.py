@@ -60,8 +60,9 @@ class RowFormat(TensorFormat):
             return QTensor(ROWS, shape, like.dtype, data, parts[1])
         return QTensor(ROWS, shape, like.dtype, col=transpose(data), col_scale=like.col_scale)
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-        return gemm_fp8_rowwise(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum)
+    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+               out: Tensor | None = None) -> Tensor:  # fmt: skip
+        return gemm_fp8_rowwise(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum, out)
 
 
 ROWS, FLAT_ROWS = RowFormat(), RowFormat(flat=True)

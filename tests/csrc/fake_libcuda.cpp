@@ -95,7 +95,8 @@ int cuCtxSetCurrent(void* context) {
   current_context = context;
   return needs_init("cuCtxSetCurrent");
 }
-// The function handle is the address of a record of 10 words: grid, block, shared memory, stream and six parameters.
+// The function handle is the address of a record of 10 words: grid, block, shared memory, stream and the first six
+// parameters.
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                    unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters, void**) {
   auto* record = static_cast<unsigned long long*>(function);
@@ -105,13 +106,21 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   record[3] = reinterpret_cast<unsigned long long>(stream);
   for (int i = 0; i < 6; ++i) std::memcpy(&record[4 + i], parameters[i], sizeof *record);
   if (function == wait_kernel) {
-    log("wait", stream, 1);
-    const auto word = [&](int i) { return __atomic_load_n(reinterpret_cast<unsigned*>(record[i]), __ATOMIC_ACQUIRE); };
-    while (static_cast<int>(word(4) - (word(5) + static_cast<unsigned>(record[6]))) < 0 && !word(7)) usleep(1000);
+    const auto number = [&](int i) { return static_cast<unsigned>(record[4 + i]); };
+    const unsigned stride = number(2), mask = number(3), delta = number(4);
+    log("wait", stream, mask);
+    const auto word = [&](int i, unsigned offset) {
+      return __atomic_load_n(reinterpret_cast<unsigned*>(record[4 + i] + offset), __ATOMIC_ACQUIRE);
+    };
+    for (unsigned bit = 0; bit < 32; ++bit) {
+      while (mask >> bit & 1 && static_cast<int>(word(0, 4 * stride * bit) - (word(1, 0) + delta)) < 0 && !word(5, 0)) {
+        usleep(1000);
+      }
+    }
   }
   return needs_init("cuLaunchKernel");
 }
-// A kernel with this record waits as te_lite's wait kernel does: flag, word, delta, abort.
+// A kernel with this record waits as te_lite's wait kernel does: flag, word, stride, mask, delta, abort.
 void fake_wait_kernel(void* function) { wait_kernel = function; }
 
 int fake_live() { return live; }

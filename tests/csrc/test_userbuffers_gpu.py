@@ -129,8 +129,9 @@ def test_an_overdue_wait_is_released_on_a_gpu(connections: str) -> None:
     assert "data from rank 0: epoch 5 is expected, 0 is seen" in said
 
 
-@triton.jit(do_not_specialize=["delta"])
-def wait_kernel(flag, word, delta, abort):
+@triton.jit(do_not_specialize=["stride", "mask", "delta"])
+def wait_kernel(flag, word, stride, mask, delta, abort):
+    """As te_lite's, of one flag."""
     target = tl.load(word) + delta
     missing = tl.load(flag, volatile=True) - target < 0
     while missing:
@@ -142,8 +143,8 @@ def test_a_captured_program_follows_the_epoch_word() -> None:
     """Each replay sets a flag from the word, and waits for another that the host sets from the side."""
     g = OnGpu(1)
     epoch = torch.full((1,), 2**31 - 3, dtype=torch.int32, device="cuda")  # wraps around as an int32
-    ready = wait_kernel[(1,)](epoch, epoch, -1, epoch, num_warps=1)
-    g.executor.wait_kernel = _C.Kernel(ready.function, 32, ready.metadata.shared, "ppip")
+    ready = wait_kernel[(1,)](epoch, epoch, 0, 1, -1, epoch, num_warps=1)
+    g.executor.wait_kernel = _C.Kernel(ready.function, 32, ready.metadata.shared, "ppiiip")
     g.flags[:2] = 2**31 - 3
     source = torch.zeros(1024, dtype=torch.int32, device="cuda")
     use = _C.Program("buffer")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import te_lite as te
-from te_lite.overlap import userbuffers
-from te_lite.overlap.buffers import Gather
+from te_lite.overlap import ring, userbuffers
+from te_lite.overlap.buffers import Gather, following
 from te_lite.overlap.collective import Collective, all_gather
 from te_lite.overlap.group import Group
 from te_lite.quantize.qtensor import QTensor
@@ -37,10 +37,11 @@ def everywhere(method: str, *names: str) -> dict[str, dict[str, str]]:
     return {name: {"method": method} for name in names}
 
 
+RINGS = everywhere("ring_exchange", *GATHERS) | everywhere("pipeline", "proj_fprop", "fc2_fprop")
 # method -> (flags, ub_cfgs). wgrad of a row-parallel linear is "external" in all of them where dy is gathered twice.
 METHODS: dict[str, tuple[dict[str, bool], dict]] = {
-    "bulk": ({**AG, **BULK}, {}),
-    "pipeline": ({**AG, **DGRAD}, {}),
+    "bulk": ({**AG, **BULK}, RINGS),
+    "pipeline": ({**AG, **DGRAD}, RINGS | everywhere("pipeline", *SCATTERS)),
     "ring_exchange": ({**AG, **DGRAD}, everywhere("ring_exchange", *SCATTERS)),
     "auto": ({**AG, **BULK}, everywhere("auto", *SCATTERS, *GATHERS, "qkv_wgrad", "fc1_wgrad", "proj_wgrad")),
     "fused": ({**AG, **DGRAD}, everywhere("fused", *SCATTERS, *GATHERS)),
@@ -77,8 +78,14 @@ class Specified(Collective):
 
     def _gemm_scatter(self, gemm, a: QTensor) -> Tensor:
         rank, m = dist.get_rank(self.tp.group), a.shape[0] // self.tp.size
-        pieces = [a.rows(i * m, (i + 1) * m) for i in range(self.tp.size)]
-        return self._ordered(torch.cat([gemm(piece) for piece in pieces]), gemm(pieces[rank], torch.float32))
+        cuts = dict(zip(following(rank, self.tp.size), ring.cuts_of(gemm, a, self.tp.size), strict=True))
+        products = []
+        for owner in range(self.tp.size):
+            rows = m // cuts.get(owner, 1)
+            first = range(owner * m, (owner + 1) * m, rows)
+            products += [gemm(a.rows(i, i + rows)) for i in first]
+        partial = torch.cat(products)
+        return self._ordered(partial, gemm(a.rows(rank * m, (rank + 1) * m), torch.float32))
 
     def _scatters(self, name: str, rows: int, gemm) -> bool:
         m = rows // self.tp.size
@@ -137,7 +144,7 @@ class Gathered:
 
         def check(gather: Gather, source: int) -> None:
             watch.compared += 1
-            for i, (got, want) in enumerate(zip(gather._borrow(source), gather.want, strict=True)):
+            for i, (got, want) in enumerate(zip(gather.parts(source), gather.want, strict=True)):
                 label = f"part {i} of {gather.q.format.label} {list(gather.q.shape)} from {source}"
                 assert_bitwise_equal(label, got, want.chunk(gather.group.size)[source])
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TE_LITE_AUTO"] = "rule"  # fused wherever that can be
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

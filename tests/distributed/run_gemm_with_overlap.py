@@ -9,7 +9,7 @@ With R ranks:  all-gather      y[m, n/R] = all_gather(x[m/R, k]) @ w[n/R, k]^T
                reduce-scatter  y[m/R, n] = reduce_scatter(x[m, k/R] @ w[n, k/R]^T)
                bulk            the gather of x, or the reduce-scatter of a finished product, beside another GEMM
 
-Each by every method: "ring" (pieces by copy engine), "fused" (one GEMM that waits for or signals pieces; GPUs only).
+Each by every method: "ring" (pieces by copy engine), "fused" (one GEMM that waits for shards or partial sums; GPUs).
 Compared, a line each, of the worst rank: the gathered operand with its scales and the GEMM beside a bulk transfer bit
 for bit, results with collective and with the fp64 truth (bounds as in run_layer_with_overlap.py), and the
 reduce-scatter with itself, run again. Exit status 0: all well, 1: a failure, 2: refused.
@@ -35,7 +35,6 @@ from te_lite.ops.source import plain  # noqa: E402
 from te_lite.overlap import fused, ring, userbuffers  # noqa: E402
 from te_lite.overlap.buffers import Gather, Scatter, following  # noqa: E402
 from te_lite.overlap.collective import Collective  # noqa: E402
-from te_lite.overlap.group import PIECES  # noqa: E402
 from te_lite.overlap.schedule import Product  # noqa: E402
 from te_lite.parallel import TensorParallel  # noqa: E402
 from te_lite.quantize.qtensor import QTensor  # noqa: E402
@@ -131,15 +130,15 @@ class Problem:
         ways = {"ring": ring, "fused": fused}[method]
         with self.group.operation(f"{self.mode} {method} {list(self.x.shape)}"):
             if self.mode == "column":
-                pieces = fused.pieces(self.x, PIECES) if method == "fused" else 1
-                gather = Gather(self.group, self.x, "row", own=False, pieces=pieces)
+                gather = Gather(self.group, self.x, "row", own=False)
                 out = ways.gather_gemm(self.gemm, self.x, gather)
                 gather.close()
                 return out
-            return ways.gemm_scatter(self.gemm, self.x, self._scatter())
+            cuts = ring.cuts_of(self.gemm, self.x, self.tp.size)
+            return ways.gemm_scatter(self.gemm, self.x, self._scatter(cuts))
 
-    def _scatter(self) -> Scatter:
-        return Scatter(self.group, self.x.shape[0] // self.tp.size, self.gemm.columns, self.dtype)
+    def _scatter(self, cuts: tuple[int, ...] | None = None) -> Scatter:
+        return Scatter(self.group, self.x.shape[0] // self.tp.size, self.gemm.columns, self.dtype, cuts)
 
     def bulk_gather(self, beside: Callable[[], Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         """(the wire format of the gathered x, what `beside` gave while it travelled)."""

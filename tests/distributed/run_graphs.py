@@ -21,12 +21,12 @@ from te_lite.testing.distributed import init_ranks, leave_ranks
 TOKENS, HIDDEN, FFN = 512, 256, 512
 RECIPES = ("bf16", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
 REPLAYS = 100
-FUSED = {
-    f"{layer}_{gemm}": {"method": "fused"}
+GEMMS = [
+    f"{layer}_{gemm}"
     for layer, gemm in itertools.product(("qkv", "fc1", "proj", "fc2"), ("fprop", "dgrad"))
     if gemm == "fprop" or layer in ("proj", "fc2")
-}
-CONFIGS = {"default": None, "fused": FUSED}
+]
+CONFIGS = {method: {gemm: {"method": method} for gemm in GEMMS} for method in ("ring_exchange", "fused")}
 FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True}
 SCATTERS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
 

@@ -114,8 +114,9 @@ def check_sizes(args: argparse.Namespace, tp: int) -> None:
 
 def methods(args: argparse.Namespace) -> dict[str, str]:
     """GEMM ("fc1_fprop") -> method that ub_cfgs asks for, of all linears of the layer."""
-    gathers = args.method if args.method in ("ring_exchange", "fused", "auto") else "ring_exchange"
-    scatters = args.method if args.method in ("ring_exchange", "pipeline", "fused", "auto") else "pipeline"
+    method = "auto" if args.method == "default" else args.method
+    gathers = method if method in ("ring_exchange", "fused", "auto") else "ring_exchange"
+    scatters = method if method in ("ring_exchange", "pipeline", "fused", "auto") else "pipeline"
     wanted = {}
     for linear, mode in linears(args).items():
         if mode == "column":
@@ -160,7 +161,9 @@ def confirm(args: argparse.Namespace) -> list[tuple[str, bool]]:
                 continue  # one gather serves both GEMMs
             row = rows[f"layer {i}", gemm if args.layer_type == LN_MLP else which]
             took = row["schedule"]
-            good = took == REPORTED.get(method, method) or method == "auto"
+            good = took == REPORTED.get(method, method)
+            if method == "auto":  # it may have found Collective the fastest
+                good = took != "collective" or row["reason"].startswith("auto: ")
             if method == "fused" and not args.strict:
                 good = took in ("fused", "ring")
             text = f"layer {i} {gemm}: {method} asked for, {took} taken, {row['sent'] / 2**20:.3f} MiB sent"

@@ -69,7 +69,7 @@ def check_arguments(ended) -> None:
     expected = {
         "shape": (different, "shape=[64, 128]; rank 1: shape=[65, 128]"),
         "dtype": (different, "rank 1: dtype=torch.float32"),
-        "methods": (different, "rank 0: proj_fprop=pipeline; rank 1: proj_fprop=ring_exchange"),
+        "methods": (different, "rank 0: proj_fprop=auto; rank 1: proj_fprop=ring_exchange"),
         "strict": (different, "rank 1: strict=True"),
         "graphs": (different, "rank 1: cuda_graphs=True"),
         "one unknown layer": (different, "rank 1: ValueError: ub_cfgs names the layer 'fc3_fprop'"),

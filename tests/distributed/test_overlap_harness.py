@@ -21,7 +21,7 @@ SMALL_GEMM = ("-M", "64", "-K", "128", "-N", "192", "--iterations", "1")
 LAYER_CASES = [
     (
         ("--fp8", "--num-layers", "2", "--num-layers-at-start-in-bf16", "1", "--strict"),
-        ("layer 1 fc2_fprop: pipeline asked for, pipeline taken", "fc2_bias against collective, bit for bit"),
+        ("layer 1 fc2_fprop: auto asked for, ", "fc2_bias against collective, bit for bit"),
     ),
     (
         ("--layer-type", "linear", "--linear-parallel-mode", "column", "--quantization", "mxfp8"),
@@ -76,7 +76,7 @@ def test_benchmark_of_layers_in_groups_smaller_than_the_world() -> None:
 FAILURES = [
     (LAYER, ("--corrupt", "dx"), "layer 0 dx against the oracle: .* FAIL"),
     (LAYER, ("-l", "linear", "--corrupt", "weight"), "layer 0 weight against collective, bit for bit: .* FAIL"),
-    (LAYER, ("--capacity", "10"), "ring_exchange asked for, collective taken.* FAIL"),
+    (LAYER, ("--capacity", "10"), "auto asked for, collective taken.* FAIL"),
     (LAYER, ("--method", "fused", "--strict"), "fc1_fprop: fused asked for, ring taken.* FAIL"),
     (GEMM, ("--op", "bulk", "--corrupt", "bulk"), "bulk, gathered data, bit for bit: .* FAIL"),
 ]
@@ -92,7 +92,7 @@ def test_what_is_wrong_fails(script: Path, args: tuple[str, ...], says: str) -> 
 
 
 def test_strict_is_an_error_of_the_library() -> None:
-    with pytest.raises(AssertionError, match="overlap by 'ring_exchange' was asked for and does not happen"):
+    with pytest.raises(AssertionError, match="overlap by 'auto' was asked for and does not happen"):
         launch(LAYER, *SMALL, "--device", "cpu", "--capacity", "10", "--strict", ranks=2)
 
 

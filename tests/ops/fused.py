@@ -18,7 +18,8 @@ CONFIGS = [(128, 256, 8, 4, 8), (128, 128, 8, 4, 4), (128, 128, 8, 3, 1), (64, 1
 
 @dataclass(frozen=True)
 class Case:
-    """R ranks with m rows each, K, N. scale: none, tensor, shard, row. wire: what is sent, scatter only."""
+    """R ranks with m rows each, K, N. scale: none, tensor, shard, row. pieces: flags a source. wire: what is sent,
+    scatter only."""
 
     ranks: int
     m: int
@@ -29,16 +30,12 @@ class Case:
     out: torch.dtype = BF16
     scale: str = "none"
     bias: torch.dtype | None = None
-    fast: bool = False
     pieces: int = 1
     wire: torch.dtype = BF16
 
     def __str__(self) -> str:
         types = "-".join(str(t)[6:] for t in (self.a, self.b, self.out, self.bias) if t is not None)
-        return (
-            f"{self.ranks}x{self.m}x{self.k}x{self.n}-{types}-{self.scale}-{self.pieces}p-{str(self.wire)[6:]}"
-            f"{'-fast' * self.fast}"
-        )
+        return f"{self.ranks}x{self.m}x{self.k}x{self.n}-{types}-{self.scale}-{self.pieces}p-{str(self.wire)[6:]}"
 
     @property
     def rows_per_piece(self) -> int:

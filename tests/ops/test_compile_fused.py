@@ -17,7 +17,20 @@ from tests.ops.test_compile_sm90 import SM90, local_memory
 
 pytestmark = pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
 
-WORDS = {*_WORDS, "own_scale", "gathered_scale", "flag", "word", "delta", "rank", "rows_per_piece", "pieces"}
+WORDS = {
+    *_WORDS,
+    "own_scale",
+    "gathered_scale",
+    "flag",
+    "word",
+    "stride",
+    "mask",
+    "delta",
+    "rank",
+    "rows_per_piece",
+    "pieces",
+    "tail",
+}
 SHARED_MEMORY = 227 * 1024
 
 
@@ -45,7 +58,6 @@ class Case:
     out: str = "bf16"
     scale: tuple[str, str] = ("none", "none")
     bias: str = ""
-    split: bool = False
     tile: tuple[int, int, int] = (128, 256, 8)
     wire: str = "bf16"
     ranks: int = 4
@@ -60,17 +72,17 @@ class Case:
         block_m, block_n, _ = self.tile
         a_scale, b_scale = self.scale
         return {
-            "RANKS": self.ranks, "A_SCALE": a_scale, "B_SCALE": b_scale, "SPLIT": self.split, "BLOCK_M": block_m,
+            "RANKS": self.ranks, "A_SCALE": a_scale, "B_SCALE": b_scale, "BLOCK_M": block_m,
             "BLOCK_N": block_n, "BLOCK_K": self.block_k, "GROUP": 8,
         }  # fmt: skip
 
     def operand(self, kind: str) -> str:
-        rows = {"a": self.tile[0], "b": self.tile[1] // 2 if self.split else self.tile[1]}[kind]
+        rows = {"a": self.tile[0], "b": self.tile[1]}[kind]
         return f"tensordesc<{self.a if kind == 'a' else self.b or self.a}[{rows}, {self.block_k}]>"
 
     def types(self) -> dict[str, str]:
         types = dict.fromkeys(("ready", "epoch", "abort"), "*i32")
-        types |= dict.fromkeys(("delta", "m", "n", "k", "rank", "rows_per_piece", "pieces"), "i32")
+        types |= dict.fromkeys(("delta", "m", "n", "k", "rank", "rows_per_piece", "pieces", "stride"), "i32")
         types |= dict.fromkeys(("own_scale", "gathered_scale", "a_scale", "b_scale"), "*fp32") if self.b_scaled else {}
         return types | ({"bias": f"*{self.bias}"} if self.bias else {})
 
@@ -85,12 +97,11 @@ GATHER = [
     Case(),
     Case("fp16", out="fp32", bias="fp32"),
     Case(E4M3, scale=ROW, bias="bf16"),
-    Case(E4M3, scale=("shard", "tensor"), split=True),
-    Case(E4M3, scale=ROW, bias="bf16", split=True),
-    Case(E5M2, E4M3, out="fp32", scale=ROW, bias="bf16", split=True, stack=16),
-    Case(E4M3, scale=ROW, bias="bf16", split=True, tile=(128, 128, 8)),
+    Case(E4M3, scale=("shard", "tensor")),
+    Case(E5M2, E4M3, out="fp32", scale=ROW, bias="bf16", stack=16),
+    Case(E4M3, scale=ROW, bias="bf16", tile=(128, 128, 8)),
     Case(tile=(64, 128, 4)),
-    Case(E4M3, scale=ROW, bias="bf16", split=True, tile=(64, 64, 4)),
+    Case(E4M3, scale=ROW, bias="bf16", tile=(64, 64, 4)),
 ]
 REDUCE = [
     Case(),
@@ -99,22 +110,22 @@ REDUCE = [
     Case("fp16", out="fp32", bias="fp32", wire="fp32"),
     Case(E4M3, scale=TENSOR, bias="bf16"),
     Case(E4M3, scale=ROW, bias="bf16"),
-    Case(E4M3, scale=TENSOR, split=True, tile=(128, 128, 8)),
-    Case(E5M2, E4M3, scale=ROW, bias="bf16", split=True, tile=(128, 128, 8)),
+    Case(E4M3, scale=TENSOR, tile=(128, 128, 8)),
+    Case(E5M2, E4M3, scale=ROW, bias="bf16", tile=(128, 128, 8)),
     Case(tile=(64, 128, 4)),
-    Case(E4M3, scale=ROW, bias="bf16", split=True, wire="fp32", tile=(64, 64, 4)),
+    Case(E4M3, scale=ROW, bias="bf16", wire="fp32", tile=(64, 64, 4)),
 ]
 
 
 def check_main_loop(compiled, case: Case, folder: Path, stages: int, loops: int) -> None:
     ptx = compiled.asm["ptx"]
     kinds = {"bf16": "bf16", "fp16": "f16", E4M3: "e4m3", E5M2: "e5m2"}
-    assert f"wgmma.mma_async.sync.aligned.m64n{case.tile[1] // (2 if case.split else 1)}" in ptx
+    assert f"wgmma.mma_async.sync.aligned.m64n{case.tile[1]}" in ptx
     assert f".f32.{kinds[case.a]}.{kinds[case.b or case.a]}" in ptx
     # Loads of `stages - 1` steps before each of the loops and one in it: a loop that was not pipelined has fewer.
-    loads = (3 if case.split else 2) * loops * stages
+    loads = 2 * loops * stages
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == loads
-    assert case.split or "wgmma.wait_group.sync.aligned 1" in ptx, "a product is awaited before the next is issued"
+    assert "wgmma.wait_group.sync.aligned 1" in ptx, "a product is awaited before the next is issued"
     assert compiled.metadata.shared <= SHARED_MEMORY // (1 if case.tile[0] * case.tile[1] > 8192 else 2)
     assert (local_memory(compiled, folder) or 0) <= case.stack, "registers spill"
     assert not re.search(r"C75\d\d", assembler_log(compiled, folder)), "wgmma is serialized"
@@ -138,10 +149,13 @@ def test_gather(case, tmp_path):
     block_m, block_n, num_warps = case.tile
     parts = 4 if case.out == "fp32" or case.scale[1] == "row" else 2
     types = case.types() | {"own": case.operand("a"), "gathered": case.operand("a"), "b_desc": case.operand("b")}
+    types |= {"b_tail": f"tensordesc<{case.b or case.a}[{case.tile[1] // 2}, {case.block_k}]>", "tail": "i32"}
     types["out_desc"] = f"tensordesc<{case.out}[1, {block_m}, {block_n // parts}]>"
     compiled = compile_sm90(gather_kernel, types, case.constants | {"PARTS": parts}, num_warps, 4)
-    check_main_loop(compiled, case, tmp_path, 4, loops=2)
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global", compiled.asm["ptx"])) == 2 * parts
+    halved = block_n == 256  # the last tiles
+    check_main_loop(compiled, case, tmp_path, 4, loops=2 + halved)
+    stores = 2 * parts + halved * parts // 2
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global", compiled.asm["ptx"])) == stores
 
 
 @pytest.mark.parametrize("case", REDUCE, ids=str)
@@ -169,6 +183,6 @@ def test_reduce(wire, own, bias, ranks, tmp_path):
 
 
 def test_wait_kernel():
-    types = {"flag": "*i32", "word": "*i32", "delta": "i32", "abort": "*i32"}
+    types = {"flag": "*i32", "word": "*i32", "stride": "i32", "mask": "i32", "delta": "i32", "abort": "*i32"}
     compiled = compile_sm90(flags.wait_kernel, types, {}, 1)
     assert "ld.acquire.sys.global.b32" in compiled.asm["ptx"] and compiled.metadata.shared == 0

@@ -6,6 +6,7 @@ import torch
 from te_lite.ops import flags
 from te_lite.ops import gemm_gather as G
 from te_lite.ops.gemm_tiles import Config
+from te_lite.overlap.buffers import following
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
 from tests.ops.fused import BF16, E4M3, E5M2, FP16, FP32, Case, Late
@@ -19,12 +20,15 @@ CASES = [
     Case(4, 130, 136, 80, out=FP32, bias=BF16, pieces=2),
     Case(4, 7, 96, 64, E4M3, scale="row", bias=BF16),
     Case(2, 130, 400, 272, E4M3, scale="tensor", pieces=2),
-    Case(2, 130, 400, 272, E4M3, scale="row", fast=True, bias=FP32),
+    Case(2, 130, 400, 272, E4M3, scale="row", bias=FP32),
     Case(4, 130, 272, 144, E5M2, E4M3, out=FP32, scale="shard", pieces=2),
     Case(4, 130, 272, 144, E4M3, E5M2, out=FP16, scale="none"),
-    Case(4, 1000, 512, 512, bias=BF16, pieces=8),
-    Case(2, 1000, 1040, 1296, E4M3, scale="row", pieces=8),
+    Case(4, 1000, 512, 512, bias=BF16, pieces=2),
+    Case(2, 1000, 1040, 1296, E4M3, scale="row", pieces=2),
     Case(1, 130, 64, 48),
+    # The last tiles of these are halved on a GPU of 132 multiprocessors.
+    Case(4, 1100, 128, 1040, bias=BF16),
+    Case(3, 1400, 256, 1040, E4M3, scale="row", bias=BF16),
 ]
 
 
@@ -33,7 +37,8 @@ def arguments(case: Case, p: fused.Problem, rank: int, device: str) -> list:
     mine = slice(rank * case.m, (rank + 1) * case.m)
     gathered = p.a.clone()
     gathered[mine] = torch.full_like(gathered[mine], float("nan"), dtype=FP32).to(case.a)
-    ready = fused.words(case.ranks, case.pieces, device=device) + 5
+    ready = fused.words(case.ranks, case.pieces, device=device)  # the first of a source's flags is the one that counts
+    ready[:, 0] = 5
     ready[rank] = 0
     word = fused.words(1, device=device) + 3
     own_scale, scale = p.a_scale, p.a_scale
@@ -42,14 +47,14 @@ def arguments(case: Case, p: fused.Problem, rank: int, device: str) -> list:
         scale = p.a_scale.clone()
         scale.view(case.ranks, -1)[rank] = float("nan")
     return [
-        p.a[mine].clone(), gathered, p.b, ready, word, 2, fused.words(1, device=device), rank, case.rows_per_piece,
-        own_scale, scale, p.b_scale, p.bias, case.out, case.fast,
+        p.a[mine].clone(), gathered, p.b, ready, word, 2, fused.words(1, device=device), rank, own_scale, scale,
+        p.b_scale, p.bias, case.out,
     ]  # fmt: skip
 
 
 def accumulation(case: Case, device: str) -> float:
     if case.a in fused.FP8:
-        return fp8_accumulation(device, case.k, case.fast)
+        return fp8_accumulation(device, case.k, True)
     return (case.k + 4) * 2.0**-23
 
 
@@ -67,7 +72,7 @@ def test_against_fp64(case, device):
             fused.finish(args[6])
         assert out.dtype == case.out and out.shape == want.shape
         assert within(out, want, magnitude, accumulation(case, device)), f"rank {rank}"
-        # A piece of a shard that belongs to another rank would be noticed.
+        # A shard of another rank would be noticed.
         assert case.ranks == 1 or not within(out.roll(case.m, 0), want, magnitude, accumulation(case, device))
 
 
@@ -95,7 +100,7 @@ def test_it_waits(case, epoch):
     rank = case.ranks - 1
     args = arguments(case, p, rank, "cuda")
     want = G.gemm_gather_ref(*args)
-    gathered, ready, scale = p.a, args[3], args[10]
+    gathered, ready, scale = p.a, args[3], args[9]
     shards, scales = gathered.cpu().view(case.ranks, case.m, -1), None if scale is None else scale.cpu()
     args[1] = fused.poisoned(*gathered.shape, dtype=FP32, device="cuda").to(case.a)
     args[4].zero_()
@@ -106,13 +111,11 @@ def test_it_waits(case, epoch):
     G.run_gather(G.gather_config(args[0], p.b, case.ranks), *_past(args, epoch))  # compiled before anything waits
     torch.cuda.synchronize()
     late = Late()
-    for source in reversed(G.source_order(rank, case.ranks)[1:]):
+    for source in reversed(following(rank, case.ranks)):
         if scale is not None and case.scale != "tensor":
             late.copy(scale.view(case.ranks, -1)[source], scales.view(case.ranks, -1)[source])
-        for piece in range(case.pieces):
-            rows = slice(piece * case.rows_per_piece, min((piece + 1) * case.rows_per_piece, case.m))
-            late.copy(args[1].view(case.ranks, case.m, -1)[source, rows], shards[source, rows])
-            late.copy(ready[source, piece : piece + 1], fused.as_int32(epoch))
+        late.copy(args[1].view(case.ranks, case.m, -1)[source], shards[source])
+        late.copy(ready[source, :1], fused.as_int32(epoch))
     late.start()
     got = G.gemm_gather(*args)
     early = torch.cuda.Event()
@@ -157,7 +160,7 @@ def test_wait_kernel(epoch):
     launcher, compiled = flags.compiled_wait(flag.device)
     assert compiled.function
     stream, late = torch.cuda.current_stream().cuda_stream, Late().copy(flag, fused.as_int32(epoch))
-    launcher.launch(1, stream, (flag.data_ptr(), word.data_ptr(), 3, abort.data_ptr()))
+    launcher.launch(1, stream, (flag.data_ptr(), word.data_ptr(), 0, 1, 3, abort.data_ptr()))
     ended = torch.cuda.Event()
     ended.record()
     assert not fused.finished_within(0.02, ended)
@@ -165,17 +168,11 @@ def test_wait_kernel(epoch):
     fused.finish(abort)
 
 
-def test_order_of_sources():
-    assert G.source_order(2, 4) == [2, 3, 0, 1] and G.source_order(0, 1) == [0]
-
-
 def test_errors_name_value_rule_and_remedy():
     case = CASES[1]
     args = arguments(case, fused.problem(case, "cpu"), 0, "cpu")
     with pytest.raises(ValueError, match="260 rows for 2 ranks with 129 each.*pass"):
         G.gemm_gather(args[0][:129], *args[1:])
-    with pytest.raises(ValueError, match="2 pieces of 64 rows.*must cover the 130 rows"):
-        G.gemm_gather(*args[:8], 64, *args[9:])
     with pytest.raises(TypeError, match="float16 and torch.bfloat16.*cast"):
         G.gemm_gather(*args[:2], args[2].bfloat16(), *args[3:])
     with pytest.raises(ValueError, match="N=263.*multiple of 16 bytes"):
@@ -206,11 +203,12 @@ def test_gather_in_the_interpreter():
     Case(3, 130, 72, 136, FP16, out=FP16, scale="row", bias=FP32, pieces=2),
     Case(2, 200, 40, 264, FP16, out=FP32, scale="shard", pieces=2),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("group", [1, 3])
-def test_interpreted_indexing(case, group, monkeypatch):
-    monkeypatch.setattr(G, "sm_count", lambda device: 3)
+@pytest.mark.parametrize("group, columns, programs", [(1, 64, 3), (3, 64, 3), (2, 256, 7)])
+def test_interpreted_indexing(case, group, columns, programs, monkeypatch):
+    """Tiles of 256 columns: of 9 or 16 on 7 programs two are halved."""
+    monkeypatch.setattr(G, "sm_count", lambda device: programs)
     p = fused.problem(case, "cpu", exact=True)
     for rank in range(case.ranks):
         args = arguments(case, p, rank, "cpu")
-        got = G.run_gather(Config(64, 64, 32, 4, 4, group), *args)
+        got = G.run_gather(Config(64, columns, 32, 4, 4, group), *args)
         assert_bitwise_equal("gemm_gather", got, G.gemm_gather_ref(*args))

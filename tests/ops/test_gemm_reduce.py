@@ -19,8 +19,8 @@ CASES = [
     Case(4, 130, 136, 80, out=FP32, bias=BF16, pieces=2, wire=FP32),
     Case(4, 7, 96, 64, E4M3, scale="row", bias=BF16),
     Case(2, 130, 400, 272, E4M3, scale="tensor", pieces=2),
-    Case(2, 130, 400, 272, E4M3, scale="row", fast=True, bias=FP32),
-    Case(4, 130, 272, 144, E5M2, E4M3, out=FP32, scale="tensor", fast=True, pieces=2),
+    Case(2, 130, 400, 272, E4M3, scale="row", bias=FP32),
+    Case(4, 130, 272, 144, E5M2, E4M3, out=FP32, scale="tensor", pieces=2),
     Case(4, 1000, 512, 512, bias=BF16, pieces=8),
     Case(8, 130, 1040, 272, E4M3, scale="row", pieces=2),
     Case(1, 130, 64, 48),
@@ -44,7 +44,7 @@ def arguments(case: Case, p: fused.Problem, rank: int, device: str, sent: torch.
     a, a_scale = own_rows(case, p, rank)
     return [
         a, p.b, staging, ready, fused.words(1, device=device) + 3, 2, fused.words(1, device=device), rank,
-        case.rows_per_piece, a_scale, p.b_scale, p.bias, case.out, case.fast,
+        case.rows_per_piece, a_scale, p.b_scale, p.bias, case.out,
     ]  # fmt: skip
 
 

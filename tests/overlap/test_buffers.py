@@ -31,7 +31,7 @@ def gathered(size: int, use: int, **sizes: int) -> torch.Tensor:
 
 def summed(size: int, rank: int, use: int) -> torch.Tensor:
     """Rank's rows of the sum over all: rank + 1, rank + 2, ..., its own last and unrounded, in fp32, rounded once."""
-    total = torch.zeros(5, 32)
+    total = torch.zeros(6, 32)
     for peer in following(rank, size):
         total += partial(peer, rank, use).bfloat16().float()
     return (total + partial(rank, rank, use)).bfloat16()
@@ -39,13 +39,16 @@ def summed(size: int, rank: int, use: int) -> torch.Tensor:
 
 def partial(source: int, destination: int, use: int) -> torch.Tensor:
     gen = torch.Generator().manual_seed(10000 * use + 100 * source + destination)
-    return torch.randn(5, 32, generator=gen) * 2.0 ** (4 * source)  # another order would round elsewhere
+    return torch.randn(6, 32, generator=gen) * 2.0 ** (4 * source)  # another order would round elsewhere
 
 
 def scatter(group, use: int) -> torch.Tensor:
-    exchange = Scatter(group, 5, 32, torch.bfloat16)
-    for peer in following(group.rank, group.size):
-        exchange.push(partial(group.rank, peer, use).bfloat16(), peer)
+    """Each partial whole, or in one or two pieces."""
+    cuts = (2, 1, 2)[: group.size - 1] if use % 2 else None
+    exchange = Scatter(group, 6, 32, torch.bfloat16, cuts)
+    for peer, cut in zip(following(group.rank, group.size), exchange.cuts, strict=True):
+        for i, piece in enumerate(partial(group.rank, peer, use).bfloat16().chunk(cut)):
+            exchange.push(piece.contiguous(), peer, i)
     return exchange.reduce(partial(group.rank, group.rank, use))
 
 

@@ -18,12 +18,12 @@ LAYER_GEMMS = tuple(
 NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8
 
 
-def test_defaults_are_transformer_engines():
+def test_defaults_are_auto_where_there_is_a_choice_and_else_transformer_engines():
     methods = layer_methods(None, 1).methods
     assert methods == layer_methods({}, 1).methods == layer_methods([{}, {}], 2).methods == DEFAULTS
     assert set(methods) == set(LAYER_GEMMS) == set(OFFERED)
-    assert {methods[name] for name in ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")} == {"ring_exchange"}
-    assert {methods[name] for name in ("proj_fprop", "fc2_fprop")} == {"pipeline"}
+    chosen = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad", "proj_fprop", "fc2_fprop")
+    assert {methods[name] for name in chosen} == {"auto"}
     assert {methods[f"{layer}_{gemm}"] for layer in ("qkv", "fc1") for gemm in ("dgrad", "wgrad")} == {"bulk"}
     assert {methods[name] for name in ("proj_wgrad", "fc2_wgrad")} == {"external"}
 
@@ -151,9 +151,9 @@ FLAGS = dict.fromkeys(userbuffers.UB_FLAGS, False)
 @pytest.mark.parametrize(
     ("mode", "flags", "cfg", "asked"),
     [
-        ("column", ["ub_overlap_ag"], {}, {"fprop": "ring_exchange"}),
+        ("column", ["ub_overlap_ag"], {}, {"fprop": "auto"}),
         ("column", ["ub_overlap_rs"], {}, {}),
-        ("column", ["ub_overlap_rs_dgrad"], {}, {"dgrad": "pipeline", "wgrad": "external"}),
+        ("column", ["ub_overlap_rs_dgrad"], {}, {"dgrad": "auto", "wgrad": "external"}),
         (
             "column",
             ["ub_overlap_rs_dgrad"],
@@ -168,11 +168,11 @@ FLAGS = dict.fromkeys(userbuffers.UB_FLAGS, False)
             "column",
             ["ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad"],
             {},
-            {"dgrad": "pipeline", "wgrad": "external"},
+            {"dgrad": "auto", "wgrad": "external"},
         ),
-        ("row", ["ub_overlap_ag"], {}, {"dgrad": "ring_exchange", "wgrad": "external"}),
-        ("row", ["ub_overlap_rs"], {}, {"fprop": "pipeline"}),
-        ("row", ["ub_overlap_rs"], {"fc2_fprop": {"method": "auto"}}, {"fprop": "auto"}),
+        ("row", ["ub_overlap_ag"], {}, {"dgrad": "auto", "wgrad": "external"}),
+        ("row", ["ub_overlap_rs"], {}, {"fprop": "auto"}),
+        ("row", ["ub_overlap_rs"], {"fc2_fprop": {"method": "pipeline"}}, {"fprop": "pipeline"}),
         ("row", ["ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad"], {}, {}),
     ],
 )
