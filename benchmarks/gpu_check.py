@@ -53,7 +53,7 @@ LIMITS_S |= {
     "matrix_tp2": 360.0,
     "random": 360.0,
 }
-BESIDE_TESTS = ("ranks", "training", "matrix", "matrix_tp2", "random", "memcheck")
+BESIDE_TESTS = ("ranks", "training", "matrix", "matrix_tp2", "random", "memcheck", "demo")
 RANKS_WORKERS = 6  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
