@@ -131,8 +131,9 @@ def push_others(machine: Machine, p: Problem) -> tuple[float, list[list[float]]]
 
 
 def ring(machine: Machine, p: Problem) -> float:
-    """te_lite/overlap/ring.py. Of a gather's GEMMs each begins on the multiprocessors that the one before is done with;
-    its wait and its launch on the first of them (not on one that was idle before)."""
+    """te_lite/overlap/ring.py, its gather as of the tree that the rows measured: GEMMs in turns on two streams, each
+    beginning on the multiprocessors that the one before is done with, its wait and its launch on the first of them (not
+    on one that was idle before). Since then they are on one stream."""
     if p.op == "AG":
         _, shape = whole_waves(machine, p, p.rows)
         clocks, free = [0.0] * machine.sms, 0.0

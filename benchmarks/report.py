@@ -262,6 +262,22 @@ def render_overlap_gemms(results: Path) -> str:
     return f"{provenance(content)} {about}\n\n{markdown(header, table, text_columns=4)}"
 
 
+def render_overlap(results: Path) -> str:
+    content = load(results, "overlap")
+    if content is None:
+        return missing("overlap")
+    columns = ("gpu_us", "collective_gpu_us", "gemms_gpu_us", "host_us", "wall_us", "collective_wall_us")
+    lines = []
+    for row in (row for row in content["rows"] if not row["error"]):
+        ratios = [ratio(row["collective_gpu_us"], row["gpu_us"]), ratio(row["gpu_us"], row["gemms_gpu_us"])]
+        numbers = [number(row[column]) for column in columns]
+        lines.append([row["shape"], row["recipe"], row["method"], *numbers[:3], *ratios, *numbers[3:]])
+    header = ["shape", "recipe", "method", "GPU us", "Collective", "GEMMs alone", "Collective / overlapped"]
+    header += ["overlapped / GEMMs", "host us", "wall us", "Collective, wall us"]
+    about = f"{content['tp']} ranks, microseconds of the slowest, forward and backward."
+    return f"{provenance(content)} {about}\n\n{markdown(header, lines, text_columns=3)}"
+
+
 def render_check(results: Path) -> str:
     content = load(results, "gpu_check")
     if content is None:
@@ -286,6 +302,7 @@ RENDERERS: dict[str, Callable[[Path], str]] = {
     "recipes": render_recipes,
     "per_shard": render_per_shard,
     "overlap_gemms": render_overlap_gemms,
+    "overlap": render_overlap,
     "check": render_check,
 }
 

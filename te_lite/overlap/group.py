@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -29,12 +28,6 @@ SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32
 def timeout_s() -> float:
     """Seconds that a wait for a peer may take: TE_LITE_UB_TIMEOUT, default 60."""
     return float(os.environ.get("TE_LITE_UB_TIMEOUT", TIMEOUT_S))
-
-
-@cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all groups: cuBLAS keeps a workspace for each stream that it has seen."""
-    return torch.cuda.Stream(device)
 
 
 class Group:
@@ -111,7 +104,6 @@ class Group:
         )
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
-        self._beside = _stream_beside(self.device) if cuda else None
         self.executor = _C.Executor(
             self.device.index if cuda else -1, [self.stream.cuda_stream if cuda else 0], self.control
         )
@@ -147,21 +139,6 @@ class Group:
         main = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else 0
         word = 0 if buffer.words is None else buffer.words.data_ptr() + 4 * slot
         self.executor.issue(program, segment, epoch, main, arguments, word)
-
-    @contextmanager
-    def in_turns(self) -> Iterator[Callable[[int], AbstractContextManager]]:
-        """turn(i): a stream for the i-th of several GEMMs that do not need each other, the caller's for even i, one
-        beside it for odd: each begins on the multiprocessors that the last tiles of the one before leave idle. Not for
-        GEMMs whose results the others wait for, since one may overtake another."""
-        if self._beside is None:
-            yield lambda i: nullcontext()
-            return
-        main = torch.cuda.current_stream(self.device)
-        self._beside.wait_stream(main)
-        try:
-            yield lambda i: torch.cuda.stream(self._beside if i % 2 else main)
-        finally:
-            main.wait_stream(self._beside)
 
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""

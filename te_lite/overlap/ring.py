@@ -23,11 +23,9 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     """
     rank, size, m = gather.group.rank, gather.group.size, own.shape[0]
     out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
-    with gather.group.in_turns() as turn:
-        for i, source in enumerate((rank, *following(rank, size))):
-            with turn(i):
-                shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gather.shard(source)
-                gemm(shard, out=out[source * m : (source + 1) * m])
+    for source in (rank, *following(rank, size)):
+        shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gather.shard(source)
+        gemm(shard, out=out[source * m : (source + 1) * m])
     return out
 
 
