@@ -20,7 +20,7 @@ _ON_DEVICE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter
 
 # Thread t < 32 whose bit of $3 is set polls the word at $1 + t * $2 until it has reached $4 or the word at $5 is set.
 # That one lies in host memory: read at every 64th poll by all multiprocessors it slowed the copies that they wait for
-# 32-fold, at every 1024th not at all.
+# 32-fold; at every 4096th it costs nothing.
 # The barrier hands what that thread acquired to the others, the fence to the tensor-copy unit. $3 == 0: nothing at all.
 _WAIT = tl.constexpr("""
 {

@@ -50,6 +50,7 @@ def _next_piece(tile, first, m, n, rows_per_piece, BLOCK_M: tl.constexpr, BLOCK_
     return piece, 1 - same.to(tl.int32)
 
 
+MOST_RANKS = 31  # a bit each, in an int32
 _WORDS = ["ready", "epoch", "abort", "a_scale", "b_scale", "bias"]
 
 
@@ -137,6 +138,8 @@ def gemm_reduce(
     ops/gemm_gather.py. out: bf16, fp16 or fp32. On the CPU slots are taken as they are. Errors: ValueError, TypeError.
     """
     ranks, m, n = staging.shape
+    if ranks > MOST_RANKS:
+        raise ValueError(f"{ranks} ranks: at most {MOST_RANKS} flags are waited for at once; take a ring")
     tiles.check("GEMM and reduction", a, b, m, 1)
     if rows_per_piece * ready.shape[1] < m:
         raise ValueError(

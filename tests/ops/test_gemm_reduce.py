@@ -140,6 +140,8 @@ def test_errors_name_value_rule_and_remedy():
         R.gemm_reduce(*args[:8], 64, *args[9:])
     with pytest.raises(ValueError, match=r"flags \(1, 2\).*contiguous \[R, m, N\] and \[R, P\]"):
         R.gemm_reduce(*args[:READY], args[READY][:1], *args[READY + 1 :])
+    with pytest.raises(ValueError, match="32 ranks: at most 31.*ring"):
+        R.gemm_reduce(*args[:STAGING], args[STAGING][:1].expand(32, -1, -1), *args[STAGING + 1 :])
     with pytest.raises(ValueError, match="130 rows.*pass all shards|65 rows"):
         R.gemm_reduce(args[0][:65], *args[1:])
 
