@@ -19,11 +19,13 @@ import traceback
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 # One thread a rank, decided before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TE_LITE_AUTO"] = "rule"  # what is fastest would differ from run to run
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -110,8 +112,8 @@ def confirmed(pairs: Sequence[Pair], fused: Collection[str], ragged: bool) -> No
 class Combination:
     """All modules under one recipe and method, sharing the buffers."""
 
-    def __init__(self, recipe: str, method: str, group, device) -> None:
-        self.recipe, self.method, self.device = recipe, method, device
+    def __init__(self, recipe: str, method: str, group, device, dump: Path | None = None) -> None:
+        self.recipe, self.method, self.device, self.dump = recipe, method, device, dump
         make = lambda *which, **more: Pair(*which, recipe, method, SIZES, group, device, **more)  # noqa: E731
         self.pairs = [make(*which) for which in LAYERS]
         # More of the same kinds, with other weights.
@@ -128,7 +130,20 @@ class Combination:
             want = self.pairs[index].expected(self.batches[which][index])
         self.known.setdefault((index, which), want if want is not None else got)
         if want is not None:
-            assert_same(label, got, want)
+            try:
+                assert_same(label, got, want)
+            except AssertionError:
+                self.keep(index, which, label, got, want)
+                raise
+
+    def keep(self, index: int, which: int, label: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+        """What differs and what it was made of, for another look, with --dump."""
+        if self.dump is not None:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            pair = self.pairs[index]
+            found = {"label": label, "got": got, "want": want, "batch": self.batches[which][index]}
+            found |= {"module": pair.module.state_dict(), "twin": pair.twin.state_dict(), "known": self.known}
+            torch.save(found, self.dump / f"mismatch_rank{dist.get_rank()}.pt")
 
     def iterate(self, iteration: int, group) -> None:
         """Forwards of every module on one batch or two, then their backwards in some order."""
@@ -189,7 +204,7 @@ def suite_matrix(args, device) -> None:
         ring_again = method == "auto" and device.type == "cpu"
         for recipe in args.recipes or (("bf16", "mxfp8") if ring_again else (*RECIPES, "current_per_shard")):
             started = time.monotonic()
-            Combination(recipe, method, world, device).run(group, oracles)
+            Combination(recipe, method, world, device, args.dump).run(group, oracles)
             if dist.get_rank() == 0:
                 print(f"{recipe} {method}: ok, {time.monotonic() - started:.1f} s", flush=True)
         te.destroy_ub()
@@ -290,6 +305,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--methods", nargs="*", choices=METHODS, help="of the matrix; default: all")
     parser.add_argument("--recipes", nargs="*", choices=(*RECIPES, *OPTIONS), help="of the matrix; default: all")
+    parser.add_argument("--dump", type=Path, help="folder for the tensors of a mismatch in the matrix")
     parser.add_argument("--iterations", type=int, default=30, help="of the random suite")
     parser.add_argument("--first", type=int, default=0, help="number of the first random iteration")
     parser.add_argument("--seed", type=int, default=0)
