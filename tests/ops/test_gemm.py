@@ -280,3 +280,22 @@ def test_the_oracle_is_the_cpu_op() -> None:
     case = Fp8Case(7, 48, 32, bias=BF16)
     args = fp8_data(case, "cpu").args(case)
     assert_bitwise_equal("gemm_fp8", gemm.gemm_fp8(*args), gemm.gemm_fp8_ref(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize("m", [8, 24, 32])
+def test_the_bits_of_a_small_fp8_gemm_do_not_move(m, fast_accum):
+    """A thousand times the same product, into fresh memory and into a part of a larger result, as rings of
+    userbuffers write it: results that are compared bit for bit rest on this."""
+    a, b = (torch.randn(rows, 128, device="cuda").to(torch.float8_e4m3fn) for rows in (m, 32))
+    scales = (torch.full((1,), value, device="cuda") for value in (0.013, 0.021))
+    bias = torch.randn(32, device="cuda", dtype=torch.bfloat16)
+    args = (a, b, *scales, torch.bfloat16, bias, fast_accum)
+    want, moved = gemm.gemm_fp8(*args).view(torch.int16), torch.zeros((), dtype=torch.int64, device="cuda")
+    whole = torch.empty(4 * m, 32, device="cuda", dtype=torch.bfloat16)
+    for i in range(1000):
+        part = whole[i % 4 * m : (i % 4 + 1) * m].fill_(float("nan"))
+        gemm.gemm_fp8(*args, out=part)
+        moved += (part.view(torch.int16) != want).sum() + (gemm.gemm_fp8(*args).view(torch.int16) != want).sum()
+    assert not moved, f"{int(moved)} elements of 2000 results differ"
