@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 import te_lite as te
+from te_lite.overlap import ring
+from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.group import Group
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.distributed.overlapping import (
@@ -235,7 +237,28 @@ def epochs_wrap_around(device) -> None:
         te.destroy_ub()
 
 
+def partials_in_pieces(device) -> None:
+    """Reduce-scatters whose partials are pushed in one or two pieces, which takes shapes that fill a GPU: the size from
+    which on that is done is lowered."""
+    size, seen = dist.get_world_size(), []
+    begin(256 * size, 128, dist.group.WORLD, device, "pipeline")
+    push = Scatter.push
+
+    def watched(scatter: Scatter, partial: torch.Tensor, destination: int, piece: int = 0) -> None:
+        seen.append(scatter.cuts)
+        push(scatter, partial, destination, piece)
+
+    with mock.patch.object(ring, "PIECE_ELEMENTS", 1), mock.patch.object(Scatter, "push", watched):
+        for recipe in RECIPES:
+            for which in (ROW, COLUMN, MLP):
+                seen.clear()
+                check_pass(pair_of(which, recipe, device, "pipeline"), 1, 256)
+                assert any(max(cuts) == 2 for cuts in seen), f"{which} {recipe}: nothing was cut"
+            check_pass(pair_of(ROW, recipe, device, "pipeline"), 2, 64)  # whole again, in the same slots
+
+
 SIZES = [
+    partials_in_pieces,
     epochs_wrap_around,
     token_counts_change,
     over_capacity,

@@ -57,10 +57,9 @@ SIZES = Sizes(128, 128, 128)
 TOKENS = (24, 8, 32)  # of a rank; 32 fill MXFP8's blocks
 FILLED = (128, 8, 32)  # of a rank, for formats whose shards must be filled to be multiplied as they are
 STATEFUL = ("delayed",)
-# GEMMs that the fused kernels take; that of dx reads a bf16 weight transposed, which they do not.
-FUSED = {"bf16": ("fprop",)} | dict.fromkeys(
-    ("delayed", "current", "current_per_shard", "rowwise", "rowwise_with_gw_hp"), ("fprop", "dgrad")
-)
+# Recipes whose fprop the fused kernels take. Not dgrad: it reads a bf16 weight transposed, or an fp8 product is summed
+# in parts.
+FUSED = ("bf16", "delayed", "current", "current_per_shard", "rowwise", "rowwise_with_gw_hp")
 NAMES = {"column": ("qkv", "fc1"), "row": ("proj", "fc2"), None: ("fc1",)}
 _truths: dict[tuple, tuple[dict, dict]] = {}
 
@@ -94,9 +93,9 @@ def check_oracle(pair: Pair, label: str, got: dict[str, Tensor], truth: dict, lo
     assert not wrong, "\n".join(wrong)
 
 
-def confirmed(pairs: Sequence[Pair], fused: Collection[str], ragged: bool) -> None:
+def confirmed(pairs: Sequence[Pair], method: str, fused: Collection[str], ragged: bool) -> None:
     """The report says that what the flags ask for has happened. fused: GEMMs that a fused kernel must have taken;
-    ragged: but for a newest call whose shards it refuses."""
+    ragged: but for a newest call whose shards it refuses. Where a ring runs in the place of `method`, it says why."""
     mine = {pair.label for pair in pairs}
     rows = [row for row in te.overlap_report() if row["module"] in mine]
     assert rows
@@ -107,6 +106,8 @@ def confirmed(pairs: Sequence[Pair], fused: Collection[str], ragged: bool) -> No
         if gemm in fused:
             refused = ragged and "tokens are not a multiple" in row["reason"]
             assert row["schedule"] == "fused" or refused, row
+        elif method == "fused" and row["schedule"] == "ring":
+            assert row["reason"], row
 
 
 class Combination:
@@ -185,8 +186,10 @@ class Combination:
                     if p < len(LAYERS):
                         self.against_oracle(p, w, iteration, got, oracles)
         group.executor.set_delays(0, 0)
-        fused = FUSED.get(self.recipe, ()) if self.method == "fused" else ()
-        confirmed(self.pairs, fused, ragged=self.recipe == "current_per_shard")
+        # By its rule auto takes the same kernels.
+        fused = ("fprop",) if self.method in ("fused", "auto") and self.recipe in FUSED else ()
+        fused = fused if self.device.type == "cuda" else ()
+        confirmed(self.pairs, self.method, fused, ragged=self.recipe == "current_per_shard")
 
     def against_oracle(self, p: int, w: int, step: int, got: dict[str, Tensor], oracles: dict) -> None:
         pair = self.pairs[p]

@@ -46,6 +46,7 @@ def scatter(group, use: int) -> torch.Tensor:
     """Each partial whole, or in one or two pieces."""
     cuts = (2, 1, 2)[: group.size - 1] if use % 2 else None
     exchange = Scatter(group, 6, 32, torch.bfloat16, cuts)
+    exchange.expect()  # which does nothing on CPU ranks
     for peer, cut in zip(following(group.rank, group.size), exchange.cuts, strict=True):
         for i, piece in enumerate(partial(group.rank, peer, use).bfloat16().chunk(cut)):
             exchange.push(piece.contiguous(), peer, i)
