@@ -174,7 +174,7 @@ def ranks_stage(name: str, script: list[str], args: argparse.Namespace, tp: int 
 def overlap_test(name: str, args: argparse.Namespace, *options: str, tp: int = 0) -> list[Stage]:
     """A suite of tests/distributed/run_overlap.py."""
     device = "cuda" if args.device.startswith("cuda") else "cpu"
-    script = ["tests/distributed/run_overlap.py", "--device", device, *options]
+    script = ["tests/distributed/run_overlap.py", "--device", device, "--dump", str(args.out / "dump"), *options]
     return ranks_stage(name, script, args, tp)
 
 

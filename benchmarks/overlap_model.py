@@ -15,7 +15,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,15 +37,20 @@ def read(paths: Iterable[Path]) -> list[dict]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
-def compare(machine: Machine, contents: list[dict]) -> dict[str, Pairs]:
-    """By candidate, the rows of files of overlap_gemms.py."""
+def on_one_host(tp: int) -> Machine:
+    """NCCL's share of the links between two GPUs is fitted to the rows of tp 2."""
+    return replace(Machine(), nccl_share=0.66) if tp == 2 else Machine()
+
+
+def compare(contents: list[dict], machine: Callable[[int], Machine] = on_one_host) -> dict[str, Pairs]:
+    """By candidate, the rows of files of overlap_gemms.py. machine: of a tp."""
     found: dict[str, Pairs] = {name: {} for name in MODELS}
     for content in contents:
         for row in content["rows"]:
             if row["candidate"] in MODELS and row["gpu_us"]:
                 p = Problem(row["op"], content["tp"], row["m"], row["k"], row["n"], row["dtype"])
                 operation = f"{row['op']} {row['shape']} {row['dtype']} tp {p.tp}"
-                found[row["candidate"]][operation] = MODELS[row["candidate"]](machine, p), row["gpu_us"]
+                found[row["candidate"]][operation] = MODELS[row["candidate"]](machine(p.tp), p), row["gpu_us"]
     return found
 
 
@@ -80,10 +85,6 @@ def gain(machine: Machine, problems: list[Problem]) -> tuple[float, float]:
     """(time by Collective, limit), over the time of ring or fused, whichever takes less of each."""
     best = sum(min(ring(machine, p), fused(machine, p)) for p in problems)
     return sum(collective(machine, p) for p in problems) / best, sum(limit(machine, p) for p in problems) / best
-
-
-def on_one_host(tp: int) -> Machine:
-    return Machine()
 
 
 def on_a_host_each(tp: int) -> Machine:
@@ -122,7 +123,7 @@ def edges() -> list[list[str]]:
     for tokens, grows in ((8192, False), (2048, False), (8192, True), (2048, True)):
         cells = []
         for tp in TPS:
-            machine = replace(Machine(), nccl=Machine().nccl * ((tp - 1) / 3 if grows else 1))
+            machine = replace(on_one_host(tp), nccl=Machine().nccl * ((tp - 1) / 3 if grows else 1))
             none = [
                 max(
                     (h for h in range(512, 16385, 512) if gain(machine, layer(tp, tokens, h, dtype))[0] <= 1), default=0
@@ -147,7 +148,7 @@ def plot(path: Path, tokens: int) -> None:
     figure, axes = pyplot.subplots(1, len(ITEMSIZE), figsize=(10, 4), sharey=True)
     for axis, dtype in zip(axes, ITEMSIZE, strict=True):
         for tp in TPS:
-            gains = [gain(Machine(), layer(tp, tokens, hidden, dtype))[0] for hidden in sizes]
+            gains = [gain(on_one_host(tp), layer(tp, tokens, hidden, dtype))[0] for hidden in sizes]
             axis.plot(sizes, gains, marker=".", label=f"tp {tp}")
         axis.axhline(1, color="grey", linestyle="--", linewidth=1)
         axis.set(xscale="log", xticks=sizes[::2], xticklabels=sizes[::2], xlabel="hidden size")
@@ -166,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of all ranks, in the table over sizes")
     parser.add_argument("--plot", type=Path, help="also draw the gain against hidden size")
     args = parser.parse_args(argv)
-    found = compare(Machine(), read(args.results))
+    found = compare(read(args.results))
     cells = {name: {op: f"{a:.0f} / {b:.0f} = {a / b:.2f}" for op, (a, b) in found[name].items()} for name in found}
     rows = [[op, *(cells[name].get(op, "") for name in MODELS)] for op in cells["gemm"]]
     print(results.text_table(("predicted / measured", *MODELS), rows), end="\n\n")

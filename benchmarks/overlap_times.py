@@ -37,7 +37,7 @@ class Machine:
     start: float = 10.0  # fitted: from the main stream to the copy stream
     transfer: float = 6.5  # a push and its flag, what cutting three of them in two costs
     wait: float = 3.0  # a kernel that waits for flags (docs/performance.md)
-    nccl_share: float = 0.81  # fitted: of bandwidth
+    nccl_share: float = 0.81  # fitted at tp 4: of bandwidth
     nccl: float = 27.0  # fitted at tp 4, and taken the same at every tp
     memory: float = 4270.0  # a plain copy, and
     reduction: float = 3800.0  # a sum over ranks (te_lite/ops/reduce.py)
@@ -131,9 +131,8 @@ def push_others(machine: Machine, p: Problem) -> tuple[float, list[list[float]]]
 
 
 def ring(machine: Machine, p: Problem) -> float:
-    """te_lite/overlap/ring.py, its gather as of the tree that the rows measured: GEMMs in turns on two streams, each
-    beginning on the multiprocessors that the one before is done with, its wait and its launch on the first of them (not
-    on one that was idle before). Since then they are on one stream."""
+    """te_lite/overlap/ring.py. A gather's GEMMs take turns on two streams: each begins on the multiprocessors that the
+    one before is done with, its wait and its launch on the first of them (not on one that was idle before)."""
     if p.op == "AG":
         _, shape = whole_waves(machine, p, p.rows)
         clocks, free = [0.0] * machine.sms, 0.0

@@ -116,9 +116,6 @@ class Control:
     def close(self) -> None:
         """This rank leaves in order; peers that still wait for it run into the time-out."""
 
-    @property
-    def timeout(self) -> float: ...
-
 class Program:
     """Steps over buffers and flags, written down once and issued a segment at a time. Stream 0 is the main one.
 

@@ -19,14 +19,7 @@ from te_lite.recipe import DelayedScaling, Recipe, as_recipe
 class Pass:
     """One forward through the outermost autocast: remembers whether a module has claimed to be its first."""
 
-    __slots__ = ("claimed",)
-
-    def __init__(self) -> None:
-        self.claimed = False
-
-    def claim(self) -> bool:
-        first, self.claimed = not self.claimed, True
-        return first
+    claimed = False
 
 
 class State:

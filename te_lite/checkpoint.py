@@ -14,22 +14,10 @@ from te_lite.autocast import restored, snapshot
 from te_lite.quantize.replay import Frame
 
 
-class _Run(AbstractContextManager):
-    """One run of a checkpointed call, the first or a later one. Both kinds enter the same object's `call`."""
+class CheckpointedCall(AbstractContextManager):
+    """What belongs to one checkpointed call: its frame of scales, the open autocasts, the RNG tracker's states.
 
-    def __init__(self, call: CheckpointedCall) -> None:
-        self.call = call
-        self.stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self.call.enter(self.stack)
-
-    def __exit__(self, *exc: Any) -> bool | None:
-        return self.stack.__exit__(*exc)
-
-
-class CheckpointedCall:
-    """What belongs to one checkpointed call: its frame of scales, the open autocasts, the RNG tracker's states."""
+    Entered for each run of the call, the first or a later one."""
 
     def __init__(self, get_rng_state_tracker: Callable[[], Any] | None = None) -> None:
         self.frame = Frame()
@@ -37,7 +25,8 @@ class CheckpointedCall:
         self.tracker = get_rng_state_tracker() if get_rng_state_tracker is not None else None
         self.rng_states = self.tracker.get_states() if self.tracker is not None else None
 
-    def enter(self, stack: ExitStack) -> None:
+    def __enter__(self) -> None:
+        stack = self._stack = ExitStack()
         if self.frame.replaying:
             stack.enter_context(restored(self.autocasts))
             if self.tracker is not None:
@@ -45,14 +34,14 @@ class CheckpointedCall:
                 self.tracker.set_states(self.rng_states)
         stack.enter_context(self.frame.run())
 
-    def run(self) -> _Run:
-        return _Run(self)
+    def __exit__(self, *exc: Any) -> bool | None:
+        return self._stack.__exit__(*exc)
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager, AbstractContextManager]:
     """For torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=te.checkpoint_context_fn)."""
     call = CheckpointedCall()
-    return call.run(), call.run()
+    return call, call
 
 
 def checkpoint(
@@ -80,7 +69,7 @@ def checkpoint(
     call = CheckpointedCall(get_rng_state_tracker)
 
     def run(*inputs: Any) -> Any:
-        with call.run():
+        with call:
             return function(*inputs, **kwargs)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

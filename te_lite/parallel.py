@@ -44,14 +44,15 @@ class TensorParallel:
         """Backward all-gathers dy along tokens (row-parallel with sequence parallelism)."""
         return self.active and self.sequence_parallel and self.mode == "row"
 
-    def shard(self, features: int, what: str) -> int:
-        """`features` / size, or a ValueError naming `what`."""
-        if features % self.size:
-            raise ValueError(
-                f"{what}={features} is not divisible by tp_size={self.size}; choose a multiple of {self.size} "
-                f"(next: {-(-features // self.size) * self.size})"
-            )
-        return features // self.size
+
+def shard(features: int, tp_size: int, what: str) -> int:
+    """`features` / tp_size, or a ValueError naming `what`."""
+    if features % tp_size:
+        raise ValueError(
+            f"{what}={features} is not divisible by tp_size={tp_size}; choose a multiple of {tp_size} "
+            f"(next: {-(-features // tp_size) * tp_size})"
+        )
+    return features // tp_size
 
 
 def group_size(group: dist.ProcessGroup | None, tp_size: int) -> int:

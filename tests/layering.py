@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = 350
-MAX_CORE_LINES = 9931  # of code: docstrings, comments and blank lines are not counted. design.md hoped for 7,000
+MAX_CORE_LINES = 9730  # of code: docstrings, comments and blank lines are not counted. design.md hoped for 7,000
 # before there were seven recipes and userbuffers; docs/architecture.md says where the lines are.
 
 # A module may import what stands on its own level or below. The first part of the name after te_lite decides.

@@ -39,21 +39,17 @@ py::dict driver_info() {
   return out;
 }
 
-te_lite::Argument pack(char kind, PyObject* value) {
-  te_lite::Argument argument{0};
-  if (kind == 'f') {
-    const float number = static_cast<float>(PyFloat_AsDouble(value));
-    std::memcpy(&argument.bits, &number, sizeof number);
-  } else if (kind == 'p') {
-    argument.bits = value == Py_None ? 0 : PyLong_AsUnsignedLongLong(value);
-  } else {
-    argument.bits = static_cast<uint64_t>(PyLong_AsLongLong(value));  // little-endian: int32 is the low half
-  }
-  return argument;
+uint64_t pack(char kind, PyObject* value) {
+  if (kind == 'p') return value == Py_None ? 0 : PyLong_AsUnsignedLongLong(value);
+  if (kind != 'f') return static_cast<uint64_t>(PyLong_AsLongLong(value));  // little-endian: int32 is the low half
+  const float number = static_cast<float>(PyFloat_AsDouble(value));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &number, sizeof number);
+  return bits;
 }
 
 void launch(const te_lite::Kernel& kernel, unsigned programs, uint64_t stream, const py::tuple& values) {
-  te_lite::Argument arguments[te_lite::kMostArguments];
+  uint64_t arguments[te_lite::kMostArguments];
   const std::string& kinds = kernel.kinds();
   if (values.size() != kinds.size()) {
     throw std::invalid_argument("a launch with " + std::to_string(values.size()) + " arguments: the kernel takes " +

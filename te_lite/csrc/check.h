@@ -10,16 +10,10 @@ namespace te_lite {
 
 class DriverError : public std::runtime_error {
  public:
-  DriverError(std::string call, CUresult code, std::string name, std::string text)
+  DriverError(const std::string& call, CUresult code, const std::string& name, const std::string& text)
       : std::runtime_error(call + " failed: " + name + " (" + std::to_string(code) + "): " + text),
-        call(std::move(call)),
-        name(std::move(name)),
-        text(std::move(text)),
         code(code) {}
 
-  const std::string call;
-  const std::string name;
-  const std::string text;
   const CUresult code;
 };
 

@@ -224,8 +224,7 @@ void CudaExecutor::launch_wait(const Step* first, const Step* last, uint64_t str
   uint32_t mask = 0;
   for (const Step* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
   const uint32_t delta = epoch_word ? first->delta : first->value;
-  Argument arguments[] = {{first->to}, {epoch_word ? epoch_word : zero_word()}, {stride / 4}, {mask}, {delta},
-                          {abort_address()}};
+  uint64_t arguments[] = {first->to, epoch_word ? epoch_word : zero_word(), stride / 4, mask, delta, abort_address()};
   wait_kernel_->launch(1, reinterpret_cast<uint64_t>(streams_[first->stream]), arguments, 6);
 }
 

@@ -24,9 +24,9 @@ Kernel::Kernel(uint64_t function, int threads, int shared_bytes, std::string kin
   TE_LITE_CHECK(cuda, cuCtxGetCurrent, &context_);
 }
 
-void Kernel::launch(unsigned programs, uint64_t stream, Argument* arguments, int count) const {
+void Kernel::launch(unsigned programs, uint64_t stream, uint64_t* arguments, int count) const {
   void* parameters[kMostArguments];
-  for (int i = 0; i < count; ++i) parameters[i] = &arguments[i].bits;
+  for (int i = 0; i < count; ++i) parameters[i] = &arguments[i];
   uint64_t null = 0;
   parameters[count] = parameters[count + 1] = &null;
   const Driver& cuda = driver();

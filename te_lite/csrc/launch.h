@@ -6,11 +6,6 @@
 
 namespace te_lite {
 
-// One argument of a launch as the kernel takes it: an address, an integer or a float, in the low bytes of `bits`.
-struct Argument {
-  uint64_t bits;
-};
-
 class Kernel {
  public:
   // function: CUfunction. kinds: one letter an argument of Python's call: p address (None: null), i int32, l int64,
@@ -21,8 +16,9 @@ class Kernel {
 
   const std::string& kinds() const { return kinds_; }
 
-  // Launches (programs, 1, 1) on `stream`; `arguments` are the count parameters in order. Throws DriverError.
-  void launch(unsigned programs, uint64_t stream, Argument* arguments, int count) const;
+  // Launches (programs, 1, 1) on `stream`; `arguments` are the count parameters in order as the kernel takes
+  // them: addresses, integers and floats, in the low bytes. Throws DriverError.
+  void launch(unsigned programs, uint64_t stream, uint64_t* arguments, int count) const;
 
  private:
   void* function_;

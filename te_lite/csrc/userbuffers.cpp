@@ -112,8 +112,7 @@ void bind_control(py::module_& m) {
       .def_property_readonly("broken", &Control::broken)
       .def_property_readonly("told", &Control::told)
       .def("check", &Control::check)
-      .def("close", &Control::close, Unlocked())
-      .def_readonly("timeout", &Control::timeout);
+      .def("close", &Control::close, Unlocked());
 }
 
 void bind_executor(py::module_& m) {

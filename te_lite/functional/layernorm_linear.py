@@ -34,20 +34,21 @@ def norm_output(y: Tensor, gather: dist.ProcessGroup | None) -> Tensor:
 
 
 def norm_grad(
-    spec: NormSpec,
-    saved: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None],
-    dln: Tensor | None,
-    dln_out: Tensor | None,
-    gather: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, dgamma, dbeta) from the linear's input gradient `dln` plus the gradient `dln_out` of the returned output."""
+    ctx: Any, saved: list[Tensor | None], dln: Tensor | None, dln_out: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """(dx, dgamma, dbeta) from the linear's input gradient `dln` plus the gradient `dln_out` of the returned output.
+
+    saved: x, mean, rstd, gamma, beta; None each where nothing below wants a gradient, which gives None."""
     x, mean, rstd, gamma, beta = saved
+    if x is None:
+        return None, None, None
     if dln_out is not None:
         dln_out = as_matrix(dln_out, x.dtype)
-        dln_out = dln_out if gather is None else reduce_scatter(dln_out, gather)
+        dln_out = dln_out if ctx.gather is None else reduce_scatter(dln_out, ctx.gather)
         dln = dln_out if dln is None else dln + dln_out
     with nvtx_range("te_lite.norm_backward"):
-        dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, spec.zero_centered)
+        dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, ctx.spec.zero_centered)
+    dx = as_output(dx, tuple(ctx.x_shape), ctx.call.grad_input).to(ctx.x_dtype)
     return dx, in_dtype(dgamma, gamma), None if beta is None else in_dtype(dbeta, beta)
 
 
@@ -99,9 +100,6 @@ class LayerNormLinearFunction(torch.autograd.Function):
             need_w=need_w,
             need_b=bias is not None and ctx.needs_input_grad[8],
         )
-        dx = dgamma = dbeta = None
-        if need_ln:
-            dx, dgamma, dbeta = norm_grad(ctx.spec, tuple(norm_saved), dln, dln_out, ctx.gather)
-            dx = as_output(dx, tuple(ctx.x_shape), call.grad_input).to(ctx.x_dtype)
+        below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
-        return None, None, None, None, dx, dgamma, dbeta, dw, in_dtype(db, bias)
+        return None, None, None, None, *below, dw, in_dtype(db, bias)

@@ -52,8 +52,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         plan1, plan2 = call.plans
         flat = as_matrix(x, plan1.dtype)
-        leaves = [x, gamma, beta]
-        need_ln = call.grad and any(t is not None and t.requires_grad for t in leaves)
+        need_ln = call.grad and any(t is not None and t.requires_grad for t in (x, gamma, beta))
         need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
         made, mean, rstd, ln = norm_source(spec, plan1, flat, gamma, beta, tuple(x.shape) if return_norm else None)
@@ -88,7 +87,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             need_w=need_w2,
             need_b=b2 is not None and grads[11],
         )
-        dx = dgamma = dbeta = dw1 = db1 = None
+        dln = dw1 = db1 = None
         if need_h:
             dln, dw1, db1 = linear_backward(
                 plan1,
@@ -100,8 +99,6 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 need_w=need_w1,
                 need_b=b1 is not None and grads[9],
             )
-        if need_ln:
-            dx, dgamma, dbeta = norm_grad(ctx.spec, tuple(norm_saved), dln, dln_out, ctx.gather)
-            dx = as_output(dx, tuple(ctx.x_shape), None).to(ctx.x_dtype)
+        below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
-        return None, None, None, None, None, dx, dgamma, dbeta, dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2)
+        return None, None, None, None, None, *below, dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2)

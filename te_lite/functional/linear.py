@@ -65,13 +65,11 @@ def linear_forward(
         xq, kept = _quantize_input(plan, x, keep_x)
         wq = cached_weight if cached_weight is not None else fprop.b.quantize(plain(weight))[0]
     if bias is not None:
-        bias = bias.to(plan.dtype)
+        bias = bias.to(plan.dtype).contiguous()
 
     plan.schedule.rows = xq.shape[0] * (plan.tp.size if plan.tp.gathers_input else 1)
-    gemm_bias = bias if plan.bias_in_gemm else None
-    y = plan.schedule.fprop(Product(wq, "row", plan.dtype, gemm_bias, fprop.fast_accum, "te_lite.fprop"), xq)
-    if bias is not None and not plan.bias_in_gemm:
-        y.add_(bias)
+    in_gemm, in_sum = (bias, None) if plan.bias_in_gemm else (None, bias)
+    y = plan.schedule.fprop(Product(wq, "row", plan.dtype, in_gemm, fprop.fast_accum, "te_lite.fprop", in_sum), xq)
     if not keep_w:
         return y, Kept(kept, None)
     return y, Kept(kept, wq if cached_weight is not None else wq.seed_only())

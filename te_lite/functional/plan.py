@@ -83,7 +83,7 @@ class LinearPlan:
     """One linear: y = x @ w^T + b.
 
     operands: quantizers of the three GEMMs. schedule: communication. sink: where dw goes. dtype: of y and dx.
-    bias_in_gemm: the bias is added by the GEMM (else after the sum over ranks).
+    bias_in_gemm: the bias is added by the GEMM (else to the sum over ranks, by the schedule).
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     """
 

@@ -28,7 +28,7 @@ from te_lite.modules.checks import (
 from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
 from te_lite.modules.weights import ParamSpec, WeightCache, default_device
-from te_lite.overlap.userbuffers import generation
+from te_lite.overlap.userbuffers import UB_FLAGS, generation
 from te_lite.parallel import group_size
 from te_lite.quantize import replay, statistics
 from te_lite.quantize.params import parameter_operand
@@ -56,41 +56,32 @@ class TeLiteModule(nn.Module):
 
     def __init__(
         self,
-        *,
-        tp_group: dist.ProcessGroup | None,
-        tp_size: int,
-        sequence_parallel: bool,
+        given: Mapping[str, Any],
         modes: tuple[str | None, ...],
-        fuse_wgrad_accumulation: bool,
-        delay_wgrad_compute: bool,
-        params_dtype: torch.dtype | None,
-        device: Any,
-        rng_tracker: Callable[[], Any] | None,
-        rng_tracker_name: str | None,
-        name: str | None,
-        sizes: dict[str, int],
-        userbuffers: Mapping[str, bool],
         ub_names: tuple[str | None, ...],
-        symmetric_ar_type: str | None,
-        sequence_dim: int,
+        sizes: tuple[str, ...],
     ) -> None:
+        """given: the arguments of the subclass's constructor, by name. sizes: those of them that count features. modes,
+        ub_names: of the linears."""
         super().__init__()
-        check_construction(type(self).__name__, modes, tp_size, params_dtype, sizes)
-        self.tp_size = group_size(tp_group, tp_size)
-        self.tp_group = tp_group
+        owner, tp_size, params_dtype = type(self).__name__, given["tp_size"], given["params_dtype"]
+        check_construction(owner, modes, tp_size, params_dtype, {size: given[size] for size in sizes})
+        self.tp_group = given["tp_group"]
+        self.tp_size = group_size(self.tp_group, tp_size)
         self._modes = modes
-        self.sequence_parallel = bool(sequence_parallel) and self.tp_size > 1
-        if type(sequence_dim) is not int or sequence_dim < 0:
-            raise ValueError(f"sequence_dim={sequence_dim!r}: must be 0 or count a later dimension of the input")
-        self.sequence_dim = sequence_dim
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
+        self.sequence_parallel = bool(given["sequence_parallel"]) and self.tp_size > 1
+        self.sequence_dim = given["sequence_dim"]
+        if type(self.sequence_dim) is not int or self.sequence_dim < 0:
+            raise ValueError(f"sequence_dim={self.sequence_dim!r}: must be 0 or count a later dimension of the input")
+        self.fuse_wgrad_accumulation = given["fuse_wgrad_accumulation"]
+        self.delay_wgrad_compute = given["delay_wgrad_compute"]
         self.params_dtype = params_dtype or torch.get_default_dtype()
-        self.name = name
-        self._ub_flags, self._ub_names = dict(userbuffers), ub_names
-        check_userbuffers(self, ub_names, symmetric_ar_type)
-        self._device = default_device(device)
-        self._rng_tracker, self._rng_name = rng_tracker, rng_tracker_name or "model-parallel-rng"
+        self.name = given["name"] or given.get("ub_name")
+        self._ub_flags, self._ub_names = {flag: given[flag] for flag in UB_FLAGS}, ub_names
+        check_userbuffers(self, ub_names, given["symmetric_ar_type"])
+        self._device = default_device(given["device"])
+        self._rng_tracker = given["get_rng_state_tracker"]
+        self._rng_name = given.get("rng_tracker_name") or "model-parallel-rng"
         self._specs: dict[str, ParamSpec] = {}
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
@@ -284,7 +275,8 @@ class TeLiteModule(nn.Module):
             if state.one_pass.claimed or not backward_follows:
                 return False
             wanted = inp.requires_grad or any(param.requires_grad for param in self.parameters(recurse=False))
-            return wanted and state.one_pass.claim()
+            state.one_pass.claimed = wanted
+            return wanted
 
         return replay.recall((id(self), "first"), claim)
 

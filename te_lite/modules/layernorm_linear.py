@@ -11,9 +11,8 @@ from torch import Tensor
 
 from te_lite.functional.layernorm_linear import LayerNormLinearFunction
 from te_lite.modules.linear import Split, _OneLinear
-from te_lite.modules.norm import norm_params, norm_spec
+from te_lite.modules.norm import add_norm
 from te_lite.modules.weights import Init
-from te_lite.overlap.userbuffers import UB_FLAGS
 
 
 class LayerNormLinear(_OneLinear):
@@ -60,32 +59,8 @@ class LayerNormLinear(_OneLinear):
         given = locals()
         if parallel_mode == "row":
             raise ValueError("LayerNormLinear(parallel_mode='row'): the norm needs whole rows; use 'column' or None")
-        super().__init__(
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            modes=(parallel_mode,),
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-            params_dtype=params_dtype,
-            device=device,
-            rng_tracker=get_rng_state_tracker,
-            rng_tracker_name=None,
-            name=name or ub_name,
-            userbuffers={flag: given[flag] for flag in UB_FLAGS},
-            ub_names=(ub_name,),
-            symmetric_ar_type=symmetric_ar_type,
-            sequence_dim=sequence_dim,
-            sizes={"in_features": in_features, "out_features": out_features},
-        )
-        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
-        self.return_layernorm_output = return_layernorm_output
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered and self.sequence_parallel
-        self._norm = norm_spec(normalization, eps, zero_centered_gamma)
-        specs = norm_params(self._norm, in_features, self.sequence_parallel)
-        self._add_params({f"layer_norm_{key}": spec for key, spec in specs.items()})
-        if self._norm.rms:
-            self.layer_norm_bias = None
+        super().__init__(given, (parallel_mode,), (ub_name,), ("in_features", "out_features"))
+        add_norm(self, in_features, given)
         self._setup_linear(in_features, out_features, bias, return_bias, parameters_split, init_method)
 
     def forward(

@@ -13,10 +13,9 @@ from te_lite.checkpoint import checkpoint as recompute
 from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.linear import linear_specs
-from te_lite.modules.norm import norm_params, norm_spec
+from te_lite.modules.norm import add_norm
 from te_lite.modules.weights import Init, default_init
 from te_lite.ops.source import is_glu
-from te_lite.overlap.userbuffers import UB_FLAGS
 
 
 class LayerNormMLP(TeLiteModule):
@@ -68,35 +67,16 @@ class LayerNormMLP(TeLiteModule):
         *,
         sequence_dim: int = 0,
     ) -> None:
+        sequence_parallel = sequence_parallel and set_parallel_mode
         given = locals()
         if activation_params:
             raise ValueError(
                 f"activation_params={activation_params}: activation {activation!r} takes none; leave it None"
             )
-        super().__init__(
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel and set_parallel_mode,
-            modes=("column", "row") if set_parallel_mode else (None, None),
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-            params_dtype=params_dtype,
-            device=device,
-            rng_tracker=get_rng_state_tracker,
-            rng_tracker_name=None,
-            name=name,
-            userbuffers={flag: given[flag] for flag in UB_FLAGS},
-            ub_names=("fc1", "fc2"),
-            symmetric_ar_type=symmetric_ar_type,
-            sequence_dim=sequence_dim,
-            sizes={"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size},
-        )
-        self.activation, self.normalization, self.zero_centered_gamma = activation, normalization, zero_centered_gamma
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        super().__init__(given, modes, ("fc1", "fc2"), ("hidden_size", "ffn_hidden_size"))
+        self.activation, self.checkpoint = activation, checkpoint
         self.hidden_size, self.use_bias, self.return_bias = hidden_size, bias, return_bias
-        self.checkpoint = checkpoint
-        self.return_layernorm_output = return_layernorm_output
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered and self.sequence_parallel
-        self._norm = norm_spec(normalization, eps, zero_centered_gamma)
         wide = ffn_hidden_size * (2 if is_glu(activation) else 1)
         fc1, fc2 = ((hidden_size, wide), (ffn_hidden_size, hidden_size))
         common = (self.tp_size, self.sequence_parallel)
@@ -106,10 +86,7 @@ class LayerNormMLP(TeLiteModule):
         w2, b2 = linear_specs(
             fc2, self._modes[1], *common, output_layer_init_method or init_method or default_init, delay_wgrad_compute
         )
-        norm = norm_params(self._norm, hidden_size, self.sequence_parallel)
-        self._add_params({f"layer_norm_{key}": spec for key, spec in norm.items()})
-        if self._norm.rms:
-            self.layer_norm_bias = None
+        add_norm(self, hidden_size, given)
         self._add_params({"fc1_weight": w1, **({"fc1_bias": b1} if bias else {})})
         self._add_params({"fc2_weight": w2, **({"fc2_bias": b2} if bias else {})})
         if not bias:

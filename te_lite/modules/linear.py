@@ -14,7 +14,7 @@ from te_lite.autocast import model_init
 from te_lite.functional.linear import LinearFunction
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.weights import Init, ParamSpec, adjacent, default_init, join
-from te_lite.overlap.userbuffers import UB_FLAGS
+from te_lite.parallel import shard
 
 Split = tuple[str, ...] | dict[str, int] | None
 
@@ -25,17 +25,9 @@ def linear_specs(
     """(weight, bias) of one linear of global `shape` (in, out), as this rank holds them."""
     features_in, features_out = shape
     if mode == "column":
-        if features_out % tp_size:
-            raise ValueError(
-                f"out_features={features_out} is not divisible by tp_size={tp_size}; choose a multiple of it"
-            )
-        features_out //= tp_size
+        features_out = shard(features_out, tp_size, "out_features")
     elif mode == "row":
-        if features_in % tp_size:
-            raise ValueError(
-                f"in_features={features_in} is not divisible by tp_size={tp_size}; choose a multiple of it"
-            )
-        features_in //= tp_size
+        features_in = shard(features_in, tp_size, "in_features")
     weight = ParamSpec((features_out, features_in), init, {"column": 0, "row": 1}.get(mode), True, late_grad=late_grad)
     making = model_init()
     if making is not None and not (features_out % making.multiple or features_in % making.multiple):
@@ -190,25 +182,7 @@ class Linear(_OneLinear):
         *,
         sequence_dim: int = 0,
     ) -> None:
-        given = locals()
-        super().__init__(
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            modes=(parallel_mode,),
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-            params_dtype=params_dtype,
-            device=device,
-            rng_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            name=name or ub_name,
-            userbuffers={flag: given[flag] for flag in UB_FLAGS},
-            ub_names=(ub_name,),
-            symmetric_ar_type=symmetric_ar_type,
-            sequence_dim=sequence_dim,
-            sizes={"in_features": in_features, "out_features": out_features},
-        )
+        super().__init__(locals(), (parallel_mode,), (ub_name,), ("in_features", "out_features"))
         self.save_original_input = save_original_input
         self._setup_linear(in_features, out_features, bias, return_bias, parameters_split, init_method)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +31,18 @@ def norm_params(spec: NormSpec, features: int, sequence_parallel: bool) -> dict[
     if not spec.rms:
         params["bias"] = ParamSpec((features,), nn.init.zeros_, sequence_parallel=sequence_parallel)
     return params
+
+
+def add_norm(module: nn.Module, features: int, given: Mapping[str, Any]) -> None:
+    """The norm in front of a linear in `module`. given: the arguments of the module's constructor, by name."""
+    for option in ("normalization", "eps", "zero_centered_gamma", "return_layernorm_output"):
+        setattr(module, option, given[option])
+    module.return_layernorm_output_gathered = given["return_layernorm_output_gathered"] and module.sequence_parallel
+    module._norm = norm_spec(module.normalization, module.eps, module.zero_centered_gamma)
+    specs = norm_params(module._norm, features, module.sequence_parallel)
+    module._add_params({f"layer_norm_{key}": spec for key, spec in specs.items()})
+    if module._norm.rms:
+        module.layer_norm_bias = None
 
 
 class _Norm(nn.Module):
@@ -62,7 +76,7 @@ class _Norm(nn.Module):
         self.sequence_parallel = bool(sequence_parallel)
         self._params = norm_params(self._spec, self._features, self.sequence_parallel)
         for name, spec in self._params.items():
-            param = spec.make(params_dtype or torch.get_default_dtype(), self._device, lambda: None)
+            param = spec.make(params_dtype or torch.get_default_dtype(), self._device, nullcontext)
             param.sequence_parallel = self.sequence_parallel
             self.register_parameter(name, param)
         if self._spec.rms:
@@ -75,13 +89,11 @@ class _Norm(nn.Module):
         device = default_device(None) if str(self._device) == "meta" else self._device
         for name, spec in self._params.items():
             old = getattr(self, name)
-            made = spec.make(old.dtype, device if old.device.type == "meta" else old.device, lambda: None)
             if old.device.type == "meta":
-                old = made
-                self.register_parameter(name, made)
+                old = spec.make(old.dtype, device, nullcontext)
+                self.register_parameter(name, old)
             else:  # the optimizer may hold it
-                with torch.no_grad():
-                    old.copy_(made)
+                spec.fill(old, nullcontext)
                 spec.mark(old)
             old.sequence_parallel = self.sequence_parallel
 

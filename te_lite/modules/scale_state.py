@@ -83,23 +83,16 @@ class ScaleStates:
     def _parse(self, tensor: Tensor, direction: str) -> tuple[Tensor, Tensor, float]:
         """(history, scale, the fp8_max they were made for)."""
         length, *sizes = (int(value) for value in tensor[1 : HEADER - 2].tolist())
-        largest = dict(zip(DIRECTIONS, tensor[HEADER - 2 : HEADER].tolist(), strict=True))
         expected = [self.sizes[name] for name in DIRECTIONS]
         if sizes != expected or tensor.numel() != HEADER + (length + 1) * sum(sizes):
             raise ValueError(
                 f"extra state holds {sizes} forward and backward tensors in {tensor.numel()} numbers, this module has "
                 f"{expected}; load it into a module of the class that wrote it"
             )
-        at = HEADER
-        for name, n in zip(DIRECTIONS, sizes, strict=True):
-            history, scale = (
-                tensor[at : at + length * n].view(length, n),
-                tensor[at + length * n : at + (length + 1) * n],
-            )
-            if name == direction:
-                return history, scale, largest[direction]
-            at += (length + 1) * n
-        raise AssertionError(direction)
+        index = DIRECTIONS.index(direction)
+        parts = tensor[HEADER:].split([n for size in sizes for n in (length * size, size)])
+        history, scale = parts[2 * index : 2 * index + 2]
+        return history.view(length, sizes[index]), scale, tensor[HEADER - 2 + index].item()
 
     def detach_from_device(self) -> None:
         """Before the module moves: the numbers stay here, the live states are made anew where it arrives."""

@@ -7,7 +7,8 @@ DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,6 +123,7 @@ def block_cast(
     col: bool = False,
     flat: bool = False,
     bias_grad: bool = False,
+    op: Callable[..., None] | None = None,
 ) -> Blocks:
     """Unfused, with v = produce_ref(source), fp32 [M, N], and B = block:
 
@@ -130,35 +132,22 @@ def block_cast(
         B = 128:     s = scale_from_amax_ref(amax, 448, eps, pow2), inf becoming the largest value of source.x's type;
                      q = (v * s).to(E4M3), saturating; stored = 1 / s
 
-    flat: col data is not transposed. One read of the source, one launch (two with bias_grad). Errors: ValueError.
+    flat: col data is not transposed. One read of the source, one launch (two with bias_grad). op: the oracle, in its
+    place. Errors: ValueError.
     """
     _check(block, square, row, col, flat)
     largest = torch.finfo(source.x.dtype).max
-    if source.kind == "dact" and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
+    if op is None and source.kind == "dact" and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
         # A block would lie across the halves, which a tile computes apart; fp32 in between changes no bit.
         source = plain(transform(source, hp_dtype=torch.float32).hp)
     out = _allocate(source, block, square, row, col, flat, bias_grad)
-    _block_cast_op(*source[:-1], block, square, pow2, eps, largest, flat, *out)
+    (op or _block_cast_op)(*source[:-1], block, square, pow2, eps, largest, flat, *out)
     return out
 
 
-def block_cast_ref(
-    source: Source,
-    *,
-    block: int,
-    square: bool = False,
-    pow2: bool = True,
-    eps: float = 0.0,
-    row: bool = True,
-    col: bool = False,
-    flat: bool = False,
-    bias_grad: bool = False,
-) -> Blocks:
-    """The oracle of `block_cast`: plain torch on any device."""
-    _check(block, square, row, col, flat)
-    out = _allocate(source, block, square, row, col, flat, bias_grad)
-    _write_ref(*source[:-1], block, square, pow2, eps, torch.finfo(source.x.dtype).max, flat, *out)
-    return out
+def block_cast_ref(source: Source, **wanted: Any) -> Blocks:
+    """The oracle of `block_cast`, of the same arguments: plain torch on any device."""
+    return block_cast(source, **wanted, op=_write_ref)
 
 
 def _write_ref(

@@ -104,33 +104,20 @@ def _row_quarter(
 
 
 @triton.jit
-def _row_quarters(
-    v0, v1, v2, v3, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n,
-    B: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    for r in tl.static_range(4):
-        _row_quarter(
-            (v0, v1, v2, v3)[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width, scale_m, scale_n,
-            B, E8M0, CAP, POW2, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-
-
-@triton.jit
-def _col_quarters(
-    v0, v1, v2, v3, c, col, m0, n0, n_out, rows, cols, width, padded,
+def _scaled_quarters(
+    v0, v1, v2, v3, c, out, m0, n0, n_out, rows, cols, width, padded,
     FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A tile times c, into the transposed copy, or as it lies when FLAT."""
     if FLAT:
         store_quarters(
-            col.to(tl.pointer_type(tl.uint8)), to_fp8_bytes(v0 * c, False), to_fp8_bytes(v1 * c, False),
+            out.to(tl.pointer_type(tl.uint8)), to_fp8_bytes(v0 * c, False), to_fp8_bytes(v1 * c, False),
             to_fp8_bytes(v2 * c, False), to_fp8_bytes(v3 * c, False),
             m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         w = to_fp8_words(v0 * c, v1 * c, v2 * c, v3 * c, False)
-        store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+        store_words(out, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -148,27 +135,22 @@ def _emit_blocks(
         at_m, at_n = m0 // B, n_out // B
         if row is not None:
             tl.store(row_scale + at_m.to(tl.int64) * row_scale_m + at_n * row_scale_n, stored)
-            out = row.to(tl.pointer_type(tl.uint8))
-            store_quarters(
-                out, to_fp8_bytes(v0 * s, False), to_fp8_bytes(v1 * s, False),
-                to_fp8_bytes(v2 * s, False), to_fp8_bytes(v3 * s, False),
-                m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            _scaled_quarters(v0, v1, v2, v3, s, row, m0, n0, n_out, rows, cols, width, padded, True, BLOCK_M, BLOCK_N)
         if col is not None:
             tl.store(col_scale + at_m.to(tl.int64) * col_scale_m + at_n * col_scale_n, stored)
-            w = to_fp8_words(v0 * s, v1 * s, v2 * s, v3 * s, False)
-            store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+            _scaled_quarters(v0, v1, v2, v3, s, col, m0, n0, n_out, rows, cols, width, padded, False, BLOCK_M, BLOCK_N)
     else:
         if row is not None:
-            _row_quarters(
-                v0, v1, v2, v3, row, row_scale, eps, m0, n0, n_out, rows, cols, width, row_scale_m, row_scale_n, B,
-                E8M0, CAP, POW2, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            for r in tl.static_range(4):
+                _row_quarter(
+                    (v0, v1, v2, v3)[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width,
+                    row_scale_m, row_scale_n, B, E8M0, CAP, POW2, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
         if col is not None:
             s, stored = _scales(tl.max(largest, axis=0), eps, E8M0, CAP, POW2)
             at = (m0 // B).to(tl.int64) * col_scale_m + (n_out + n).to(tl.int64) * col_scale_n
             tl.store(col_scale + at, stored, mask=n0 + n < cols)
-            _col_quarters(
+            _scaled_quarters(
                 v0, v1, v2, v3, s[None, :], col, m0, n0, n_out, rows, cols, width, padded, FLAT, BLOCK_M, BLOCK_N
             )
 

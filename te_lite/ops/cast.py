@@ -6,7 +6,8 @@ which each program of `transform` reduces again to compute the scale itself.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,6 +128,7 @@ def transform(
     bias_grad: bool = False,
     row_scale: Tensor | None = None,
     col_scale: Tensor | None = None,
+    op: Callable[..., None] | None = None,
 ) -> Transformed:
     """Unfused, with v = produce_ref(source), fp32 [M, N]:
 
@@ -142,42 +144,25 @@ def transform(
     row_scale, col_scale: fp32 [M], [N]: scales of row and col in place of s, and no scale_inv; row without a row_scale
     and without col takes col_scale.
     scale: fp32 [1]. amax: fp32 [P], P <= 1024. One read of the source, one launch (two with bias_grad).
-    Errors: ValueError, TypeError.
+    op: the oracle, in its place. Errors: ValueError, TypeError.
     """
     vectors = (row_scale is not None) + (col_scale is not None)
     _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors)
     out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors)
-    _transform_op(*source[:-1], scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out)
+    (op or _transform_op)(*source[:-1], scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out)
     return out
 
 
-def transform_ref(
-    source: Source,
-    *,
-    hp_dtype: torch.dtype | None = None,
-    fp8_dtype: torch.dtype | None = None,
-    row: bool = False,
-    col: bool = False,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    amax_out: Tensor | None = None,
-    pow2: bool = False,
-    eps: float = 0.0,
-    bias_grad: bool = False,
-    row_scale: Tensor | None = None,
-    col_scale: Tensor | None = None,
-) -> Transformed:
-    """The oracle of `transform`: plain torch on any device."""
-    vectors = (row_scale is not None) + (col_scale is not None)
-    _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors)
-    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors)
-    _write_ref(source, scale, amax, row_scale, col_scale, eps, pow2, out, amax_out)
-    return out
+def transform_ref(source: Source, **wanted: Any) -> Transformed:
+    """The oracle of `transform`, of the same arguments: plain torch on any device."""
+    return transform(source, **wanted, op=_transform_ref)
 
 
-def _write_ref(source: Source, scale, amax, row_scale, col_scale, eps, pow2, out: Transformed, amax_out) -> None:
-    v = produce_ref(source)
-    hp, row, col, scale_inv, bias_grad = out
+def _transform_ref(
+    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, row_scale, col_scale, eps, pow2,
+    hp, row, col, scale_inv, bias_grad, amax_out,
+):  # fmt: skip
+    v = produce_ref(Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation))
     if hp is not None:
         hp.copy_(v)
     if bias_grad is not None:
@@ -209,15 +194,6 @@ def _amax_of(v: Tensor) -> Tensor:
     if v.numel() == 0:
         return v.new_zeros(1)
     return torch.nan_to_num(v.abs().max().view(1), nan=_INF, posinf=_INF)
-
-
-def _transform_cpu(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, row_scale, col_scale, eps, pow2,
-    hp, row, col, scale_inv, bias_grad, amax_out,
-):  # fmt: skip
-    source = Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation)
-    out = Transformed(hp, row, col, scale_inv, bias_grad)
-    _write_ref(source, scale, amax, row_scale, col_scale, eps, pow2, out, amax_out)
 
 
 def _transform_cuda(
@@ -259,7 +235,7 @@ _transform_op = register(
     f"transform({FLAT}, Tensor? scale, Tensor? amax, Tensor? row_scale, Tensor? col_scale, "
     "float eps, bool pow2, Tensor(a!)? hp, Tensor(b!)? row, Tensor(c!)? col, Tensor(d!)? scale_inv, "
     "Tensor(e!)? bias_grad, Tensor(f!)? amax_out) -> ()",
-    cpu=_transform_cpu,
+    cpu=_transform_ref,
     cuda=_transform_cuda,
     fake=lambda *args: None,
 )
@@ -278,10 +254,6 @@ def amax(source: Source) -> Tensor:
 def amax_ref(source: Source) -> Tensor:
     """The oracle of `amax`: one partial maximum, fp32 [1]."""
     return _amax_of(produce_ref(source)) if source.amax is None else source.amax
-
-
-def _amax_cpu(*flat) -> Tensor:
-    return amax_ref(Source(*flat))
 
 
 def _amax_programs(device: torch.device) -> int:
@@ -311,4 +283,6 @@ def _amax_fake(kind, x, *rest) -> Tensor:
     return x.new_empty((_amax_programs(x.device) if x.device.type == "cuda" else 1,), dtype=torch.float32)
 
 
-_amax_op = register(f"amax({FLAT}) -> Tensor", cpu=_amax_cpu, cuda=_amax_cuda, fake=_amax_fake)
+_amax_op = register(
+    f"amax({FLAT}) -> Tensor", cpu=lambda *flat: amax_ref(Source(*flat)), cuda=_amax_cuda, fake=_amax_fake
+)

@@ -90,8 +90,3 @@ def compiled_wait(device: torch.device) -> tuple[Any, Any]:
         word = torch.zeros(1, dtype=torch.int32, device=device)
         compiled = wait_kernel[(1,)](word, word, 0, 1, 0, word, num_warps=1)
     return _ready(compiled), compiled
-
-
-def advance(word: Tensor) -> None:
-    """word[0] += 1 on the current stream; an int32 that wraps around."""
-    word.add_(1)

@@ -20,14 +20,6 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def _check_fp8(a: Tensor, b: Tensor) -> None:
-    k = a.shape[1]
-    if a.dtype in _FP8 and b.dtype in _FP8 and k == b.shape[1] and not (k | b.shape[0]) % FP8_ALIGNMENT:
-        if a.dtype == _FP8[0] or b.dtype == _FP8[0]:
-            return
-    _refuse_fp8(a, b)
-
-
-def _refuse_fp8(a: Tensor, b: Tensor) -> None:
     if a.dtype not in _FP8 or b.dtype not in _FP8:
         raise TypeError(
             f"fp8 GEMM of {a.dtype} and {b.dtype}: both operands must be float8_e4m3fn or float8_e5m2; "

@@ -62,7 +62,7 @@ def _scale_of(gathered_scale, source, m, A_SCALE: tl.constexpr):
 def gather_kernel(
     own, gathered, b_desc, b_tail, out_desc, ready, epoch, abort, own_scale, gathered_scale, b_scale, bias, delta, m, n,
     k, rank, stride, tail, RANKS: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    B_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program p of P takes tiles p, p + P, ... of the walk over the shards of rank, rank+1, rank+2, ... (mod R).
 
@@ -87,7 +87,7 @@ def gather_kernel(
                 wait_flags(ready + source * stride, 0, new.to(tl.int32), reached, abort)
                 row += source * m
             a_desc = gathered if others else own
-            left, right = tiles.halves(tiles.multiply(a_desc, b_desc, row, col, k, BLOCK_M, BLOCK_N, BLOCK_K))
+            left, right = tiles.halves(tiles.multiply(a_desc, b_desc, row, col, k, B_T, BLOCK_M, BLOCK_N, BLOCK_K))
             finished += programs
             step, row, col = tiles.tile_at(finished, m, n, BLOCK_M, BLOCK_N, GROUP)
             source = (rank + step) % RANKS
@@ -104,7 +104,7 @@ def gather_kernel(
             step, row, col = tiles.tile_at(per_shard * RANKS - tail + half // 2, m, n, BLOCK_M, BLOCK_N, GROUP)
             source, col = (rank + step) % RANKS, col + half % 2 * (BLOCK_N // 2)
             wait_flags(ready + source * stride, 0, 1, reached, abort)
-            part = tiles.multiply(gathered, b_tail, row + source * m, col, k, BLOCK_M, BLOCK_N // 2, BLOCK_K)
+            part = tiles.multiply(gathered, b_tail, row + source * m, col, k, B_T, BLOCK_M, BLOCK_N // 2, BLOCK_K)
             scale = gathered_scale
             if A_SCALE != "none":
                 scale = _scale_of(gathered_scale, source, m, A_SCALE)
@@ -133,11 +133,11 @@ def run_gather(config: tiles.Config, own, gathered, b, ready, epoch, delta, abor
     gather_kernel[(min(most, ranks * per_shard),)](
         TensorDescriptor(own, (m, k), (k, 1), [block_m, block_k]),
         TensorDescriptor(gathered, (ranks * m, k), (k, 1), [block_m, block_k]),
-        TensorDescriptor(b, (n, k), (k, 1), [block_n, block_k]),
-        TensorDescriptor(b, (n, k), (k, 1), [block_n // 2, block_k]),
+        tiles.described(b, block_n, block_k),
+        tiles.described(b, block_n // 2, block_k),
         TensorDescriptor(out, (ranks, m, n), (m * n, n, 1), [1, block_m, block_n // parts]),
         ready, epoch, abort, own_scale, gathered_scale, b_scale, bias, signed(delta), m, n, k, rank, stride, tail,
-        ranks, a_kind, b_kind, parts, block_m, block_n, block_k, group,
+        ranks, a_kind, b_kind, parts, tiles.transposed(b), block_m, block_n, block_k, group,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
@@ -183,7 +183,8 @@ def gemm_gather(
     Result garbage if abort[0] becomes nonzero.
     Scales, fp32 inverses, all three or none. A scale of a for all: own_scale [1], gathered_scale the same tensor; one a
     shard: [1], [R]; one a row: [m], [R * m]. b_scale: [1] or [N]. gathered_scale is read after the flags.
-    a, b: both bf16, both fp16, or fp8 with at most one E5M2, with fast accumulation (ops/gemm.py).
+    a, b: both bf16, both fp16, where b may also lie as [K, N]; or fp8 with at most one E5M2, with fast accumulation
+    (ops/gemm.py).
     Waits on CUDA devices only; CPU tensors are taken as they are. Errors: ValueError, TypeError.
     """
     tiles.check("gather and GEMM", gathered, b, own.shape[0], ready.shape[0])

@@ -58,7 +58,7 @@ _WORDS = ["ready", "epoch", "abort", "a_scale", "b_scale", "bias"]
 def gemm_reduce_kernel(
     a_desc, b_desc, staging, ready, out, epoch, abort, a_scale, b_scale, bias, delta, m, n, k, rank, rows_per_piece,
     pieces, RANKS: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, FINE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    B_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program p of P takes tiles p, p + P, ... FINE: sums in eighths instead of quarters, where registers are short."""
     tl.assume(k > 0)
@@ -68,7 +68,7 @@ def gemm_reduce_kernel(
     finished = first - programs  # counted a second time: what a tile's end needs must not come from its beginning
     for tile in tl.range(first, tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N), programs, flatten=True):
         _, row, col = tiles.tile_at(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
-        left, right = tiles.halves(tiles.multiply(a_desc, b_desc, row, col, k, BLOCK_M, BLOCK_N, BLOCK_K))
+        left, right = tiles.halves(tiles.multiply(a_desc, b_desc, row, col, k, B_T, BLOCK_M, BLOCK_N, BLOCK_K))
         finished += programs
         _, row, col = tiles.tile_at(finished, m, n, BLOCK_M, BLOCK_N, GROUP)
         piece, new = _next_piece(finished, first, m, n, rows_per_piece, BLOCK_M, BLOCK_N, GROUP)
@@ -96,9 +96,9 @@ def run_reduce(config: tiles.Config, a, b, staging, ready, epoch, delta, abort, 
     fine = block_n == 256 and (staging.dtype == torch.float32 or a_kind == "row" or ranks > 4)
     gemm_reduce_kernel[(min(per_sm * sm_count(a.device), -(-m // block_m) * -(-n // block_n)),)](
         TensorDescriptor(a, (m, k), (k, 1), [block_m, block_k]),
-        TensorDescriptor(b, (n, k), (k, 1), [block_n, block_k]),
+        tiles.described(b, block_n, block_k),
         staging, ready, out, epoch, abort, a_scale, b_scale, bias, signed(delta), m, n, k, rank, rows_per_piece,
-        ready.shape[1], ranks, a_kind, b_kind, fine, block_m, block_n, block_k, group,
+        ready.shape[1], ranks, a_kind, b_kind, fine, tiles.transposed(b), block_m, block_n, block_k, group,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

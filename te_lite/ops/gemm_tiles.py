@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_lite.ops.gemm import _check_fp8
 
@@ -54,8 +55,8 @@ def choose(m: int, ranks: int, n: int, itemsize: int, sms: int) -> Config:
     return Config(block_m, block_n, 128 // itemsize, warps, 4, 8, per_sm)
 
 
-def check(name: str, a: Tensor, b: Tensor, rows: int, ranks: int) -> None:
-    """ValueError or TypeError unless these kernels can multiply a, `ranks` shards of `rows` rows, and b."""
+def check(name: str, a: Tensor, b: Tensor, shard: int, ranks: int) -> None:
+    """ValueError or TypeError unless these kernels can multiply a, `ranks` shards of `shard` rows, and b."""
     (m, k), (n, k_b) = a.shape, b.shape
     if a.dtype in FP8 or b.dtype in FP8:
         _check_fp8(a, b)
@@ -66,11 +67,28 @@ def check(name: str, a: Tensor, b: Tensor, rows: int, ranks: int) -> None:
             f"{name} of a [{m}, {k}] and b [{n}, {k_b}]: the last dimensions must be equal, not 0, and a row "
             f"a multiple of {ALIGNMENT} bytes; pad the features, or take a schedule with a plain GEMM"
         )
-    if m != rows * ranks:
-        raise ValueError(f"{name}: {m} rows for {ranks} ranks with {rows} each: must be the product; pass all shards")
-    for what, t in (("a", a), ("b", b)):
-        if not t.is_contiguous() or (t.is_cuda and t.data_ptr() % ALIGNMENT):
-            raise ValueError(f"{name}: {what} has strides {t.stride()}: must be contiguous, {ALIGNMENT}-byte aligned")
+    if m != shard * ranks:
+        raise ValueError(f"{name}: {m} rows for {ranks} ranks with {shard} each: must be the product; pass all shards")
+    for what, t, rows in (("a", a, a), ("b", b, b.t() if transposed(b) else b)):
+        misaligned = rows.shape[1] * t.element_size() % ALIGNMENT or (t.is_cuda and t.data_ptr() % ALIGNMENT)
+        if misaligned or not rows.is_contiguous():
+            raise ValueError(
+                f"{name}: {what} {list(t.shape)} has strides {t.stride()}: must be contiguous, each row at a multiple "
+                f"of {ALIGNMENT} bytes; pad it"
+            )
+
+
+def transposed(b: Tensor) -> bool:
+    """Whether b[N, K] lies as [K, N], which tensor cores read as well where elements have 16 bits."""
+    return b.element_size() == 2 and not b.is_contiguous() and b.t().is_contiguous()
+
+
+def described(b: Tensor, block_n: int, block_k: int) -> TensorDescriptor:
+    """b[N, K] for `multiply`, as it lies."""
+    n, k = b.shape
+    if transposed(b):
+        return TensorDescriptor(b, (k, n), (n, 1), [block_k, block_n])
+    return TensorDescriptor(b, (n, k), (k, 1), [block_n, block_k])
 
 
 def scale_kinds(a_scale: Tensor | None, b_scale: Tensor | None, m: int, n: int, ranks: int = 0) -> tuple[str, str]:
@@ -118,13 +136,17 @@ def halves(x):
 
 
 @triton.jit
-def multiply(a_desc, b_desc, row, col, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """fp32 a[row:, :k] @ b[col:, :k]^T of a tile."""
+def multiply(
+    a_desc, b_desc, row, col, k, B_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """fp32 a[row:, :k] @ b[col:, :k]^T of a tile. B_T: b lies as [k, n]."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(tl.cdiv(k, BLOCK_K)):
         a = a_desc.load([row, step * BLOCK_K])
-        b = b_desc.load([col, step * BLOCK_K])
-        total = tl.dot(a, b.T, total)
+        if B_T:
+            total = tl.dot(a, b_desc.load([step * BLOCK_K, col]), total)
+        else:
+            total = tl.dot(a, b_desc.load([col, step * BLOCK_K]).T, total)
     return total
 
 

@@ -53,9 +53,7 @@ def _rows(x: Tensor) -> Tensor:
 def _forward_cuda(x, gamma, beta, eps, rms, zero_centered):
     x = _rows(x)
     m, n = x.shape
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    mean = torch.empty(0 if rms else m, dtype=torch.float32, device=x.device)
-    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    y, mean, rstd = _forward_outputs(x, gamma, beta, eps, rms, zero_centered)
     if m:
         block_m, block_n, warps, _ = forward_launch(n)
         launch(
@@ -74,15 +72,12 @@ def _stats_programs(m: int, n: int, rms: bool, device: torch.device) -> int:
 def _stats_cuda(x, gamma, beta, eps, rms, zero_centered, want_amax):
     x = _rows(x)
     m, n = x.shape
-    mean = torch.empty(0 if rms else m, dtype=torch.float32, device=x.device)
-    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    mean, rstd, amax = _stats_outputs(x, gamma, beta, eps, rms, zero_centered, want_amax)
     if not m:
-        return mean, rstd, torch.zeros(1 if want_amax else 0, dtype=torch.float32, device=x.device)
-    programs = _stats_programs(m, n, rms, x.device)
-    amax = torch.empty(programs if want_amax else 0, dtype=torch.float32, device=x.device)
+        return mean, rstd, amax.zero_()
     block_m, block_n, warps, _ = stats_launch(n, rms)
     launch(
-        stats_kernel, programs, (),
+        stats_kernel, _stats_programs(m, n, rms, x.device), (),
         (x, gamma, beta, mean, rstd, amax), (m, n, x.stride(0), eps),
         (rms, zero_centered, beta is not None, want_amax, block_m, block_n, block_n == n), warps,
     )  # fmt: skip
@@ -176,7 +171,7 @@ def _cpu_outputs(*values: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(torch.empty(0) if v is None else v.contiguous() for v in values)
 
 
-def _stats_fake(x, gamma, beta, eps, rms, zero_centered, want_amax):
+def _stats_outputs(x, gamma, beta, eps, rms, zero_centered, want_amax):
     m, n = x.shape
     partials = 0
     if want_amax:
@@ -184,7 +179,7 @@ def _stats_fake(x, gamma, beta, eps, rms, zero_centered, want_amax):
     return tuple(x.new_empty(size, dtype=torch.float32) for size in (0 if rms else m, m, partials))
 
 
-def _forward_fake(x, gamma, beta, eps, rms, zero_centered):
+def _forward_outputs(x, gamma, beta, eps, rms, zero_centered):
     m = x.shape[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, *(x.new_empty(size, dtype=torch.float32) for size in (0 if rms else m, m))
@@ -201,14 +196,14 @@ _forward_op = register(
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     cpu=lambda *args: _cpu_outputs(*norm_forward_ref(*args)),
     cuda=_forward_cuda,
-    fake=_forward_fake,
+    fake=_forward_outputs,
 )
 _stats_op = register(
     "norm_stats(Tensor x, Tensor gamma, Tensor? beta, float eps, bool rms, bool zero_centered,"
     " bool want_amax) -> (Tensor mean, Tensor rstd, Tensor amax)",
     cpu=lambda *args: _cpu_outputs(*norm_stats_ref(*args)),
     cuda=_stats_cuda,
-    fake=_stats_fake,
+    fake=_stats_outputs,
 )
 _backward_op = register(
     "norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor gamma, bool zero_centered)"

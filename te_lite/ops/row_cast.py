@@ -125,10 +125,6 @@ def row_cast_ref(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[T
     return saturate_(v * scale[:, None], E4M3_MAX).to(E4M3), inverse
 
 
-def _row_cast_cpu(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, eps, pow2):
-    return row_cast_ref(Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation), eps, pow2)
-
-
 def _row_outputs(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, eps, pow2) -> tuple[Tensor, Tensor]:
     rows, cols = x.shape[0], x.shape[1] if kind == "dact" else _cols_of_tiles(x, activation)
     return x.new_empty((rows, cols), dtype=E4M3), x.new_empty((rows,), dtype=torch.float32)
@@ -154,7 +150,7 @@ def _row_cast_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activati
 
 _row_cast_op = register(
     f"row_cast({FLAT}, float eps, bool pow2) -> (Tensor, Tensor)",
-    cpu=_row_cast_cpu,
+    cpu=lambda *args: row_cast_ref(Source(*args[:-2]), *args[-2:]),
     cuda=_row_cast_cuda,
     fake=_row_outputs,
 )

@@ -263,12 +263,9 @@ def produce(
     mask = in_m[:, None] & in_n[None, :]
     # The tile's origin is 64 bit, the offsets in it are 32 bit: M * N may pass 2^31, BLOCK_M * N may not.
     first = m0.to(tl.int64)
-    if GLU:
-        h = x + first * (2 * cols) + n0
-        inside = m[:, None] * (2 * cols) + n[None, :]
-    else:
-        h = x + first * cols + n0
-        inside = m[:, None] * cols + n[None, :]
+    width = 2 * cols if GLU else cols
+    h = x + first * width + n0
+    inside = m[:, None] * width + n[None, :]
     v = tl.load(h + inside, mask=mask, other=0)
     if KIND != "words":
         v = v.to(tl.float32)

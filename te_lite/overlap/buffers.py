@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -105,11 +106,7 @@ class Buffer:
 
 def part_offsets(sizes: Sequence[int], ranks: int) -> list[int]:
     """Where in a slot each part of a gathered tensor begins; sizes: bytes of one rank's shard of each part."""
-    offsets, at = [], 0
-    for size in sizes:
-        offsets.append(at)
-        at += aligned(size * ranks)
-    return offsets
+    return list(accumulate((aligned(size * ranks) for size in sizes), initial=0))[:-1]
 
 
 def gathered_bytes(sizes: Sequence[int], ranks: int) -> int:
@@ -302,10 +299,11 @@ class Scatter:
         memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
         return memory[: self.bytes * self.group.size].view(self.dtype).view(self.group.size, *self.shape)
 
-    def reduce(self, own: Tensor) -> Tensor:
-        """The sum of all ranks' partials of this rank's rows, in the wire's dtype; own[m, N] may be wider. Closes."""
+    def reduce(self, own: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' partials of this rank's rows and bias[N], in the wire's dtype; own[m, N] may be wider.
+        Closes."""
         self._issue(1 + sum(self.cuts))
-        out = reduce_slots(self.staging, own, None, self.group.rank, self.dtype)
+        out = reduce_slots(self.staging, own, bias, self.group.rank, self.dtype)
         self.close()
         return out
 

@@ -20,7 +20,7 @@ import triton
 
 from te_lite.overlap.bootstrap import Exchange
 
-SCHEDULES = 2  # to be raised when a schedule changes its speed: what was measured before is then forgotten
+SCHEDULES = 3  # to be raised when a schedule changes its speed: what was measured before is then forgotten
 ROUNDS = 5
 HOLD_CYCLES = 2_000_000  # about 1 ms, in which the host issues what is timed, as one that runs ahead has
 MOST = 512  # problems that one group times; a run with ever new token counts follows the rule from then on
@@ -39,7 +39,9 @@ def _load() -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _time_us(run: Callable[[], object], device: torch.device, check: Callable[[], None]) -> float:
+def _time_us(
+    run: Callable[[], object], device: torch.device, group: dist.ProcessGroup, check: Callable[[], None]
+) -> float:
     """Device time where there is a device. check() may raise while this rank waits for the others."""
     if device.type != "cuda":
         begin = time.perf_counter()
@@ -48,6 +50,7 @@ def _time_us(run: Callable[[], object], device: torch.device, check: Callable[[]
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HOLD_CYCLES)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # all devices begin together
         start.record()
         run()
         end.record()
@@ -109,7 +112,7 @@ class Choices:
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(1 + ROUNDS):  # the first compiles
             for name, run in ways.items():
-                times[name].append(_time_us(run, self._device, check))
+                times[name].append(_time_us(run, self._device, group, check))
         own = torch.tensor([statistics.median(values[1:]) for values in times.values()], device=self._device)
         dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
         return dict(zip(ways, own.tolist(), strict=True))

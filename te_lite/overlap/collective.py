@@ -96,10 +96,14 @@ class Collective(Schedule):
         self._note(gemm, partial.nbytes * (self.tp.size - 1) // self.tp.size * (1 if scatters else 2))
         return (reduce_scatter if scatters else all_reduce)(partial, self.tp.group)
 
+    def _gemm_sum(self, name: str, gemm: Product, a: QTensor) -> Tensor:
+        total = self._sum(name, gemm(a))
+        return total if gemm.sum_bias is None else total.add_(gemm.sum_bias)
+
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         if self.tp.mode == "column":
             return gemm(self.gather("fprop", x, "row") if self.tp.sequence_parallel else x)
-        return self._sum("fprop", gemm(x))
+        return self._gemm_sum("fprop", gemm, x)
 
     def backward(
         self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None

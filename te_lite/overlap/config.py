@@ -18,24 +18,10 @@ class UserBufferQuantizationMode(enum.Enum):
 
 METHODS = ("ring_exchange", "pipeline", "bulk", "external", "fused", "auto")
 LAYERS = {"column": ("qkv", "fc1"), "row": ("proj", "fc2")}  # parallel_mode -> names
-# "layer_gemm" -> method: the fastest where there is a choice, and Transformer Engine's defaults elsewhere.
-DEFAULTS = {
-    "qkv_fprop": "auto",
-    "fc1_fprop": "auto",
-    "proj_dgrad": "auto",
-    "fc2_dgrad": "auto",
-    "proj_fprop": "auto",
-    "fc2_fprop": "auto",
-    "qkv_dgrad": "bulk",
-    "qkv_wgrad": "bulk",
-    "fc1_dgrad": "bulk",
-    "fc1_wgrad": "bulk",
-    "proj_wgrad": "external",
-    "fc2_wgrad": "external",
-}
-# Which methods make sense where; what travels there decides. A pipeline cuts a GEMM by destination, as a ring does.
-GATHERS = ("ring_exchange", "fused", "auto")
-SCATTERS = ("ring_exchange", "pipeline", "fused", "auto")
+# Which methods make sense where; what travels there decides. A pipeline cuts a GEMM by destination, as a ring does. The
+# first is the default: the fastest where there is a choice, and Transformer Engine's elsewhere.
+GATHERS = ("auto", "ring_exchange", "fused")
+SCATTERS = ("auto", "ring_exchange", "pipeline", "fused")
 OFFERED = {
     **{f"{layer}_fprop": GATHERS for layer in LAYERS["column"]},
     **{f"{layer}_fprop": SCATTERS for layer in LAYERS["row"]},
@@ -44,6 +30,7 @@ OFFERED = {
     **{f"{layer}_wgrad": ("bulk", "auto") for layer in LAYERS["column"]},
     **{f"{layer}_wgrad": ("external", "auto") for layer in LAYERS["row"]},
 }
+DEFAULTS = {name: methods[0] for name, methods in OFFERED.items()}  # "layer_gemm" -> method
 # Options of Transformer Engine's that have no meaning here: no SM is taken for communication.
 IGNORED = (
     "num_sm",
@@ -104,11 +91,8 @@ def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
 def _scatters(name: str, method: str) -> bool:
     """Whether the exchange of this GEMM is a reduce-scatter."""
     layer, gemm = name.split("_")
-    if gemm == "wgrad":
-        return layer in ("qkv", "fc1")
-    if gemm == "dgrad":
-        return layer in ("qkv", "fc1") and method != "bulk"
-    return layer in ("proj", "fc2")
+    scattering = ("fprop",) if layer in LAYERS["row"] else ("dgrad", "wgrad")
+    return gemm in scattering and (gemm, method) != ("dgrad", "bulk")
 
 
 def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> LayerMethods:

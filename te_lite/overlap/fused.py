@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_lite.ops.gemm_gather import gemm_gather
 from te_lite.ops.gemm_reduce import gemm_reduce
-from te_lite.ops.gemm_tiles import ALIGNMENT
+from te_lite.ops.gemm_tiles import ALIGNMENT, transposed
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.ring import push_others
 from te_lite.overlap.schedule import Product
@@ -30,11 +30,16 @@ def refusal(gemm: Product, a: QTensor) -> str:
         return f"a rank's tokens are not a multiple of {a.format.shard_multiple}"
     if data.dtype == torch.float32:
         return "no fused kernel for fp32"
-    if not (data.is_contiguous() and other.is_contiguous()):
+    if not (data.is_contiguous() and (other.is_contiguous() or transposed(other))):
         return "an operand of the fused kernel is transposed"
     if data.shape[1] * data.element_size() % ALIGNMENT or gemm.columns * gemm.dtype.itemsize % ALIGNMENT:
         return f"rows are not multiples of {ALIGNMENT} bytes"
     return ""
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """t, as it lies, where the tensor-copy unit can read it. No refusal: addresses may differ by rank."""
+    return t.clone() if t.data_ptr() % ALIGNMENT else t
 
 
 def _scales(a: QTensor, gemm: Product) -> tuple[Tensor | None, Tensor | None]:
@@ -54,17 +59,17 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     own_scale, b_scale = _scales(own, gemm)
     data, *scales = gather.parts()
     scale = scales[0].reshape(-1) if scales else own_scale
-    a, b = data.view(own.row.dtype), gemm.b.operand(gemm.b_layout)[0]
-    return gemm_gather(own.row, a, b, *_flags(gather), own_scale, scale, b_scale, gemm.bias, gemm.dtype)
+    a, b = data.view(own.row.dtype), _aligned(gemm.b.operand(gemm.b_layout)[0])
+    return gemm_gather(_aligned(own.row), a, b, *_flags(gather), own_scale, scale, b_scale, gemm.bias, gemm.dtype)
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
-    """Sum over ranks of gemm(a[R*m, k]), this rank's rows [m, n]: the others' are computed and pushed as in a ring,
-    this rank's come last and take up what has arrived in registers."""
+    """Sum over ranks of gemm(a[R*m, k]) and sum_bias, this rank's rows [m, n]: the others' are computed and pushed as
+    in a ring, this rank's come last and take up what has arrived in registers."""
     push_others(gemm, a, scatter)
     first = scatter.group.rank * scatter.shape[0]
-    own, b = a.rows(first, first + scatter.shape[0]), gemm.b.operand(gemm.b_layout)[0]
+    own, b = a.rows(first, first + scatter.shape[0]), _aligned(gemm.b.operand(gemm.b_layout)[0])
     flags, rows, scales = _flags(scatter), scatter.rows_per_flag, _scales(own, gemm)
-    out = gemm_reduce(own.row, b, scatter.staging, *flags, rows, *scales, gemm.bias, gemm.dtype)
+    out = gemm_reduce(_aligned(own.row), b, scatter.staging, *flags, rows, *scales, gemm.sum_bias, gemm.dtype)
     scatter.close()
     return out

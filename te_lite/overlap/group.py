@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
 import torch
 
 from te_lite import _C
-from te_lite.ops.flags import advance, compiled_wait
+from te_lite.ops.flags import compiled_wait, signed
 from te_lite.overlap.arena import Arena, share_host_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity
 from te_lite.overlap.buffers import Buffer, gathered_bytes
@@ -28,6 +29,12 @@ SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32
 def timeout_s() -> float:
     """Seconds that a wait for a peer may take: TE_LITE_UB_TIMEOUT, default 60."""
     return float(os.environ.get("TE_LITE_UB_TIMEOUT", TIMEOUT_S))
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all groups: cuBLAS keeps a workspace for each stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class Group:
@@ -76,15 +83,15 @@ class Group:
 
     def _start(self, exchange: Exchange, flags: dict[str, int], first_epoch: int) -> None:
         """Flags get their first values before any rank may write them; then the watchers begin."""
-        before = (first_epoch - 1) & 0xFFFFFFFF
+        before = signed(first_epoch - 1)
         words = self.arena.view("flags", 0, self.rank).view(torch.int32)
-        words.fill_(before - (1 << 32) if before >> 31 else before)
+        words.fill_(before)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._buffers: dict[str, Buffer] = {}
         at = 0
         for name, count in flags.items():
-            epochs = torch.full((SLOTS,), int(words[0]), dtype=torch.int32, device=self.device)
+            epochs = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device)
             graph = epochs if name.endswith(".graph") else None
             self._buffers[name] = Buffer(self.arena, name, SLOTS, PIECES, at, first_epoch, graph)
             at += count
@@ -104,6 +111,7 @@ class Group:
         )
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
+        self._beside = _stream_beside(self.device) if cuda else None
         self.executor = _C.Executor(
             self.device.index if cuda else -1, [self.stream.cuda_stream if cuda else 0], self.control
         )
@@ -129,7 +137,7 @@ class Group:
     def begin(self, buffer: Buffer, slot: int) -> None:
         """A use of `slot` begins: under capture the epoch moves on in device memory."""
         if buffer.words is not None:
-            advance(buffer.words[slot : slot + 1])
+            buffer.words[slot : slot + 1].add_(1)  # an int32, which wraps around
 
     def issue(
         self, program: _C.Program, segment: int, buffer: Buffer, slot: int, epoch: int, arguments: tuple[int, ...]
@@ -139,6 +147,23 @@ class Group:
         main = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else 0
         word = 0 if buffer.words is None else buffer.words.data_ptr() + 4 * slot
         self.executor.issue(program, segment, epoch, main, arguments, word)
+
+    @contextmanager
+    def in_turns(self) -> Iterator[Callable[[int], AbstractContextManager]]:
+        """turn(i): a stream for the i-th of several GEMMs that do not need each other, the caller's for even i, one
+        beside it for odd: each begins on the multiprocessors that the last tiles of the one before leave idle. What
+        they share must exist before. Not for GEMMs whose results the others wait for, since one may overtake another,
+        nor by two host threads at once, whose turns might wait for each other.
+        """
+        if self._beside is None:
+            yield lambda i: nullcontext()
+            return
+        main = torch.cuda.current_stream(self.device)
+        self._beside.wait_stream(main)
+        try:
+            yield lambda i: torch.cuda.stream(self._beside if i % 2 else main)
+        finally:
+            main.wait_stream(self._beside)
 
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""

@@ -118,18 +118,20 @@ class Overlapped(Collective):
         if method != "auto" or not choices.measures:
             return method  # _way has a rule
         problem = f"{'scatter' if scatters else 'gather'} {a.format.label or a.dtype} {list(a.shape)} x {gemm.columns} "
-        problem += f"{gemm.b_layout} to {gemm.dtype}, bias {gemm.bias is not None}, fast {gemm.fast_accum}"
+        bias = gemm.bias is not None or gemm.sum_bias is not None
+        problem += f"{gemm.b_layout} to {gemm.dtype}, bias {bias}, fast {gemm.fast_accum}"
 
         def run(way: str) -> object:
             with self.group.operation(f"auto: {way}, {problem}"):
                 if way == "collective":
-                    return self._sum(name, gemm(a)) if scatters else gemm(self.gather(name, a, "row"))
+                    return self._gemm_sum(name, gemm, a) if scatters else gemm(self.gather(name, a, "row"))
                 return (self._gemm_scatter if scatters else self._gather_gemm)(name, way, gemm, a)
 
         names = ("collective", "ring", *(() if fused.refusal(gemm, a) else ("fused",)))
         if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
             self._measured.pop(name, None)
             return method
+        self.group.announce(f"auto: {problem}")
         ways = {way: partial(run, way) for way in names}
         way, measured = choices.choose(problem, ways, self.tp.group, self.group.control.check)
         self._measured[name] = measured

@@ -23,9 +23,12 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     """
     rank, size, m = gather.group.rank, gather.group.size, own.shape[0]
     out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
-    for source in (rank, *following(rank, size)):
-        shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gather.shard(source)
-        gemm(shard, out=out[source * m : (source + 1) * m])
+    gemm.b.operand(gemm.b_layout)  # made now, if it has to be: both streams read it
+    with gather.group.in_turns() as turn:
+        for i, source in enumerate((rank, *following(rank, size))):
+            with turn(i):
+                shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gather.shard(source)
+                gemm(shard, out=out[source * m : (source + 1) * m])
     return out
 
 
@@ -59,10 +62,10 @@ def push_others(gemm: Product, a: QTensor, scatter: Scatter) -> None:
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
-    """Sum over ranks of gemm(a[R*m, k]), this rank's rows [m, n]: the others' rows are computed and sent first.
+    """Sum over ranks of gemm(a[R*m, k]) and sum_bias, this rank's rows [m, n]: the others' are computed and sent first.
 
     Partials travel in gemm.dtype; this rank's own is not rounded before the sum.
     """
     push_others(gemm, a, scatter)
     first = scatter.group.rank * scatter.shape[0]
-    return scatter.reduce(gemm(a.rows(first, first + scatter.shape[0]), torch.float32))
+    return scatter.reduce(gemm(a.rows(first, first + scatter.shape[0]), torch.float32), gemm.sum_bias)

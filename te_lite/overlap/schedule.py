@@ -22,7 +22,8 @@ from te_lite.quantize.qtensor import Layout, QTensor, matmul
 class Product:
     """A GEMM with its second operand in place: product(a) = a.row[M, k] @ b^T[k, n] (+ bias[n]), in `dtype`.
 
-    b_layout: the layout of b whose last dimension is k. label: of its range in profilers.
+    b_layout: the layout of b whose last dimension is k. label: of its range in profilers. sum_bias[n]: what a schedule
+    that sums products over ranks adds to the sum.
     """
 
     b: QTensor
@@ -31,6 +32,7 @@ class Product:
     bias: Tensor | None
     fast_accum: bool
     label: str
+    sum_bias: Tensor | None = None
 
     @property
     def columns(self) -> int:

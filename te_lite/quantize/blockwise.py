@@ -16,7 +16,7 @@ from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.mxfp8 import unpadded
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Float8BlockScaling, QParams
 
 
@@ -51,10 +51,6 @@ class BlockFormat(TensorFormat):
     def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale.t()
 
-    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
-        data, scale = (q.row, q.row_scale) if layout == "row" else (q.col, q.col_scale)
-        return data.view(torch.uint8), scale
-
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         data, scale, shape = parts[0].view(torch.float8_e4m3fn), parts[1], (rows, like.shape[1])
         if layout == "row":
@@ -80,9 +76,7 @@ class Blocks(Quantizer):
     pow2: bool = True
     eps: float = 0.0
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         square, flat = self.format.square, self.format.flat
         data, scale, col_data, col_scale, sums = block_cast(
             source, block=BLOCK, square=square, pow2=self.pow2, eps=self.eps, row=row, col=col, flat=flat,

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_lite.ops.cast import FP8_MAX, amax, transform
+from te_lite.ops.cast import FP8_MAX, amax
 from te_lite.ops.source import Source
 from te_lite.quantize.params import operands_of
-from te_lite.quantize.per_tensor import FORMATS, Current, per_tensor_qtensor
-from te_lite.quantize.qtensor import QTensor
-from te_lite.quantize.quantizer import Quantizer
+from te_lite.quantize.per_tensor import FORMATS, Current, per_tensor_cast
+from te_lite.quantize.quantizer import Quantized, Quantizer
 from te_lite.quantize.tensor import QuantizedTensor, quantized, source_of
 from te_lite.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams
 
@@ -29,12 +28,9 @@ class Given(Quantizer):
     scale: Tensor | None = None
     amax: Tensor | None = None
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
-        made = {"fp8_dtype": self.format.dtype, "row": row, "col": col, "bias_grad": bias_grad}
-        result = transform(source, scale=self.scale, amax_out=self.amax, **made)
-        return per_tensor_qtensor(self.format, source, result, self.scale), result.bias_grad
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+        wanted = {"row": row, "col": col, "bias_grad": bias_grad}
+        return per_tensor_cast(self.format, source, self.scale, scale=self.scale, amax_out=self.amax, **wanted)
 
 
 class _Quantize(torch.autograd.Function):

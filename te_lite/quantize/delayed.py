@@ -37,19 +37,15 @@ class ScaleState:
     def __init__(self, key: PoolKey, n: int, like: ScaleState | None = None) -> None:
         self.key, self.n = key, n
         with torch.inference_mode(False):  # training may follow an evaluation that made the state
-            self._history = torch.zeros(key.length, n, dtype=torch.float32, device=key.device)
+            self.history = torch.zeros(key.length, n, dtype=torch.float32, device=key.device)
             self._scale = torch.ones(n, dtype=torch.float32, device=key.device)
         self._pool: Pool | None = None
         self._offset = 0
         self._amax: list[Tensor] | None = None
         if like is not None:
             self.load(like.history, like.scale, like.key.fp8_max)
-        self._home = _pool_for(key)
+        self._home = _pools.setdefault(key, Pool(key))
         self._home.add(self)
-
-    @property
-    def history(self) -> Tensor:
-        return self._history
 
     @property
     def scale(self) -> Tensor:
@@ -69,7 +65,7 @@ class ScaleState:
             return None
         self._home.touched = True
         if self._amax is None:
-            self._amax = [self._history[0, i : i + 1] for i in range(self.n)]
+            self._amax = [self.history[0, i : i + 1] for i in range(self.n)]
         return self._amax[slot]
 
     def load(self, history: Tensor, scale: Tensor, fp8_max: float) -> None:
@@ -80,23 +76,20 @@ class ScaleState:
                 "the same module class"
             )
         rows = min(history.shape[0], self.key.length) - 1
-        self._history.zero_()
-        self._history[0].copy_(history[0])
+        self.history.zero_()
+        self.history[0].copy_(history[0])
         if rows:
-            self._history[-rows:].copy_(history[-rows:])
+            self.history[-rows:].copy_(history[-rows:])
         self._scale = torch.empty_like(self._scale).copy_(scale)
         if fp8_max != self.key.fp8_max:  # another format or margin; a scale that was never set stays 1
             self._scale = torch.where(self._scale == 1, 1.0, self._scale * (self.key.fp8_max / fp8_max))
-        self._leave_pool()
-
-    def _leave_pool(self) -> None:
         if self._pool is not None:
-            self._history = self._history.clone()
+            self.history = self.history.clone()
             self._pool, self._amax = None, None
 
     def move_into(self, pool: Pool, history: Tensor, offset: int) -> None:
         """Called by the pool: `history` is the slice that holds this state's columns from now on."""
-        self._pool, self._history, self._offset, self._amax = pool, history, offset, None
+        self._pool, self.history, self._offset, self._amax = pool, history, offset, None
 
 
 class Pool:
@@ -148,12 +141,6 @@ class Pool:
 
 
 _pools: dict[PoolKey, Pool] = {}
-
-
-def _pool_for(key: PoolKey) -> Pool:
-    if key not in _pools:
-        _pools[key] = Pool(key)
-    return _pools[key]
 
 
 def update(direction: str) -> None:

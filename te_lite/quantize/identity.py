@@ -12,7 +12,7 @@ from te_lite.ops.gemm import gemm, gemm_accumulate_
 from te_lite.ops.source import Source
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Recipe
 
 
@@ -53,9 +53,7 @@ class Identity(Quantizer):
     format: TensorFormat = HIGH_PRECISION
     target: torch.dtype = torch.bfloat16
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         if source.kind == "plain":
             data = source.x.to(self.target)
             sums = transform(source, bias_grad=True).bias_grad if bias_grad else None
@@ -75,9 +73,7 @@ class Calibrating(Identity):
     state: ScaleState | None = None
     slot: int = 0
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         q, sums = Identity.quantize(self, source, row=row, col=col, bias_grad=bias_grad)
         cell = self.state.amax_at(self.slot)
         if cell is not None:

@@ -15,7 +15,7 @@ from te_lite.ops.block_cast import MX_BLOCK, block_cast, dequantize_blocks
 from te_lite.ops.source import Source
 from te_lite.quantize.identity import HIGH_PRECISION
 from te_lite.quantize.qtensor import Layout, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import MXFP8BlockScaling
 
 
@@ -33,10 +33,6 @@ class MXFormat(TensorFormat):
         if layout == "row":
             return dequantize_blocks(q.row, q.row_scale, 1, MX_BLOCK, q.dtype)
         return dequantize_blocks(q.col, q.col_scale, MX_BLOCK, 1, q.dtype)
-
-    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
-        data, scale = (q.row, q.row_scale) if layout == "row" else (q.col, q.col_scale)
-        return data.view(torch.uint8), scale
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         data, scale = parts[0].view(torch.float8_e4m3fn), parts[1]
@@ -64,9 +60,7 @@ class MX(Quantizer):
     format: TensorFormat = MXFormat()
     fused: bool = True
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         *tensors, sums = block_cast(source, block=MX_BLOCK, row=row, col=col, flat=True, bias_grad=bias_grad)
         return QTensor(self.format, (source.rows, source.cols), source.dtype, *tensors), sums
 

@@ -6,6 +6,7 @@ Formulas: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
 
 INPUTS_PER_GEMM = 3  # forward slots: input, weight, output (Transformer Engine's order)
@@ -109,18 +110,18 @@ class PerShardFormat(PerTensorFormat):
         whole = QTensor(self, (rows, like.shape[1]), like.dtype, parts[0].view(self.dtype), parts[1].view(-1, 1))
         if like.shape[0] % PAD == 0:
             return whole
-        return QTensor(
-            HIGH_PRECISION, whole.shape, whole.dtype, self.dequantize(whole, "row")
-        )  # shards end off the pad
+        # Shards end off the pad.
+        return QTensor(HIGH_PRECISION, whole.shape, whole.dtype, self.dequantize(whole, "row"))
 
 
 FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 _PER_SHARD = {dtype: PerShardFormat(dtype=dtype, shard_multiple=PAD) for dtype in FORMATS}
 
 
-def per_tensor_qtensor(format: PerTensorFormat, source: Source, result, seed: Tensor) -> QTensor:
-    _, row, col, scale_inv, _ = result
-    return QTensor(format, (source.rows, source.cols), source.dtype, row, scale_inv, col, scale_inv, seed)
+def per_tensor_cast(format: PerTensorFormat, source: Source, seed: Tensor, **how: Any) -> Quantized:
+    """What a quantizer gives, by transform(). seed: the scale, or the maxima that it follows from."""
+    _, row, col, scale_inv, sums = transform(source, fp8_dtype=format.dtype, **how)
+    return QTensor(format, (source.rows, source.cols), source.dtype, row, scale_inv, col, scale_inv, seed), sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,27 +134,19 @@ class Current(Quantizer):
     eps: float = 0.0
     amax_group: dist.ProcessGroup | None = None
 
-    def _cast(self, source: Source, seed: Tensor, row: bool, col: bool, bias_grad: bool):
-        return transform(
-            source, fp8_dtype=self.format.dtype, row=row, col=col, amax=seed, pow2=self.pow2, eps=self.eps,
-            bias_grad=bias_grad,
-        )  # fmt: skip
+    def _cast(self, source: Source, seed: Tensor, **wanted: bool) -> Quantized:
+        return per_tensor_cast(self.format, source, seed, amax=seed, pow2=self.pow2, eps=self.eps, **wanted)
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         seed = source.amax if source.amax is not None else amax(source)
         if self.amax_group is not None:
             seed = seed.amax().view(1)
             with nvtx_range("te_lite.amax_all_reduce"):
                 dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.amax_group)
-        result = self._cast(source, seed, row, col, bias_grad)
-        return per_tensor_qtensor(self.format, source, result, seed), result.bias_grad
+        return self._cast(source, seed, row=row, col=col, bias_grad=bias_grad)
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return per_tensor_qtensor(
-            self.format, source, self._cast(source, earlier.seed, False, True, False), earlier.seed
-        )
+        return self._cast(source, earlier.seed, col=True)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +157,14 @@ class Delayed(Quantizer):
     state: ScaleState | None = None
     slot: int = 0
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         state, slot = self.state, self.slot
         scale = state.scale_for_forward(slot) if state.key.direction == "forward" else state.scale_at(slot)
-        result = transform(
-            source, fp8_dtype=self.format.dtype, row=row, col=col, scale=scale, amax_out=state.amax_at(slot),
-            bias_grad=bias_grad,
-        )  # fmt: skip
-        return per_tensor_qtensor(self.format, source, result, scale), result.bias_grad
+        wanted = {"row": row, "col": col, "bias_grad": bias_grad}
+        return per_tensor_cast(self.format, source, scale, scale=scale, amax_out=state.amax_at(slot), **wanted)
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        result = transform(source, fp8_dtype=self.format.dtype, col=True, scale=earlier.seed)
-        return per_tensor_qtensor(self.format, source, result, earlier.seed)
+        return per_tensor_cast(self.format, source, earlier.seed, scale=earlier.seed, col=True)[0]
 
 
 def _check_delayed(recipe: DelayedScaling, tp: TensorParallel, amax_group: dist.ProcessGroup | None) -> None:

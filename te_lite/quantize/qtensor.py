@@ -57,8 +57,11 @@ class TensorFormat:
         raise NotImplementedError
 
     def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
-        """The tensors, sharded along dim 0, that a peer needs to use `q` in `layout`; scales included."""
-        raise NotImplementedError
+        """The tensors, sharded along dim 0, that a peer needs to use `q` in `layout`; scales included.
+
+        Here: bytes of data and their scale."""
+        data, scale = q.operand(layout)
+        return data.view(torch.uint8), scale
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         """The gathered tensor of `rows` rows from gathered parts; `like` is this rank's own shard."""

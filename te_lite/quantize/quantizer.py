@@ -16,6 +16,8 @@ from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.recipe import HighPrecision, Recipe
 
+Quantized = tuple[QTensor, Tensor | None]  # and the column sums of the values, fp32, where they were asked for
+
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
@@ -30,9 +32,7 @@ class Quantizer:
     fused: bool = False
     needs_amax: bool = False
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         """(quantized v, fp32 [K] column sums of v if bias_grad else None)."""
         raise NotImplementedError
 

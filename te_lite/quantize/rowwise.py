@@ -20,7 +20,7 @@ from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import Identity
 from te_lite.quantize.per_tensor import Current
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantizer, Site
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import RowwiseScaling
 
 E4M3 = torch.float8_e4m3fn
@@ -90,9 +90,7 @@ class Rows(Quantizer):
         by_row = vector_scales(amax[:rows], 0.0, self.pow2) if row else (None, None)
         return *by_row, *(vector_scales(amax[rows:], 0.0, self.pow2) if col else (None, None))
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         q = QTensor(self.format, (source.rows, source.cols), source.dtype)
         if not (col or bias_grad) and rows_fit(source):
             q.row, q.row_scale = row_cast(source, 0.0, self.pow2)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from te_lite.ops.cast import transform
 from te_lite.ops.source import Source
 from te_lite.quantize.qtensor import Layout, QTensor
-from te_lite.quantize.quantizer import GemmOperands, Quantizer
+from te_lite.quantize.quantizer import GemmOperands, Quantized, Quantizer
 from te_lite.tables import aligned
 
 # A scale of amax / largest is rounded to fp32, so is its inverse, and so are products with them (2^-24 each): current
@@ -79,9 +79,7 @@ class Watched(Quantizer):
             key = self.key if shared else (layer, f"{operand}_col", label)
             self.all_sums.setdefault(key, Sums()).add(v, q, "col")
 
-    def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
-    ) -> tuple[QTensor, Tensor | None]:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         q, sums = self.inner.quantize(source, row=row, col=col, bias_grad=bias_grad)
         self._note(source, q)
         return q, sums

@@ -42,7 +42,7 @@ RINGS = everywhere("ring_exchange", *GATHERS) | everywhere("pipeline", "proj_fpr
 METHODS: dict[str, tuple[dict[str, bool], dict]] = {
     "bulk": ({**AG, **BULK}, RINGS),
     "pipeline": ({**AG, **DGRAD}, RINGS | everywhere("pipeline", *SCATTERS)),
-    "ring_exchange": ({**AG, **DGRAD}, everywhere("ring_exchange", *SCATTERS)),
+    "ring_exchange": ({**AG, **DGRAD}, everywhere("ring_exchange", *SCATTERS, *GATHERS)),
     "auto": ({**AG, **BULK}, everywhere("auto", *SCATTERS, *GATHERS, "qkv_wgrad", "fc1_wgrad", "proj_wgrad")),
     "fused": ({**AG, **DGRAD}, everywhere("fused", *SCATTERS, *GATHERS)),
 }
@@ -67,14 +67,15 @@ class Specified(Collective):
         shards = [shard.from_wire(one, "row", shard.shape[0]) for one in zip(*parts, strict=True)]
         return torch.cat([gemm(one) for one in shards])
 
-    def _ordered(self, partial: Tensor, own: Tensor) -> Tensor:
-        """Sum over ranks of partial[R*m, N], this rank's rows: from rank + 1 on, own[m, N] last, in fp32."""
+    def _ordered(self, partial: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Sum over ranks of partial[R*m, N], this rank's rows: from rank + 1 on, own[m, N], bias[N], in fp32."""
         rank, size = dist.get_rank(self.tp.group), self.tp.size
         every = all_gather(partial.contiguous(), self.tp.group).view(size, size, *own.shape)
         total = every[(rank + 1) % size, rank].float()
         for i in range(2, size):
             total += every[(rank + i) % size, rank].float()
-        return (total + own.float()).to(partial.dtype)
+        total += own.float()
+        return (total if bias is None else total + bias.float()).to(partial.dtype)
 
     def _gemm_scatter(self, gemm, a: QTensor) -> Tensor:
         rank, m = dist.get_rank(self.tp.group), a.shape[0] // self.tp.size
@@ -85,7 +86,7 @@ class Specified(Collective):
             first = range(owner * m, (owner + 1) * m, rows)
             products += [gemm(a.rows(i, i + rows)) for i in first]
         partial = torch.cat(products)
-        return self._ordered(partial, gemm(a.rows(rank * m, (rank + 1) * m), torch.float32))
+        return self._ordered(partial, gemm(a.rows(rank * m, (rank + 1) * m), torch.float32), gemm.sum_bias)
 
     def _scatters(self, name: str, rows: int, gemm) -> bool:
         m = rows // self.tp.size

@@ -19,7 +19,7 @@ CONFIGS = [(128, 256, 8, 4, 8), (128, 128, 8, 4, 4), (128, 128, 8, 3, 1), (64, 1
 @dataclass(frozen=True)
 class Case:
     """R ranks with m rows each, K, N. scale: none, tensor, shard, row. pieces: flags a source. wire: what is sent,
-    scatter only."""
+    scatter only. turned: b lies as [K, N]."""
 
     ranks: int
     m: int
@@ -32,10 +32,12 @@ class Case:
     bias: torch.dtype | None = None
     pieces: int = 1
     wire: torch.dtype = BF16
+    turned: bool = False
 
     def __str__(self) -> str:
         types = "-".join(str(t)[6:] for t in (self.a, self.b, self.out, self.bias) if t is not None)
-        return f"{self.ranks}x{self.m}x{self.k}x{self.n}-{types}-{self.scale}-{self.pieces}p-{str(self.wire)[6:]}"
+        sizes = f"{self.ranks}x{self.m}x{self.k}x{self.n}{'t' * self.turned}"
+        return f"{sizes}-{types}-{self.scale}-{self.pieces}p-{str(self.wire)[6:]}"
 
     @property
     def rows_per_piece(self) -> int:
@@ -65,7 +67,8 @@ def problem(case: Case, device: str, exact: bool = False) -> Problem:
     counts = {"none": None, "tensor": (1, 1), "shard": (case.ranks, 1), "row": (rows, case.n)}[case.scale]
     a_scale, b_scale = (None, None) if counts is None else map(scale, counts)
     bias = None if case.bias is None else values(case.n).to(case.bias)
-    return Problem(*(None if t is None else t.to(device) for t in (a, b, a_scale, b_scale, bias)))
+    a, b, *rest = (None if t is None else t.to(device) for t in (a, b, a_scale, b_scale, bias))
+    return Problem(a, b.t().contiguous().t() if case.turned else b, *rest)
 
 
 def truth(case: Case, p: Problem) -> tuple[Tensor, Tensor]:

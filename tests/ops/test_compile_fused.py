@@ -62,6 +62,7 @@ class Case:
     wire: str = "bf16"
     ranks: int = 4
     stack: int = 0
+    turned: bool = False  # b lies as [k, n]
 
     @property
     def block_k(self) -> int:
@@ -73,12 +74,14 @@ class Case:
         a_scale, b_scale = self.scale
         return {
             "RANKS": self.ranks, "A_SCALE": a_scale, "B_SCALE": b_scale, "BLOCK_M": block_m,
-            "BLOCK_N": block_n, "BLOCK_K": self.block_k, "GROUP": 8,
+            "BLOCK_N": block_n, "BLOCK_K": self.block_k, "GROUP": 8, "B_T": self.turned,
         }  # fmt: skip
 
-    def operand(self, kind: str) -> str:
-        rows = {"a": self.tile[0], "b": self.tile[1]}[kind]
-        return f"tensordesc<{self.a if kind == 'a' else self.b or self.a}[{rows}, {self.block_k}]>"
+    def operand(self, kind: str, parts: int = 1) -> str:
+        """parts: of how many of them a tile consists."""
+        rows = {"a": self.tile[0], "b": self.tile[1]}[kind] // parts
+        block = (self.block_k, rows) if self.turned and kind == "b" else (rows, self.block_k)
+        return f"tensordesc<{self.a if kind == 'a' else self.b or self.a}[{block[0]}, {block[1]}]>"
 
     def types(self) -> dict[str, str]:
         types = dict.fromkeys(("ready", "epoch", "abort"), "*i32")
@@ -95,7 +98,9 @@ E4M3, E5M2 = "fp8e4nv", "fp8e5"
 TENSOR, ROW = ("tensor", "tensor"), ("row", "row")
 GATHER = [
     Case(),
+    Case(turned=True),
     Case("fp16", out="fp32", bias="fp32"),
+    Case("fp16", bias="fp16", tile=(128, 128, 8), turned=True),
     Case(E4M3, scale=ROW, bias="bf16"),
     Case(E4M3, scale=("shard", "tensor")),
     Case(E5M2, E4M3, out="fp32", scale=ROW, bias="bf16", stack=16),
@@ -106,8 +111,12 @@ GATHER = [
 REDUCE = [
     Case(),
     Case(bias="bf16"),
+    Case(turned=True),
+    Case(tile=(64, 128, 4), turned=True),
     Case(ranks=8, bias="bf16"),
     Case("fp16", out="fp32", bias="fp32", wire="fp32"),
+    Case("fp16", out="fp16", bias="fp16", wire="fp16", ranks=2),
+    Case(out="fp32", ranks=2),
     Case(E4M3, scale=TENSOR, bias="bf16"),
     Case(E4M3, scale=ROW, bias="bf16"),
     Case(E4M3, scale=TENSOR, tile=(128, 128, 8)),
@@ -149,7 +158,7 @@ def test_gather(case, tmp_path):
     block_m, block_n, num_warps = case.tile
     parts = 4 if case.out == "fp32" or case.scale[1] == "row" else 2
     types = case.types() | {"own": case.operand("a"), "gathered": case.operand("a"), "b_desc": case.operand("b")}
-    types |= {"b_tail": f"tensordesc<{case.b or case.a}[{case.tile[1] // 2}, {case.block_k}]>", "tail": "i32"}
+    types |= {"b_tail": case.operand("b", 2), "tail": "i32"}
     types["out_desc"] = f"tensordesc<{case.out}[1, {block_m}, {block_n // parts}]>"
     compiled = compile_sm90(gather_kernel, types, case.constants | {"PARTS": parts}, num_warps, 4)
     halved = block_n == 256  # the last tiles

@@ -25,6 +25,8 @@ CASES = [
     Case(4, 130, 272, 144, E4M3, E5M2, out=FP16, scale="none"),
     Case(4, 1000, 512, 512, bias=BF16, pieces=2),
     Case(2, 1000, 1040, 1296, E4M3, scale="row", pieces=2),
+    Case(2, 130, 72, 264, FP16, out=FP16, bias=FP16, turned=True),
+    Case(4, 1100, 136, 1040, bias=BF16, turned=True),
     Case(1, 130, 64, 48),
     # The last tiles of these are halved on a GPU of 132 multiprocessors.
     Case(4, 1100, 128, 1040, bias=BF16),
@@ -179,13 +181,19 @@ def test_errors_name_value_rule_and_remedy():
         G.gemm_gather(*args[:2], args[2][:263], *args[3:])
     with pytest.raises(ValueError, match=r"\[260, 68\].*row a multiple of 16 bytes"):
         G.gemm_gather(args[0], args[1][:, :68].contiguous(), args[2][:, :68].contiguous(), *args[3:])
+    turned = args[2][:260].t().contiguous().t()
+    with pytest.raises(ValueError, match=r"b \[260, 72\] has strides \(1, 260\).*multiple of 16 bytes"):
+        G.tiles.check("a gather", args[1], turned, 130, 2)
+    fp8 = fused.problem(Case(2, 128, 64, 64, E4M3, scale="tensor", turned=True), "cpu")
+    with pytest.raises(ValueError, match=r"contiguous"):
+        G.tiles.check("a gather", fp8.a, fp8.b, 128, 2)
     with pytest.raises(ValueError, match="scales of a.*so many elements"):
         G.tiles.scale_kinds(torch.ones(3), torch.ones(1), 260, 264, 2)
     with pytest.raises(ValueError, match="scales of b: None.*both or none"):
         G.tiles.scale_kinds(torch.ones(1), None, 260, 264, 2)
 
 
-@pytest.mark.parametrize("case", CASES[1:4], ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:4], next(case for case in CASES if case.turned)], ids=str)
 def test_registration(case):
     args = arguments(case, fused.problem(case, "cpu"), 1, "cpu")
     # test_schema multiplies its inputs, which fp8 tensors cannot
@@ -200,6 +208,7 @@ def test_gather_in_the_interpreter():
 @only_interpreted
 @pytest.mark.parametrize("case", [
     Case(2, 7, 40, 24, FP16, out=FP32, bias=FP16),
+    Case(2, 7, 40, 24, FP16, out=FP32, bias=FP16, turned=True),
     Case(3, 130, 72, 136, FP16, out=FP16, scale="row", bias=FP32, pieces=2),
     Case(2, 200, 40, 264, FP16, out=FP32, scale="shard", pieces=2),
 ], ids=str)  # fmt: skip

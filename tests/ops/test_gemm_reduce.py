@@ -23,6 +23,8 @@ CASES = [
     Case(4, 130, 272, 144, E5M2, E4M3, out=FP32, scale="tensor", pieces=2),
     Case(4, 1000, 512, 512, bias=BF16, pieces=8),
     Case(8, 130, 1040, 272, E4M3, scale="row", pieces=2),
+    Case(2, 130, 72, 264, FP16, out=FP16, bias=FP16, pieces=2, wire=FP16, turned=True),
+    Case(4, 1100, 136, 1040, pieces=9, turned=True),
     Case(1, 130, 64, 48),
 ]
 STAGING, READY, DELTA, ABORT = 2, 3, 5, 6  # places in what arguments() gives
@@ -146,7 +148,7 @@ def test_errors_name_value_rule_and_remedy():
         R.gemm_reduce(args[0][:65], *args[1:])
 
 
-@pytest.mark.parametrize("case", CASES[1:4], ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:4], next(case for case in CASES if case.turned)], ids=str)
 def test_registration(case):
     args = arguments(case, fused.problem(case, "cpu"), 1, "cpu")
     args[STAGING].zero_()
@@ -162,6 +164,7 @@ def test_reduce_in_the_interpreter():
 @only_interpreted
 @pytest.mark.parametrize("case", [
     Case(2, 7, 40, 24, FP16, out=FP32, bias=FP16, wire=FP16),
+    Case(2, 7, 40, 24, FP16, out=FP32, bias=FP16, wire=FP16, turned=True),
     Case(3, 130, 72, 136, FP16, out=FP16, scale="row", bias=FP32, pieces=2, wire=FP32),
     Case(2, 200, 40, 264, FP16, out=FP32, scale="tensor", pieces=2, wire=FP16),
 ], ids=str)  # fmt: skip

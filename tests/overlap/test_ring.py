@@ -1,8 +1,13 @@
 """In how many pieces a reduce-scatter's partials travel; what rings do with them is for tests/distributed."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from te_lite.overlap import ring
+from te_lite.overlap.group import Group
 
 
 @pytest.mark.parametrize(
@@ -20,3 +25,44 @@ from te_lite.overlap import ring
 )
 def test_pieces_of_partials(size, m, n, row_bytes, wanted):
     assert ring.cuts(size, m, n, row_bytes) == wanted
+
+
+def test_gemms_take_turns_on_two_streams(monkeypatch):
+    """What the second stream begins comes after what was issued before; what comes after waits for both streams."""
+    log, current = [], ["main"]
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def stream(which):
+        before, current[0] = current[0], which.name
+        yield
+        current[0] = before
+
+    main, beside = Stream("main"), Stream("beside")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    group = SimpleNamespace(_beside=beside, device=None, rank=1, size=4)
+    group.in_turns = lambda: Group.in_turns(group)
+    shard = SimpleNamespace(shape=(2, 16), row=torch.zeros(2, 16), wire=lambda _: (), from_wire=lambda *_: "own")
+    b = SimpleNamespace(operand=lambda layout: log.append(f"operand on {current[0]}"))
+    gather = SimpleNamespace(group=group, shard=lambda source: f"shard {source}")
+
+    class Gemm:
+        columns, dtype, b_layout = 3, torch.float32, "col"
+
+        def __call__(self, a, out):
+            log.append(f"{a} on {current[0]}")
+            out.fill_(float(a.split()[-1]) if " " in a else 1.0)
+
+    gemm = Gemm()
+    gemm.b = b
+    out = ring.gather_gemm(gemm, shard, gather)
+    assert out.view(4, -1)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    gemms = ["own on main", "shard 2 on beside", "shard 3 on main", "shard 0 on beside"]
+    assert log == ["operand on main", "beside waits for main", *gemms, "main waits for beside"]
