@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ T = TypeVar("T")
 
 BACKENDS = (None, "gloo", "nccl", "mpi")
 SOCKET_TIMEOUT_S = 60.0
+ENDING_S = 5.0  # how long after its connections a killed process may take to count as ended
 
 
 class BootstrapError(RuntimeError):
@@ -78,10 +80,16 @@ class Exchange:
         try:
             dist.all_gather_object(gathered, value, group=self._group)
         except RuntimeError as error:
-            dead = [rank for rank, place in zip(self.ranks, self._processes, strict=False) if _ended(*place)]
-            what = f"the process of ranks {dead} has ended" if dead else f"one of the ranks {list(self.ranks)} is gone"
-            raise RuntimeError(f"{what} while userbuffers were set up, see its output: {error}") from error
+            raise RuntimeError(f"{self._who_left()} while userbuffers were set up, see its output: {error}") from error
         return gathered
+
+    def _who_left(self) -> str:
+        """Whose process has ended, once a connection has broken. The kernel closes a killed process's sockets before
+        it counts as ended, so that is waited for, up to ENDING_S; nobody is blamed who has only left because of it."""
+        deadline, places = time.monotonic() + ENDING_S, dict(zip(self.ranks, self._processes, strict=False))
+        while not (dead := [rank for rank, place in places.items() if _ended(*place)]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return f"the process of ranks {dead} has ended" if dead else f"one of the ranks {list(self.ranks)} is gone"
 
     def step(self, what: str, run: Callable[[], T]) -> T:
         """run() on every rank; where it fails on any, BootstrapError on all of them. Collective."""

@@ -12,6 +12,7 @@ import datetime
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -182,9 +183,22 @@ def killed(device, where: str) -> None:
 
 
 def killed_in_init(device) -> None:
-    """The victim is killed when it has told its peers where to send, and before it has sent."""
+    """The victim is killed when it has told its peers where to send, and before it has sent. As a dying process may,
+    it hangs up before it counts as ended."""
+
+    def hang_up_and_die(*args) -> None:
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            try:
+                connection = socket.socket(fileno=os.dup(fd))
+                connection.getpeername()
+            except OSError:  # no connection
+                continue
+            connection.shutdown(socket.SHUT_RDWR)
+        time.sleep(1)
+        kill()
+
     if victim():
-        bootstrap.Doorway.send = lambda *args: kill()
+        bootstrap.Doorway.send = hang_up_and_die
     said("killed", lambda: make(MLP, device))
 
 
