@@ -39,12 +39,12 @@ def demo_mistakes(detail: dict, without: dict | None) -> list[str]:
 
 
 def demo_numbers(log: Path) -> dict[str, float]:
-    """Losses, speed and schedules of the log that the example wrote; the log itself goes."""
+    """Losses and schedules of the log that the example wrote; the log itself goes."""
     if not log.exists():
         return {}
     content = json.loads(log.read_text())
     log.unlink()
-    wanted = ("steps", "train_loss", "held_out_loss", "unigram_entropy", "tokens_per_second")
+    wanted = ("steps", "train_loss", "held_out_loss", "unigram_entropy")
     numbers = {name: round(content["summary"][name], 4) for name in wanted if name in content["summary"]}
     schedules = [row["schedule"] for row in content["gemms"]]
     numbers["gemms_overlapped"] = sum(schedule not in ("local", "collective") for schedule in schedules)

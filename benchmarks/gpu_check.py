@@ -25,7 +25,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -39,8 +39,7 @@ from te_lite.testing import results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# Caps, not expectations: together they exceed TOTAL_S, which holds for the whole and leaves a machine that lends ten
-# minutes time to copy the results.
+# Caps, not expectations: together they exceed TOTAL_S, which holds for the whole.
 LIMITS_S = {"tests": 360.0, "training": 240.0, "modules": 90.0, "kernels": 60.0, "gemms": 60.0, "recipes": 60.0}
 LIMITS_S |= {
     "ranks": 360.0,
@@ -81,12 +80,7 @@ def limit(name: str, args: argparse.Namespace) -> float:
 
 def portable(text: str, out: Path) -> str:
     """`text` without this machine's folders: it goes into a file that others read."""
-    for place, name in (
-        (sys.executable, "python"),
-        (f"{ROOT}/", ""),
-        (str(out), "OUT"),
-        (sys.prefix, "PREFIX"),
-    ):
+    for place, name in ((sys.executable, "python"), (f"{ROOT}/", ""), (str(out), "OUT"), (sys.prefix, "PREFIX")):
         text = text.replace(place, name)
     return text
 
@@ -140,7 +134,8 @@ def script_options(args: argparse.Namespace) -> list[str]:
 def benchmark_stage(name: str, args: argparse.Namespace) -> list[Stage]:
     command = [sys.executable, f"benchmarks/{name}.py", *script_options(args)]
     # One card: a process that sees several keeps torch's backward thread (te_lite/modules/backward_thread.py).
-    run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1])
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=first)
     return [finished(name, run, command, args.out, {})]
 
 
@@ -231,7 +226,7 @@ def memcheck_stage(args: argparse.Namespace) -> list[Stage]:
     command += ["--device", "cuda", "-M", "256", "-K", "256", "-N", "256"]
     run = run_command(command, limit("memcheck", args), echo=False)
     said = [line for line in run[2] if "ERROR SUMMARY" in line or "VERDICT" in line]
-    stage = finished("memcheck", run, command, args.out, {"said": " ".join(said).strip("= ")})
+    stage = finished("memcheck", run, command, args.out, {"said": "; ".join(line.strip("= ") for line in said)})
     if stage.status == "passed" and not any("ERROR SUMMARY: 0 errors" in line for line in said):
         stage.status = "failed"
     return [stage]
@@ -309,14 +304,17 @@ def earlier_rows(args: argparse.Namespace) -> list[dict]:
 
 
 def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[Stage]]:
-    """Each stage's rows as it ends; those of BESIDE_TESTS run beside each other and tests, before any is timed."""
+    """Each stage's rows as it ends; those of BESIDE_TESTS run beside each other and tests, all before any is timed."""
     with ThreadPoolExecutor(len(BESIDE_TESTS)) as pool:
         beside = {name: pool.submit(RUNNERS[name], args) for name in BESIDE_TESTS if name in names}
         for name in names:
             print(f"--- {name}", flush=True)
             if name in beside:
                 yield beside[name].result()
-            elif time.monotonic() >= args.end:
+                continue
+            if name != "tests":
+                wait(beside.values())
+            if time.monotonic() >= args.end:
                 yield [Stage(name, "timeout", detail={"reason": f"--total-limit {args.total_limit:g} was used up"})]
             else:
                 yield RUNNERS[name](args)

@@ -285,9 +285,9 @@ def render_check(results: Path) -> str:
     rows = []
     for row in content["rows"]:
         detail = ", ".join(f"{k} {v}" for k, v in row["detail"].items() if not isinstance(v, list))
-        rows.append([row["stage"], row["status"], detail, number(row["seconds"])])
-    table = markdown(["stage", "status", "detail", "seconds"], rows, text_columns=3)
-    return f"{provenance(content)} GPUs: {content['devices']}.\n\n{table}"
+        rows.append([row["stage"], row["status"], detail, str(row["gpus"]), number(row["seconds"])])
+    table = markdown(["stage", "status", "detail", "GPUs", "seconds"], rows, text_columns=3)
+    return f"{provenance(content)}\n\n{table}"
 
 
 def missing(name: str) -> str:

@@ -13,7 +13,7 @@ wait are wrapped from here, te_lite is as always. Kinds of spans:
                   the main stream as the copies. CPU: from its issue until the copy thread has done it
     collective    torch.distributed's, for which the main stream waits too
 
-A fused GEMM waits for pieces, or stores tiles at their owners, inside its kernel: both are part of its span. A GPU is
+A fused GEMM waits for pieces, or adds what has arrived, inside its kernel: both are part of its span. A GPU is
 timed by events from the end of one all-reduce on, which all ranks leave within some microseconds, and the host is ahead
 of it. CPU ranks share the host's clock. Events cost some microseconds each: overlap.py is the benchmark that times.
 """

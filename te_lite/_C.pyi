@@ -161,7 +161,7 @@ class Executor:
         """One segment for one epoch. GroupBroken; ValueError for what does not fit the program.
 
         epoch_word: the address of a device word with the epoch, needed under CUDA stream capture, where a number would
-        be frozen: sets copy that word (their delta must be 0) and waits launch wait_kernel.
+        be frozen: sets copy that word (their delta must be 0) and waits read it.
         """
 
     def synchronize(self) -> None:
@@ -179,7 +179,8 @@ class Executor:
         """CUDA, after set_flags: a word in pinned host memory, for kernels that poll, that becomes 1 when the group
         breaks. A thread of the host writes it, so neither the driver nor a queue stands in its way. 0 without."""
 
-    # CUDA, write only: flag "p", word "p", delta "i", abort "p"; ends when flag has reached word + delta, or on abort.
+    # CUDA, write only, what every wait launches: flag "p", word "p", stride "i", mask "i", delta "i", abort "p"; ends
+    # when each flag of the mask, `stride` words apart, has reached word + delta, or on abort.
     wait_kernel: Kernel
 
     def set_delays(self, seed: int, max_microseconds: int) -> None:

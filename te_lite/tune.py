@@ -32,7 +32,7 @@ EVERYWHERE = {name: {"method": "auto"} for name, offered in OFFERED.items() if n
 def layer(args: argparse.Namespace, device: torch.device) -> list[tuple[nn.Module, int]]:
     """(module, its input's features on this rank) of each module."""
     ranks = dist.get_world_size()
-    common: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": device, "tp_size": ranks}
+    common: dict[str, Any] = {"bias": args.bias, "params_dtype": torch.bfloat16, "device": device, "tp_size": ranks}
     common |= {"tp_group": dist.group.WORLD, "sequence_parallel": True, **FLAGS}
     hidden, norm = args.hidden, {"normalization": "RMSNorm"}
     qkv = te.LayerNormLinear(hidden, args.qkv or 3 * hidden, parallel_mode="column", ub_name="qkv", **norm, **common)
@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", required=True, help="of all ranks, each count that occurs")
     parser.add_argument("--recipes", nargs="+", default=["bf16", "delayed"])
     parser.add_argument("--activation", default="swiglu")
+    parser.add_argument("--bias", action="store_true", help="linears with a bias, for auto other GEMMs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:

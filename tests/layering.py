@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = 350
-MAX_CORE_LINES = 9730  # of code: docstrings, comments and blank lines are not counted. design.md hoped for 7,000
-# before there were seven recipes and userbuffers; docs/architecture.md says where the lines are.
+# Of code: docstrings, comments and blank lines are not counted. It may only fall: the goal is 7,000.
+MAX_CORE_LINES = 9730
 
 # A module may import what stands on its own level or below. The first part of the name after te_lite decides.
 LEVELS = {
@@ -148,15 +148,11 @@ def code_lines(source: str) -> int:
 
 
 def core_lines(sources: dict[str, str]) -> int:
-    """Lines of code of te_lite/ (keys are paths below it) without compat/, testing/, the doctor and attention."""
+    """Lines of code of te_lite/ (keys are paths below it) without what stands above it: NOT_CORE."""
 
     def count(path: str, source: str) -> int:
         if path.endswith(".py"):
             return code_lines(source)
         return sum(bool(line.strip()) and not line.strip().startswith("//") for line in source.splitlines())
 
-    return sum(
-        count(path, source)
-        for path, source in sources.items()
-        if Path(path).parts[0] not in NOT_CORE and "attention" not in path
-    )
+    return sum(count(path, source) for path, source in sources.items() if Path(path).parts[0] not in NOT_CORE)

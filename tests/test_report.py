@@ -159,6 +159,21 @@ def test_gpu_check_trains_beside_the_tests(tmp_path, monkeypatch):
     assert rows[1]["detail"] == expected
 
 
+def test_gpu_check_times_nothing_beside_other_work(tmp_path, monkeypatch):
+    demos = []
+
+    def run(command):
+        if "benchmarks/kernels.py" in command:
+            return 0 if len(demos) == 4 else 1
+        time.sleep(0.1)
+        demos.append(command)
+        return 0
+
+    fake_commands(monkeypatch, run)
+    _, rows = stage_rows(tmp_path, "--stages", "demo", "kernels", "--ranks", "2")
+    assert next(row["status"] for row in rows if row["stage"] == "kernels") == "passed"
+
+
 def test_gpu_check_fails_when_no_curve_was_compared(tmp_path, monkeypatch):
     (tmp_path / "training.json").write_text("{}")  # of an earlier call
     fake_commands(monkeypatch, lambda command: 0)

@@ -6,8 +6,8 @@ arena of every rank it has
     free[reader]          set by the reader of this rank's data when it is done with it
 A writer waits for free >= epoch - 1 before it writes, a reader for ready >= epoch before it reads. So a slot is never
 written while anybody may still read it, whichever layers share it, and no barrier is paid. Ranks push: they write into
-their peers' arenas and read only their own. The copy stream waits for no flag: in a CUDA graph a wait is a kernel, for
-which a GEMM that fills the device and waits for that copy would leave no room.
+their peers' arenas and read only their own. The copy stream waits for no flag: a wait is a kernel, for which a GEMM
+that fills the device and waits for that copy would leave no room.
 """
 
 from __future__ import annotations
