@@ -7,13 +7,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from te_lite import _requirements
 
-MAX_IMPORT_SECONDS = 3.0
-
-MAX_OWN_SECONDS = 1.0  # beyond torch's; 0.2 s measured
+MAX_SHARE = 0.6  # of the time that torch's import takes (a CPU build on a quiet core 1.3 s); 0.15 to 0.31 measured
 
 MEASURE = """
 import json, time
@@ -22,7 +19,7 @@ import torch
 after_torch = time.process_time()
 import te_lite
 end = time.process_time()
-print(json.dumps({"all": end - start, "own": end - after_torch, "cuda": torch.cuda.is_initialized()}))
+print(json.dumps({"torch": after_torch - start, "own": end - after_torch, "cuda": torch.cuda.is_initialized()}))
 """
 
 WITHOUT_TRITON = """
@@ -51,10 +48,8 @@ def imported() -> list[dict]:
 
 def test_import_is_fast(imported: list[dict]) -> None:
     # Processor time, not wall time: an import runs on one thread, and wall time here would measure the tests
-    # that run beside this one. The two agree on a quiet machine.
-    assert statistics.median(result["own"] for result in imported) < MAX_OWN_SECONDS, imported
-    if not torch.backends.cuda.is_built():  # torch's CUDA build alone takes about 3 s of processor time
-        assert statistics.median(result["all"] for result in imported) < MAX_IMPORT_SECONDS, imported
+    # that run beside this one. Under load that grows too, threefold, but torch's as much.
+    assert statistics.median(result["own"] / result["torch"] for result in imported) < MAX_SHARE, imported
 
 
 @pytest.mark.gpu
