@@ -179,8 +179,7 @@ class Executor:
         """CUDA, after set_flags: a word in pinned host memory, for kernels that poll, that becomes 1 when the group
         breaks. A thread of the host writes it, so neither the driver nor a queue stands in its way. 0 without."""
 
-    # CUDA, write only, what every wait launches: flag "p", word "p", stride "i", mask "i", delta "i", abort "p"; ends
-    # when each flag of the mask, `stride` words apart, has reached word + delta, or on abort.
+    # CUDA, write only, what every wait launches: flag "p", word "p", stride "i", mask "i", delta "i", abort "p".
     wait_kernel: Kernel
 
     def set_delays(self, seed: int, max_microseconds: int) -> None:

@@ -104,12 +104,10 @@ class autocast(ContextDecorator):
         self.group = amax_reduction_group
 
     def __enter__(self) -> autocast:
-        if not (self.enabled or self.calibrating):
-            _open.stack.append(Context(None, self.strict))
-            return self
-        outer = next((context.state for context in reversed(_open.stack) if context.state is not None), None)
-        one_pass = outer.one_pass if outer is not None else Pass()
-        state = State(self.enabled, self.calibrating, self.recipe, self.group, one_pass)
+        state = None
+        if self.enabled or self.calibrating:
+            passes = (context.state.one_pass for context in reversed(_open.stack) if context.state is not None)
+            state = State(self.enabled, self.calibrating, self.recipe, self.group, next(passes, None) or Pass())
         _open.stack.append(Context(state, self.strict))
         return self
 
@@ -159,23 +157,19 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        state = current()
-        return state is not None and state.enabled
+        return (state := current()) is not None and state.enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        state = current()
-        return state is not None and state.calibrating
+        return (state := current()) is not None and state.calibrating
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        state = current()
-        return DelayedScaling() if state is None else state.recipe
+        return DelayedScaling() if (state := current()) is None else state.recipe
 
     @classmethod
     def get_fp8_group(cls) -> dist.ProcessGroup | None:
-        state = current()
-        return None if state is None else state.group
+        return None if (state := current()) is None else state.group
 
     @classmethod
     def reset(cls) -> None:

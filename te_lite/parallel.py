@@ -82,7 +82,6 @@ def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessG
     device travel as one flat buffer. Returns how many parameters were reduced.
     """
     buckets: dict[tuple, list[torch.Tensor]] = {}
-    groups: dict[int, dist.ProcessGroup] = {}
     seen: set[int] = set()
     for child in module.modules():
         tp_group = group if group is not None else getattr(child, "tp_group", None)
@@ -99,11 +98,10 @@ def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessG
                     f"a parameter of {type(child).__name__} is marked sequence_parallel but its module has no "
                     "tp_group; call set_tensor_parallel_group or pass group="
                 )
-            groups[id(tp_group)] = tp_group
-            buckets.setdefault((id(tp_group), grad.dtype, grad.device), []).append(grad)
-    for (group_id, _, _), grads in buckets.items():
+            buckets.setdefault((tp_group, grad.dtype, grad.device), []).append(grad)
+    for (tp_group, _, _), grads in buckets.items():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=groups[group_id])
+        dist.all_reduce(flat, group=tp_group)
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
     return len(seen)

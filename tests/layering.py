@@ -23,6 +23,7 @@ LEVELS = {
     "_C": 1,
     "_requirements": 1,
     "ops": 2,
+    "watch": 2,
     "quantize": 3,
     "overlap": 4,
     "functional": 5,

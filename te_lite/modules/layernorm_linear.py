@@ -64,11 +64,7 @@ class LayerNormLinear(_OneLinear):
         self._setup_linear(in_features, out_features, bias, return_bias, parameters_split, init_method)
 
     def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
         """x [..., in_features] -> y [..., out_features]; with return_bias (y, bias); with return_layernorm_output the
         norm's output comes last. The other arguments are Linear's."""

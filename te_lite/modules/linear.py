@@ -190,11 +190,7 @@ class Linear(_OneLinear):
         return self.save_original_input
 
     def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [..., in_features] -> y [..., out_features], or (y, bias) with return_bias.
 

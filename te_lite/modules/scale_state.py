@@ -106,13 +106,8 @@ class ScaleStates:
 
 
 def _pool_key(recipe: DelayedScaling, direction: str, group: dist.ProcessGroup | None, device: torch.device) -> PoolKey:
-    largest = recipe.fp8_format.value.max_fwd if direction == "forward" else recipe.fp8_format.value.max_bwd
-    reduced = recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1
-    return PoolKey(
-        direction,
-        recipe.amax_history_len,
-        largest * 2.0**-recipe.margin,
-        recipe.amax_compute_algo,
-        group if reduced else None,
-        device,
-    )
+    formats = recipe.fp8_format.value
+    fp8_max = (formats.max_fwd if direction == "forward" else formats.max_bwd) * 2.0**-recipe.margin
+    if not (recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1):
+        group = None
+    return PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device)

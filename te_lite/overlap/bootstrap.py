@@ -7,7 +7,9 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +18,13 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 BACKENDS = (None, "gloo", "nccl", "mpi")
-SOCKET_TIMEOUT_S = 60.0
+SOCKET_TIMEOUT_S = TIMEOUT_S = 60.0
 ENDING_S = 5.0  # how long after its connections a killed process may take to count as ended
+
+
+def timeout_s() -> float:
+    """Seconds that a wait for a peer may take: TE_LITE_UB_TIMEOUT, default 60."""
+    return float(os.environ.get("TE_LITE_UB_TIMEOUT", TIMEOUT_S))
 
 
 class BootstrapError(RuntimeError):
@@ -39,14 +46,19 @@ class Exchange:
                 "torch.distributed.init_process_group first"
             )
         self._group, self._made, self._communicator = tp_group, None, None
-        _check_same(tp_group, (f"tp_size={tp_size}", f"bootstrap_backend={backend!r}"))
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if tp_group is not None and dist.get_rank(tp_group) < 0:
+            raise ValueError(f"tp_group does not contain this rank, {rank}; pass the group that it belongs to")
+        self.ranks = everyone = tuple(range(world) if tp_group is None else dist.get_process_group_ranks(tp_group))
+        self._places: dict[int, tuple[str, int]] = {}  # rank -> host and process
+        said = self._gather(((host_identity(), os.getpid()), f"tp_size={tp_size}", f"bootstrap_backend={backend!r}"))
+        self._places = {one: place for one, (place, *_) in zip(everyone, said, strict=True)}
+        check_agreement(everyone, [items for _, *items in said])
         if type(tp_size) is not int:
             raise TypeError(f"tp_size={tp_size!r}: must be an int, the number of ranks of a group")
         if backend not in BACKENDS:
             raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
-        world, rank = dist.get_world_size(), dist.get_rank()
         if tp_group is not None:
-            self.ranks = tuple(dist.get_process_group_ranks(tp_group))
             if len(self.ranks) != tp_size:
                 raise ValueError(f"tp_size={tp_size} but tp_group has {len(self.ranks)} ranks; pass its size")
         else:
@@ -55,41 +67,49 @@ class Exchange:
             first = rank // tp_size * tp_size
             self.ranks = tuple(range(first, first + tp_size))
         self.rank, self.size = self.ranks.index(rank), tp_size
-        self._processes: list[tuple[str, int]] = []
         if backend == "mpi":
             self._communicator = _communicator(self.ranks)
             return
         other = backend is not None and backend not in str(dist.get_backend(tp_group))
         if other or (tp_group is None and tp_size != world):
             self._group = self._made = self._new_group(backend)
-        self._processes = self.all((host_identity(), os.getpid()))
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
         """A process group of these ranks. Every rank of the world makes every group, in the same order: what torch has
         for members alone hangs where a group of the same ranks was made before."""
-        blocks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(blocks, self.ranks)
-        made = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in sorted(set(blocks))}
-        return made[self.ranks]
+        blocks = sorted(set(self._gather(self.ranks, everywhere=True)))
+        limit = timedelta(seconds=timeout_s())  # all ranks are here; without it one that dies now is waited for long
+        with self._naming():
+            return {ranks: dist.new_group(list(ranks), limit, backend) for ranks in blocks}[self.ranks]
 
     def all(self, value: T) -> list[T]:
         """`value` of every rank of the group, in the order of its ranks. Collective."""
         if self._communicator is not None:
             return self._communicator.allgather(value)
-        gathered: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(gathered, value, group=self._group)
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._who_left()} while userbuffers were set up, see its output: {error}") from error
+        return self._gather(value)
+
+    def _gather(self, value: T, everywhere: bool = False) -> list[T]:
+        """As all(), by torch.distributed; over the world with `everywhere`."""
+        group = None if everywhere else self._group
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        with self._naming():
+            dist.all_gather_object(gathered, value, group=group)
         return gathered
 
-    def _who_left(self) -> str:
-        """Whose process has ended, once a connection has broken. The kernel closes a killed process's sockets before
-        it counts as ended, so that is waited for, up to ENDING_S; nobody is blamed who has only left because of it."""
-        deadline, places = time.monotonic() + ENDING_S, dict(zip(self.ranks, self._processes, strict=False))
-        while not (dead := [rank for rank, place in places.items() if _ended(*place)]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return f"the process of ranks {dead} has ended" if dead else f"one of the ranks {list(self.ranks)} is gone"
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Around what fails when a rank has died: says whose process has ended. The kernel closes a killed process's
+        sockets before it counts as ended, so that is waited for, up to ENDING_S."""
+        try:
+            yield
+        except RuntimeError as error:
+            deadline, dead = time.monotonic() + ENDING_S, []
+            while self._places and not dead and time.monotonic() < deadline:
+                time.sleep(0.01)
+                dead = [rank for rank, place in self._places.items() if _ended(*place)]
+                dead = [rank for rank in dead if rank in self.ranks] or dead
+            who = f"the process of ranks {dead} has ended" if dead else "a rank is gone"
+            raise RuntimeError(f"{who} while userbuffers were set up, see its output: {error}") from error
 
     def step(self, what: str, run: Callable[[], T]) -> T:
         """run() on every rank; where it fails on any, BootstrapError on all of them. Collective."""
@@ -114,16 +134,9 @@ class Exchange:
             self._communicator = None
 
 
-def _check_same(tp_group: dist.ProcessGroup | None, items: tuple[str, ...]) -> None:
-    """Every rank that takes part says the same; ValueError on all of them otherwise. Collective."""
-    said: list[Any] = [None] * dist.get_world_size(tp_group)
-    dist.all_gather_object(said, items, group=tp_group)
-    check_agreement(range(len(said)) if tp_group is None else dist.get_process_group_ranks(tp_group), said)
-
-
-def check_agreement(ranks: Sequence[int], said: Sequence[tuple[str, ...]]) -> None:
+def check_agreement(ranks: Sequence[int], said: Sequence[Sequence[str]]) -> None:
     """ValueError that names who said what, of what not all said, unless all said the same."""
-    if len(set(said)) > 1:
+    if len(set(map(tuple, said))) > 1:
         common = set.intersection(*map(set, said))
         texts = (", ".join(item for item in items if item not in common) for items in said)
         differing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import triton
 
 from te_lite.overlap.bootstrap import Exchange
+from te_lite.watch import all_reduce_max
 
 SCHEDULES = 3  # to be raised when a schedule changes its speed: what was measured before is then forgotten
 ROUNDS = 5
@@ -114,7 +115,7 @@ class Choices:
             for name, run in ways.items():
                 times[name].append(_time_us(run, self._device, group, check))
         own = torch.tensor([statistics.median(values[1:]) for values in times.values()], device=self._device)
-        dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
+        all_reduce_max("auto's times", own, group)
         return dict(zip(ways, own.tolist(), strict=True))
 
     @staticmethod

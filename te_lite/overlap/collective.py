@@ -14,6 +14,8 @@ Without sequence parallelism both gathers vanish and both reduce-scatters are al
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +24,7 @@ from te_lite.ops.nvtx import nvtx_range
 from te_lite.overlap.schedule import Note, Product, Schedule, Wgrad
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import Layout, QTensor
+from te_lite.watch import collective
 
 # torch 2.13 renames both and warns about the old names.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,32 +36,29 @@ def _wire_dtype(group: dist.ProcessGroup, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dist.get_backend(group) == "gloo" else dtype
 
 
-def all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[m, ...] on each of R ranks -> [R*m, ...] on all, in rank order. No autograd."""
+def all_gather(shard: Tensor, group: dist.ProcessGroup, what: str = "all-gather") -> Tensor:
+    """[m, ...] on each of R ranks -> [R*m, ...] on all, in rank order. No autograd. what: for messages."""
     out = shard.new_empty(shard.shape[0] * dist.get_world_size(group), *shard.shape[1:])
-    if out.numel():
-        with nvtx_range("te_lite.all_gather"):
-            _all_gather_into(out, shard.contiguous(), group=group)
+    with nvtx_range("te_lite.all_gather"):
+        collective(what, shard, group, partial(_all_gather_into, out, shard.contiguous(), group=group))
     return out
 
 
-def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(summand: Tensor, group: dist.ProcessGroup, what: str = "reduce-scatter") -> Tensor:
     """[R*m, N] partial sums on each of R ranks -> [m, N]: this rank's tokens, summed. No autograd."""
-    wire = partial.to(_wire_dtype(group, partial.dtype))
+    wire = summand.to(_wire_dtype(group, summand.dtype))
     out = wire.new_empty(wire.shape[0] // dist.get_world_size(group), *wire.shape[1:])
-    if out.numel():
-        with nvtx_range("te_lite.reduce_scatter"):
-            _reduce_scatter_into(out, wire, group=group)
-    return out.to(partial.dtype)
+    with nvtx_range("te_lite.reduce_scatter"):
+        collective(what, wire, group, partial(_reduce_scatter_into, out, wire, group=group))
+    return out.to(summand.dtype)
 
 
-def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce(summand: Tensor, group: dist.ProcessGroup, what: str = "all-reduce") -> Tensor:
     """[M, N] partial sums on each rank -> [M, N] summed on all; may reuse the input's memory. No autograd."""
-    wire = partial.to(_wire_dtype(group, partial.dtype))
-    if wire.numel():
-        with nvtx_range("te_lite.all_reduce"):
-            dist.all_reduce(wire, group=group)
-    return wire.to(partial.dtype)
+    wire = summand.to(_wire_dtype(group, summand.dtype))
+    with nvtx_range("te_lite.all_reduce"):
+        collective(what, wire, group, partial(dist.all_reduce, wire, group=group))
+    return wire.to(summand.dtype)
 
 
 def one_gather(wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None) -> bool:
@@ -85,16 +85,21 @@ class Collective(Schedule):
         """The whole tensor from every rank's shard, moved as its wire format. gemm: which one needs it."""
         shards = q.wire(layout)
         self._note(gemm, sum(part.nbytes for part in shards) * (self.tp.size - 1))
-        parts = tuple(all_gather(part, self.tp.group) for part in shards)
+        parts = tuple(all_gather(part, self.tp.group, self._text(f"{gemm}'s all-gather", q)) for part in shards)
         return q.from_wire(parts, layout, q.shape[0] * self.tp.size)
+
+    def _text(self, what: str, q: QTensor | Tensor) -> str:
+        """What the ranks must agree on. q: what is moved or multiplied."""
+        return what
 
     def _regather(self, q: QTensor, gemm: str = "wgrad") -> QTensor:
         return self.gather(gemm, q, q.regather_layout)
 
-    def _sum(self, gemm: str, partial: Tensor) -> Tensor:
+    def _sum(self, gemm: str, summand: Tensor) -> Tensor:
         scatters = self.tp.sequence_parallel
-        self._note(gemm, partial.nbytes * (self.tp.size - 1) // self.tp.size * (1 if scatters else 2))
-        return (reduce_scatter if scatters else all_reduce)(partial, self.tp.group)
+        self._note(gemm, summand.nbytes * (self.tp.size - 1) // self.tp.size * (1 if scatters else 2))
+        text = self._text(f"{gemm}'s {'reduce-scatter' if scatters else 'all-reduce'}", summand)
+        return (reduce_scatter if scatters else all_reduce)(summand, self.tp.group, text)
 
     def _gemm_sum(self, name: str, gemm: Product, a: QTensor) -> Tensor:
         total = self._sum(name, gemm(a))

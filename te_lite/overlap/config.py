@@ -33,18 +33,9 @@ OFFERED = {
 DEFAULTS = {name: methods[0] for name, methods in OFFERED.items()}  # "layer_gemm" -> method
 # Options of Transformer Engine's that have no meaning here: no SM is taken for communication.
 IGNORED = (
-    "num_sm",
-    "cga_size",
-    "set_sm_margin",
-    "num_splits",
-    "aggregate",
-    "atomic_gemm",
-    "use_ce",
-    "fp8_buf",
-    "comm_priority",
-    "gemm_priority",
-    "pipeline_rs_overlap_first_gemm",
-)
+    "num_sm", "cga_size", "set_sm_margin", "num_splits", "aggregate", "atomic_gemm", "use_ce", "fp8_buf",
+    "comm_priority", "gemm_priority", "pipeline_rs_overlap_first_gemm",
+)  # fmt: skip
 OPTIONS = ("method", "is_reduce_scatter", *IGNORED)
 
 Config = Mapping[str, Mapping[str, Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import torch
 from te_lite import _C
 from te_lite.ops.flags import compiled_wait, signed
 from te_lite.overlap.arena import Arena, share_host_memory
-from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity
+from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
 from te_lite.overlap.buffers import Buffer, gathered_bytes
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.config import LayerMethods
@@ -22,13 +21,7 @@ from te_lite.quantize.qtensor import Layout, QTensor
 
 SLOTS = 2  # a second use may fill while the first is read
 PIECES = 2  # flags a source: a reduce-scatter pushes a partial in at most so many pieces (ring.cuts)
-TIMEOUT_S = 60.0
 SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32 values of one byte, are an eighth
-
-
-def timeout_s() -> float:
-    """Seconds that a wait for a peer may take: TE_LITE_UB_TIMEOUT, default 60."""
-    return float(os.environ.get("TE_LITE_UB_TIMEOUT", TIMEOUT_S))
 
 
 @cache
@@ -169,10 +162,15 @@ class Group:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
         self.control.announce(text, zlib.crc32(text.encode()))
 
-    def agree(self, text: str) -> None:
-        """As announce, and returns once all ranks have come to the same: before what torch.distributed moves, which
-        hangs or ends the process where ranks differ. Waits for the hosts alone."""
-        self.control.agree(text, zlib.crc32(text.encode()))
+    def meet(self, text: str) -> None:
+        """As announce, before a collective of torch.distributed. On CPU ranks it returns once all of them have come to
+        the same, since gloo hangs or ends the process where ranks differ; NCCL's hosts go on."""
+        meet = self.control.agree if self.device.type == "cpu" else self.control.announce
+        meet(text, zlib.crc32(text.encode()))
+
+    def check(self) -> None:
+        """RuntimeError once the group is broken."""
+        self.control.check()
 
     @contextmanager
     def operation(self, text: str) -> Iterator[None]:

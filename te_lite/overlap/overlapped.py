@@ -14,7 +14,7 @@ from te_lite.overlap.collective import Collective, one_gather
 from te_lite.overlap.group import Group
 from te_lite.overlap.schedule import Note, Product, Wgrad
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.qtensor import Layout, QTensor
+from te_lite.quantize.qtensor import QTensor
 
 RING = {"ring_exchange": "ring", "fused": "ring", "auto": "ring"}  # how a method that is cut into pieces is reported
 
@@ -92,25 +92,10 @@ class Overlapped(Collective):
         else:
             refusal = self.group.gather_refusal(x, "row")
         method = self._settled("fprop", self._asked("fprop", refusal, m), gemm, x, scatters=scatters)
-        if not method:
-            return super().fprop(gemm, x)
         with self.group.operation(f"{self._text('fprop', x)} x {gemm.columns}"):
+            if not method:
+                return super().fprop(gemm, x)
             return (self._gemm_scatter if scatters else self._gather_gemm)("fprop", method, gemm, x)
-
-    # What Collective moves in place of this schedule.
-
-    def gather(self, gemm: str, q: QTensor, layout: Layout) -> QTensor:
-        self._agree(self._text(f"{gemm} by torch.distributed's all-gather", q))
-        return super().gather(gemm, q, layout)
-
-    def _sum(self, gemm: str, partial: Tensor) -> Tensor:
-        self._agree(self._text(f"{gemm} by torch.distributed's reduce-scatter", partial))
-        return super()._sum(gemm, partial)
-
-    def _agree(self, text: str) -> None:
-        """gloo hangs or ends the process where ranks differ, so there they are all waited for; NCCL's hosts go on."""
-        if not self.group.closed:
-            (self.group.agree if self.group.device.type == "cpu" else self.group.announce)(text)
 
     def _settled(self, name: str, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> str:
         """The method, where "auto" is the fastest that was measured; "" for Collective's."""

@@ -18,6 +18,7 @@ from te_lite.overlap.group import Group
 from te_lite.overlap.overlapped import Overlapped
 from te_lite.overlap.schedule import Local, Schedule
 from te_lite.parallel import TensorParallel
+from te_lite.watch import watches
 
 UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -133,9 +134,8 @@ def initialize_ub(
         if wrong is not None:
             raise wrong
         try:
-            _groups[exchange.ranks] = Group(
-                exchange, place, tokens, hidden, dtype, layers, strict=strict, graphs=cuda_graphs
-            )
+            group = Group(exchange, place, tokens, hidden, dtype, layers, strict=strict, graphs=cuda_graphs)
+            _groups[exchange.ranks] = watches[exchange.ranks] = group
         except BootstrapError as error:
             if strict:
                 raise
@@ -151,7 +151,8 @@ def destroy_ub() -> None:
     """Ends all userbuffers of this process; modules run without overlap from here on. Nothing to do is no error."""
     global _generation
     while _groups:
-        _, group = _groups.popitem()
+        ranks, group = _groups.popitem()
+        watches.pop(ranks, None)
         if isinstance(group, Group):
             group.close()
         _generation += 1

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.delayed import delayed_update
-from te_lite.ops.nvtx import nvtx_range
 from te_lite.quantize import replay
+from te_lite.watch import all_reduce_max
 
 
 class PoolKey(NamedTuple):
@@ -132,8 +132,7 @@ class Pool:
             return False
         self.touched = False
         if self.key.group is not None:
-            with nvtx_range("te_lite.amax_all_reduce"):
-                dist.all_reduce(self._history[0], op=dist.ReduceOp.MAX, group=self.key.group)
+            all_reduce_max(f"amaxes of {self.key.direction} for delayed scaling", self._history[0], self.key.group)
         scale = torch.empty_like(self.scale)
         delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
         self._set(scale)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_fp8
-from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import PAD, transpose
 from te_lite.parallel import TensorParallel
@@ -24,6 +23,7 @@ from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
+from te_lite.watch import all_reduce_max
 
 INPUTS_PER_GEMM = 3  # forward slots: input, weight, output (Transformer Engine's order)
 GRADS_PER_GEMM = 2  # backward slots: grad_output, grad_input
@@ -141,8 +141,7 @@ class Current(Quantizer):
         seed = source.amax if source.amax is not None else amax(source)
         if self.amax_group is not None:
             seed = seed.amax().view(1)
-            with nvtx_range("te_lite.amax_all_reduce"):
-                dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.amax_group)
+            all_reduce_max("amax for current scaling", seed, self.amax_group)
         return self._cast(source, seed, row=row, col=col, bias_grad=bias_grad)
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:

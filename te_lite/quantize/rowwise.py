@@ -13,7 +13,6 @@ from torch import Tensor
 
 from te_lite.ops.cast import transform
 from te_lite.ops.gemm_scaled import gemm_fp8_rowwise
-from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.row_cast import row_cast, rows_fit, vector_amax, vector_scales
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
@@ -22,6 +21,7 @@ from te_lite.quantize.per_tensor import Current
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import RowwiseScaling
+from te_lite.watch import all_reduce_max
 
 E4M3 = torch.float8_e4m3fn
 
@@ -84,8 +84,7 @@ class Rows(Quantizer):
         amax = vector_amax(source, row, col)
         rows = source.rows if row else 0
         if col and self.amax_group is not None:
-            with nvtx_range("te_lite.amax_all_reduce"):
-                dist.all_reduce(amax[rows:], op=dist.ReduceOp.MAX, group=self.amax_group)
+            all_reduce_max("amax of columns", amax[rows:], self.amax_group)
         # Apart, so that none keeps the memory of both, and each starts where cuBLAS reads scales.
         by_row = vector_scales(amax[:rows], 0.0, self.pow2) if row else (None, None)
         return *by_row, *(vector_scales(amax[rows:], 0.0, self.pow2) if col else (None, None))

@@ -327,16 +327,9 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _rebuild(
-    format_spec: Spec,
-    quantizer_spec: Spec | None,
-    tensors: tuple,
-    dtypes: tuple,
-    q_shape: tuple[int, int],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    requires_grad: bool,
-    attributes: dict[str, Any],
-) -> QuantizedTensor:
+    format_spec: Spec, quantizer_spec: Spec | None, tensors: tuple, dtypes: tuple, q_shape: tuple[int, int],
+    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, attributes: dict[str, Any],
+) -> QuantizedTensor:  # fmt: skip
     """The tensor that __reduce_ex__ took apart."""
     format = from_spec(format_spec, TensorFormat)
     quantizer = None if quantizer_spec is None else from_spec(quantizer_spec, Quantizer, format=format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import te_lite as te
 from te_lite.overlap import userbuffers
 from tests.distributed.faults import VICTIM
 from tests.distributed.overlapping import COLUMN, MLP, begin, pair_of
+from tests.harness import RECIPES
 
 
 def say(name: str, what: object) -> None:
@@ -68,6 +70,15 @@ def mismatch(device) -> None:
     said("recipe mismatch", until_it_fails(lambda: step(pair)))
     te.destroy_ub()
     dist.barrier()
+
+
+def recipes(device) -> None:
+    """Every two recipes on two ranks, whose first difference may be an amax that one of them reduces."""
+    for ours, theirs in itertools.combinations(RECIPES, 2):
+        pair = make(MLP, device, recipe=theirs if victim() else ours)
+        said(f"{ours} and {theirs}", until_it_fails(lambda pair=pair: step(pair)))
+        te.destroy_ub()
+        dist.barrier()
 
 
 def order(device) -> None:

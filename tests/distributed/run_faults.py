@@ -27,11 +27,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import te_lite as te  # noqa: E402
-from te_lite import _C  # noqa: E402
-from te_lite.overlap import bootstrap, userbuffers  # noqa: E402
+from te_lite import _C, watch  # noqa: E402
+from te_lite.overlap import bootstrap, collective, userbuffers  # noqa: E402
 from te_lite.overlap.buffers import Gather  # noqa: E402
-from te_lite.overlap.schedule import Product  # noqa: E402
 from te_lite.testing.distributed import backend_for  # noqa: E402
+from tests.distributed.failing_gemms import fails_before_an_amax, fails_while_auto_measures, gemm_fails  # noqa: E402
 from tests.distributed.mismatches import (  # noqa: E402
     left,
     make,
@@ -40,15 +40,15 @@ from tests.distributed.mismatches import (  # noqa: E402
     mismatch_of_capacity,
     mismatch_over_capacity,
     order,
+    recipes,
     refused_alone,
     said,
     say,
     step,
     unnoticed,
-    until_it_fails,
     victim,
 )
-from tests.distributed.overlapping import COLUMN, MLP, ROW, begin, check_pass, pair_of, rows_of  # noqa: E402
+from tests.distributed.overlapping import MLP, begin, check_pass, pair_of, rows_of  # noqa: E402
 from tests.distributed.run_modules import new_groups  # noqa: E402
 from tests.harness import under  # noqa: E402
 
@@ -135,24 +135,6 @@ def late(device) -> None:
     te.destroy_ub()
 
 
-def gemm_fails(device) -> None:
-    """A GEMM raises on the victim: the others hear of it at once and in its words, forward and backward."""
-    for which, name in ((COLUMN, "te_lite.fprop"), (ROW, "te_lite.fprop"), (COLUMN, "te_lite.dgrad")):
-        pair = make(which, device)
-        original = Product.__call__
-
-        def fail(product, *args, name=name, original=original, **kwargs):
-            if victim() and product.label == name:
-                raise ValueError("this GEMM went wrong")
-            return original(product, *args, **kwargs)
-
-        with mock.patch.object(Product, "__call__", fail):
-            said("gemm", until_it_fails(lambda pair=pair: step(pair)))
-        said("gemm, the next call", lambda pair=pair: step(pair))
-        te.destroy_ub()
-        dist.barrier()
-
-
 # faults that end the ranks
 
 
@@ -180,6 +162,32 @@ def killed(device, where: str) -> None:
 
     said("killed", rest)
     said("the next call", lambda: step(pair))
+
+
+def killed_in_collective(device, recipe: str, m: int) -> None:
+    """The victim is killed where its peers wait for it in torch.distributed: in front of an amax to be reduced, or in
+    an exchange that does not fit."""
+    pair = make(MLP, device, recipe=recipe)
+    step(pair, m)
+    dist.barrier()
+    if victim():
+        watch.dist.all_reduce = collective._all_gather_into = lambda *args, **kwargs: kill()
+    said("killed", lambda: step(pair, m))
+    said("the next call", lambda: step(pair, m))
+
+
+def killed_at(device, name: str, count: int, tp_size: int) -> None:
+    """The victim is killed when initialize_ub calls torch.distributed's `name` for the count-th time."""
+    calls, original = [], getattr(dist, name)
+
+    def count_and_kill(*args, **kwargs):
+        calls.append(name)
+        if victim() and len(calls) == count:
+            kill()
+        return original(*args, **kwargs)
+
+    with mock.patch.object(dist, name, count_and_kill):
+        said("killed", lambda: te.initialize_ub([64, 128], tp_size, device=device))
 
 
 def killed_in_init(device) -> None:
@@ -255,9 +263,16 @@ FAULTS: dict[str, tuple[Callable, ...]] = {
     "mismatch_of_capacity": (mismatch_of_capacity,),
     "mismatch_in_backward": (mismatch_in_backward,),
     "refused_alone": (refused_alone,),
+    "mismatched_recipes": (recipes,),
+    "fails_before_a_collective": (fails_before_an_amax, fails_while_auto_measures),
     "killed_in_forward": (lambda device: killed(device, "forward"),),
     "killed_in_backward": (lambda device: killed(device, "backward"),),
+    "killed_before_an_amax": (lambda device: killed_in_collective(device, "current", 8),),
+    "killed_in_an_exchange_over_capacity": (lambda device: killed_in_collective(device, "bf16", 200),),
     "killed_in_init": (killed_in_init,),
+    "killed_in_the_first_gather": (lambda device: killed_at(device, "all_gather_object", 1, 4),),
+    "killed_in_the_second_gather": (lambda device: killed_at(device, "all_gather_object", 2, 4),),
+    "killed_in_new_group": (lambda device: killed_at(device, "new_group", 1, 2),),
     "cycles": (cycles,),
     "mpi": (mpi,),
 }
