@@ -1,0 +1,74 @@
+"""torch.distributed's collectives under the eyes of userbuffers: what is told, when, and whose error is raised."""
+
+import pytest
+import torch
+
+from te_lite import watch
+
+
+class Broken(RuntimeError):
+    """What a watch raises once a rank has failed."""
+
+
+class Recorder:
+    """Notes what it is told; breaks after `checks` questions."""
+
+    def __init__(self, seen: list, checks: int = 10**9) -> None:
+        self.seen, self.left = seen, checks
+
+    def meet(self, text: str) -> None:
+        self.seen.append(text)
+
+    def check(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Broken("rank 1 has stopped")
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list:
+    monkeypatch.setattr(watch, "watches", {})
+    monkeypatch.setattr(watch, "NAMING_S", 0.2)
+    monkeypatch.setattr(watch.dist, "get_process_group_ranks", lambda group: group)
+    return []
+
+
+def run(seen: list, group=(0, 1, 2, 3), shape=(8, 2)) -> None:
+    watch.collective("amax", torch.zeros(shape, dtype=torch.bfloat16), group, lambda: seen.append("run"))
+
+
+def fail() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+def test_without_userbuffers_it_only_runs(seen) -> None:
+    run(seen, group=None)
+    assert seen == ["run"]
+
+
+def test_userbuffers_all_of_whose_ranks_take_part_are_told_first(seen) -> None:
+    watch.watches[2, 3] = Recorder(seen)
+    watch.watches[4, 5] = Recorder(seen)  # not of this group
+    run(seen)
+    run(seen, group=(1, 2))
+    assert seen == ["amax, bfloat16 [8, 2]", "run", "run"]
+
+
+def test_an_empty_one_is_told_and_not_run(seen) -> None:
+    watch.watches[0, 1] = Recorder(seen)
+    run(seen, shape=(0, 2))
+    assert seen == ["amax, bfloat16 [0, 2]"]
+
+
+def test_a_rank_that_failed_is_named_in_place_of_the_broken_connection(seen) -> None:
+    watch.watches[0, 1] = Recorder(seen, checks=3)  # it takes a while until its silence is noticed
+    with pytest.raises(Broken, match="rank 1 has stopped"):
+        watch.collective("amax", torch.zeros(1), (0, 1), fail)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_any_other_error_stays_what_it_is(seen, watched) -> None:
+    if watched:
+        watch.watches[0, 1] = Recorder(seen)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        watch.collective("amax", torch.zeros(1), (0, 1), fail)
