@@ -58,6 +58,8 @@ class Exchange:
             raise TypeError(f"tp_size={tp_size!r}: must be an int, the number of ranks of a group")
         if backend not in BACKENDS:
             raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise RuntimeError("bootstrap_backend='nccl': this torch was built without NCCL; pass 'gloo'")
         if tp_group is not None:
             if len(self.ranks) != tp_size:
                 raise ValueError(f"tp_size={tp_size} but tp_group has {len(self.ranks)} ranks; pass its size")
@@ -107,7 +109,6 @@ class Exchange:
             while self._places and not dead and time.monotonic() < deadline:
                 time.sleep(0.01)
                 dead = [rank for rank, place in self._places.items() if _ended(*place)]
-                dead = [rank for rank in dead if rank in self.ranks] or dead
             who = f"the process of ranks {dead} has ended" if dead else "a rank is gone"
             raise RuntimeError(f"{who} while userbuffers were set up, see its output: {error}") from error
 
