@@ -28,7 +28,6 @@ from te_lite.modules.norm import LayerNorm, RMSNorm  # noqa: E402
 from te_lite.overlap.config import UserBufferQuantizationMode  # noqa: E402
 from te_lite.overlap.report import format_report, overlap_report  # noqa: E402
 from te_lite.overlap.userbuffers import destroy_ub, initialize_ub  # noqa: E402
-from te_lite.parallel import reduce_sequence_parallel_grads  # noqa: E402
 from te_lite.quantize.callers import (  # noqa: E402
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -39,6 +38,7 @@ from te_lite.quantize.statistics import collect_statistics  # noqa: E402
 from te_lite.quantize.tensor import QuantizedTensor  # noqa: E402
 from te_lite.recipe import check_recipe_support, required_multiple  # noqa: E402
 from te_lite.rng import CudaRNGStatesTracker  # noqa: E402
+from te_lite.watch import reduce_sequence_parallel_grads  # noqa: E402
 
 __version__ = "0.1.0"
 

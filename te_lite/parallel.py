@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 MODES = (None, "column", "row")
@@ -71,37 +70,3 @@ def group_size(group: dist.ProcessGroup | None, tp_size: int) -> int:
     if tp_size not in (1, size):
         raise ValueError(f"tp_size={tp_size} but tp_group has {size} ranks; pass tp_size={size} or the right group")
     return size
-
-
-def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """All-reduces (sum) the gradients of parameters marked `.sequence_parallel` over the tensor-parallel group.
-
-    Under sequence parallelism each rank sees only its own tokens in norm weights and row-parallel biases; their
-    gradients are partial sums. Call it after backward and before the optimizer. Takes `.grad`, or `main_grad`
-    where the gradient was put there. `group` overrides the modules' own group. Gradients that share a group, dtype and
-    device travel as one flat buffer. Returns how many parameters were reduced.
-    """
-    buckets: dict[tuple, list[torch.Tensor]] = {}
-    seen: set[int] = set()
-    for child in module.modules():
-        tp_group = group if group is not None else getattr(child, "tp_group", None)
-        for param in child.parameters(recurse=False):
-            if not getattr(param, "sequence_parallel", False) or id(param) in seen:
-                continue
-            added = getattr(param, "grad_added_to_main_grad", False) or param.grad is None
-            grad = getattr(param, "main_grad", None) if added else param.grad
-            if grad is None:
-                continue
-            seen.add(id(param))
-            if tp_group is None:
-                raise RuntimeError(
-                    f"a parameter of {type(child).__name__} is marked sequence_parallel but its module has no "
-                    "tp_group; call set_tensor_parallel_group or pass group="
-                )
-            buckets.setdefault((tp_group, grad.dtype, grad.device), []).append(grad)
-    for (tp_group, _, _), grads in buckets.items():
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=tp_group)
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
-    return len(seen)

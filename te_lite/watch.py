@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -56,3 +57,37 @@ def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:
     """values becomes its elementwise maximum over the group."""
     with nvtx_range("te_lite.amax_all_reduce"):
         collective(what, values, group, partial(dist.all_reduce, values, dist.ReduceOp.MAX, group))
+
+
+def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """All-reduces (sum) the gradients of parameters marked `.sequence_parallel` over the tensor-parallel group.
+
+    Under sequence parallelism each rank sees only its own tokens in norm weights and row-parallel biases; their
+    gradients are partial sums. Call it after backward and before the optimizer. Takes `.grad`, or `main_grad`
+    where the gradient was put there. `group` overrides the modules' own group. Gradients that share a group, dtype and
+    device travel as one flat buffer. Returns how many parameters were reduced.
+    """
+    buckets: dict[tuple, list[torch.Tensor]] = {}
+    seen: set[int] = set()
+    for child in module.modules():
+        tp_group = group if group is not None else getattr(child, "tp_group", None)
+        for param in child.parameters(recurse=False):
+            if not getattr(param, "sequence_parallel", False) or id(param) in seen:
+                continue
+            added = getattr(param, "grad_added_to_main_grad", False) or param.grad is None
+            grad = getattr(param, "main_grad", None) if added else param.grad
+            if grad is None:
+                continue
+            seen.add(id(param))
+            if tp_group is None:
+                raise RuntimeError(
+                    f"a parameter of {type(child).__name__} is marked sequence_parallel but its module has no "
+                    "tp_group; call set_tensor_parallel_group or pass group="
+                )
+            buckets.setdefault((tp_group, grad.dtype, grad.device), []).append(grad)
+    for (tp_group, _, _), grads in buckets.items():
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        collective("sequence-parallel gradients", flat, tp_group, partial(dist.all_reduce, flat, group=tp_group))
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+    return len(seen)

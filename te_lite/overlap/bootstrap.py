@@ -80,7 +80,7 @@ class Exchange:
         """A process group of these ranks. Every rank of the world makes every group, in the same order: what torch has
         for members alone hangs where a group of the same ranks was made before."""
         blocks = sorted(set(self._gather(self.ranks, everywhere=True)))
-        limit = timedelta(seconds=timeout_s())  # all ranks are here; without it one that dies now is waited for long
+        limit = timedelta(seconds=min(timeout_s(), 1e6))  # all are here; torch's own limit is for ranks that come late
         with self._naming():
             return {ranks: dist.new_group(list(ranks), limit, backend) for ranks in blocks}[self.ranks]
 

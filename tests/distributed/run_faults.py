@@ -118,6 +118,9 @@ def arguments(device) -> None:
     said("twice", lambda: te.initialize_ub([64, 128], size, device=device))
     check_pass(pair, 1, 8)  # the first are as good as before
     te.destroy_ub()
+    with mock.patch.dict(os.environ, TE_LITE_UB_TIMEOUT="inf"):  # no limit, also for blocks of the world
+        te.initialize_ub([64, 128], size // 2, device=device, strict=True)
+    te.destroy_ub()
 
 
 def late(device) -> None:

@@ -54,6 +54,15 @@ def test_userbuffers_all_of_whose_ranks_take_part_are_told_first(seen) -> None:
     assert seen == ["amax, bfloat16 [8, 2]", "run", "run"]
 
 
+def test_gradients_of_a_step_are_told_too(seen, monkeypatch) -> None:
+    watch.watches[0, 1] = Recorder(seen)
+    monkeypatch.setattr(watch.dist, "all_reduce", lambda flat, group: flat.mul_(2))
+    norm = torch.nn.LayerNorm(4, bias=False)
+    norm.weight.sequence_parallel, norm.weight.grad = True, torch.ones(4)
+    assert watch.reduce_sequence_parallel_grads(norm, group=(0, 1)) == 1
+    assert seen == ["sequence-parallel gradients, float32 [4]"] and norm.weight.grad.tolist() == [2.0] * 4
+
+
 def test_an_empty_one_is_told_and_not_run(seen) -> None:
     watch.watches[0, 1] = Recorder(seen)
     run(seen, shape=(0, 2))
