@@ -99,11 +99,9 @@ def outcome(status: int | None) -> str:
 
 def ranks_tests_stage(args: argparse.Namespace) -> list[Stage]:
     """Tests of several GPUs. Beside each other, but few: each starts up to four ranks."""
-    return (
-        pytest_stage("ranks", "multigpu and not slow", RANKS_WORKERS, args)
-        if gpu_count(args) > 1
-        else too_few("ranks", args)
-    )
+    if gpu_count(args) < 2:
+        return too_few("ranks", args)
+    return pytest_stage("ranks", "multigpu and not slow", RANKS_WORKERS, args)
 
 
 def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -> list[Stage]:
@@ -116,7 +114,8 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
     # README's tables are made from what this run is about to write.
     command += ["--deselect", "tests/test_report.py::test_documents_match_the_committed_results"]
     command += shlex.split(args.pytest_args) or ["tests"]
-    run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS)
+    spread = {"TE_LITE_SPREAD": gpus} if "not multigpu" in mark and (gpus := visible(args)) else {}
+    run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS, **spread)
     detail = read_junit(report) if report.exists() else {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     report.unlink(missing_ok=True)
     stage = finished(name, run, command, args.out, detail)
@@ -134,13 +133,17 @@ def script_options(args: argparse.Namespace) -> list[str]:
 def benchmark_stage(name: str, args: argparse.Namespace) -> list[Stage]:
     command = [sys.executable, f"benchmarks/{name}.py", *script_options(args)]
     # One card: a process that sees several keeps torch's backward thread (te_lite/modules/backward_thread.py).
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=first)
+    run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=visible(args).split(",")[0])
     return [finished(name, run, command, args.out, {})]
 
 
 def gpu_count(args: argparse.Namespace) -> int:
     return torch.cuda.device_count() if args.device.startswith("cuda") else 0
+
+
+def visible(args: argparse.Namespace) -> str:
+    """The GPUs, as CUDA_VISIBLE_DEVICES names them; "" without one."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpu_count(args))))
 
 
 def launcher(ranks: int) -> list[str]:
@@ -249,7 +252,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     ),
     "overlap": lambda args: ranks_stage("overlap", ["benchmarks/overlap.py", *script_options(args)], args),
     "overlap_gemms": lambda args: ranks_stage(
-        "overlap_gemms", ["benchmarks/overlap_gemms.py", *script_options(args)], args
+        "overlap_gemms", ["benchmarks/overlap_gemms.py", "--twice", *script_options(args)], args
     ),
     "memcheck": memcheck_stage,
     "demo": demo_stage,

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import te_lite as te
 from benchmarks.modules import RESULTS, Shape
 from benchmarks.overlap import BULK, RECIPES, SCATTERS, everywhere, mlp_step
-from te_lite.functional import layernorm_linear, layernorm_mlp, linear, norm
+from te_lite.functional import layernorm_mlp, linear, norm
 from te_lite.overlap import buffers, collective, fused, schedule
 from te_lite.overlap.group import Group
 from te_lite.testing import results
@@ -66,8 +66,9 @@ def describe(program: Any, kind: str, segment: int, rank: int, size: int) -> tup
         known = {0: ("copy", "gather"), size: ("wait", "for all"), size + 1: ("wait", "for what it sends")}
         known[size + 2] = ("", "")
         return known.get(segment, ("wait", f"for rank {(rank + segment) % size}"))
-    pushes = program.segments - 4
-    last = {0: ("", ""), 1: ("wait", "for partials"), 2: ("wait", "for what it sends"), 3: ("", "")}
+    pushes = program.segments - 5
+    last = {0: ("", ""), 1: ("copy", "rows of all"), 2: ("wait", "for partials"), 3: ("wait", "for what it sends")}
+    last[4] = ("", "")
     if not 0 < segment <= pushes:
         return last[max(segment - pushes, 0)]
     step = (segment - 1) * (size - 1) // pushes
@@ -101,15 +102,15 @@ class Recorder:
         name = label.removeprefix("te_lite.")
         return self.span(KIND_OF_RANGE.get(name, "other"), name.replace("_", "-"))
 
-    def issue(self, original: Callable[..., None], group: Group, program: Any, segment: int, *rest: Any) -> None:
-        kind, name = describe(program, rest[0].name, segment, group.rank, group.size)
+    def issue(self, original: Callable[..., None], group: Group, use: Any, segment: int, *rest: Any) -> None:
+        kind, name = describe(use.program, use.buffer.name, segment, group.rank, group.size)
         if kind != "copy":
             with self.span(kind, name) if kind else nullcontext():
-                return original(group, program, segment, *rest)
+                return original(group, use, segment, *rest)
         if self.cuda:
             group.stream.wait_stream(torch.cuda.current_stream())  # else it begins when the copy stream fell idle
         begin = self.mark(group.stream)
-        original(group, program, segment, *rest)
+        original(group, use, segment, *rest)
         end = self.mark(group.stream) if self.cuda else self._watchers.submit(self._copied, group.executor)
         self.spans.append((kind, f"{self.layer} {name}", begin, end))
 
@@ -138,7 +139,7 @@ class Recorder:
             (self.issue, Group, ("issue",)),
         )
         with ExitStack() as patches:
-            for module in (schedule, collective, linear, norm, layernorm_linear):
+            for module in (schedule, collective, linear, norm):
                 patches.enter_context(patch.object(module, "nvtx_range", self.range))
             for wrapper, owner, names in wrappers:
                 for name in names:

@@ -37,6 +37,30 @@ class Kernel:
     def launch(self, programs: int, stream: int, arguments: tuple[int | float | None, ...]) -> None:
         """Launches (programs, 1, 1) on the stream handle. RuntimeError when the driver refuses."""
 
+MOST_SCATTER_RANKS: int
+
+class GemmScatter:
+    """csrc/gemm_scatter.cu compiled for one kind of operands, loaded for the current device.
+
+    element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
+    """
+
+    def __init__(self, cubin: _bytes, element_bytes: int, columns: int, transposed: bool) -> None: ...
+    def launch(
+        self,
+        programs: int,
+        stream: int,
+        a: int,
+        b: int,
+        slots: int,
+        to: list[int],
+        arrived: list[int],
+        tensors: list[int],
+        numbers: list[int],
+    ) -> None:
+        """All but the first two are addresses and numbers of GemmScatterArguments (csrc/gemm_scatter.h), in its order.
+        programs: even. RuntimeError when the driver refuses."""
+
 def dlpack(address: int, bytes: int, device: int, owner: object) -> object:
     """A "dltensor" capsule: uint8 [bytes] at address, which owner keeps alive. device -1: CPU, else that CUDA device,
     also for memory of a peer that is mapped here."""
@@ -94,8 +118,9 @@ class Control:
         silence: float = 5.0,
         names: list[int] = [],
     ) -> None: ...
-    def announce(self, operation: str, value: int) -> None:
-        """The next operation begins: its text and a hash of what must agree. GroupBroken."""
+    def announce(self, operation: str, value: int) -> int:
+        """The next operation begins: its text and a hash of what must agree, 64 bits with sign. Its number.
+        GroupBroken."""
 
     def agree(self, operation: str, value: int) -> None:
         """As announce, and returns once all ranks have announced the same. GroupBroken, at the latest after the

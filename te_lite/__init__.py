@@ -6,72 +6,45 @@ with te.fp8_autocast(enabled=True, fp8_recipe=te.recipe.DelayedScaling()):
     y = layer(x)
 """
 
+from types import ModuleType as _ModuleType
+
 from te_lite import _requirements
 
 _requirements.check()
 
-from te_lite import recipe  # noqa: E402
-from te_lite.autocast import (  # noqa: E402
-    FP8GlobalStateManager,
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
-    quantized_model_init,
-)
-from te_lite.checkpoint import checkpoint, checkpoint_context_fn  # noqa: E402
-from te_lite.convert import ConversionReport, convert_to_float8_training  # noqa: E402
-from te_lite.modules.base import free_caches  # noqa: E402
-from te_lite.modules.layernorm_linear import LayerNormLinear  # noqa: E402
-from te_lite.modules.layernorm_mlp import LayerNormMLP  # noqa: E402
-from te_lite.modules.linear import Linear  # noqa: E402
-from te_lite.modules.norm import LayerNorm, RMSNorm  # noqa: E402
-from te_lite.overlap.config import UserBufferQuantizationMode  # noqa: E402
-from te_lite.overlap.report import format_report, overlap_report  # noqa: E402
-from te_lite.overlap.userbuffers import destroy_ub, initialize_ub  # noqa: E402
-from te_lite.quantize.callers import (  # noqa: E402
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-)
-from te_lite.quantize.statistics import collect_statistics  # noqa: E402
-from te_lite.quantize.tensor import QuantizedTensor  # noqa: E402
-from te_lite.recipe import check_recipe_support, required_multiple  # noqa: E402
-from te_lite.rng import CudaRNGStatesTracker  # noqa: E402
-from te_lite.watch import reduce_sequence_parallel_grads  # noqa: E402
+# Public names, one a line; `as` says that they are given on.
+from te_lite import recipe as recipe
+from te_lite.autocast import FP8GlobalStateManager as FP8GlobalStateManager
+from te_lite.autocast import autocast as autocast
+from te_lite.autocast import fp8_autocast as fp8_autocast
+from te_lite.autocast import fp8_model_init as fp8_model_init
+from te_lite.autocast import quantized_model_init as quantized_model_init
+from te_lite.checkpoint import checkpoint as checkpoint
+from te_lite.checkpoint import checkpoint_context_fn as checkpoint_context_fn
+from te_lite.convert import ConversionReport as ConversionReport
+from te_lite.convert import convert_to_float8_training as convert_to_float8_training
+from te_lite.modules.base import free_caches as free_caches
+from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
+from te_lite.modules.layernorm_mlp import LayerNormMLP as LayerNormMLP
+from te_lite.modules.linear import Linear as Linear
+from te_lite.modules.norm import LayerNorm as LayerNorm
+from te_lite.modules.norm import RMSNorm as RMSNorm
+from te_lite.overlap.config import UserBufferQuantizationMode as UserBufferQuantizationMode
+from te_lite.overlap.report import format_report as format_report
+from te_lite.overlap.report import overlap_report as overlap_report
+from te_lite.overlap.userbuffers import destroy_ub as destroy_ub
+from te_lite.overlap.userbuffers import initialize_ub as initialize_ub
+from te_lite.quantize.callers import Float8BlockQuantizer as Float8BlockQuantizer
+from te_lite.quantize.callers import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
+from te_lite.quantize.callers import Float8Quantizer as Float8Quantizer
+from te_lite.quantize.callers import MXFP8Quantizer as MXFP8Quantizer
+from te_lite.quantize.statistics import collect_statistics as collect_statistics
+from te_lite.quantize.tensor import QuantizedTensor as QuantizedTensor
+from te_lite.recipe import check_recipe_support as check_recipe_support
+from te_lite.recipe import required_multiple as required_multiple
+from te_lite.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
+from te_lite.watch import reduce_sequence_parallel_grads as reduce_sequence_parallel_grads
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ConversionReport",
-    "CudaRNGStatesTracker",
-    "FP8GlobalStateManager",
-    "Float8BlockQuantizer",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MXFP8Quantizer",
-    "QuantizedTensor",
-    "RMSNorm",
-    "UserBufferQuantizationMode",
-    "autocast",
-    "check_recipe_support",
-    "checkpoint",
-    "checkpoint_context_fn",
-    "collect_statistics",
-    "convert_to_float8_training",
-    "destroy_ub",
-    "format_report",
-    "fp8_autocast",
-    "fp8_model_init",
-    "free_caches",
-    "initialize_ub",
-    "overlap_report",
-    "quantized_model_init",
-    "recipe",
-    "reduce_sequence_parallel_grads",
-    "required_multiple",
-]
+_public = {name: value for name, value in globals().items() if name[0] != "_"}
+__all__ = ["recipe", *(name for name, value in _public.items() if not isinstance(value, _ModuleType))]

@@ -11,12 +11,6 @@ MINIMUM_TORCH = (2, 11)
 
 def check() -> None:
     """Raise ImportError unless torch, triton and te_lite's own extension can be used. Initialises no GPU."""
-    _check_torch()
-    _check_triton()
-    _check_extension()
-
-
-def _check_torch() -> None:
     needed = ".".join(map(str, MINIMUM_TORCH))
     rule = f"te_lite needs torch >= {needed}: pip install 'torch>={needed}'"
     if not _findable("torch"):
@@ -25,18 +19,12 @@ def _check_torch() -> None:
     version = re.match(r"(\d+)\.(\d+)", found)
     if version is None or tuple(map(int, version.groups())) < MINIMUM_TORCH:
         raise ImportError(f"torch is {found}; {rule}")
-
-
-def _check_triton() -> None:
     # Found but not imported: this check costs nothing, whoever comes to import triton and when.
     if not _findable("triton"):
         raise ImportError(
             "triton was not found; te_lite needs triton >= 3.6, also on machines without a GPU: "
             "pip install 'triton>=3.6'"
         )
-
-
-def _check_extension() -> None:
     try:
         importlib.import_module("te_lite._C")
     except ImportError as error:

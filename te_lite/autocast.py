@@ -133,18 +133,14 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, strict=strict)
 
 
-class restored:
+@contextmanager
+def restored(stack: list[Context]) -> Iterator[None]:
     """Inside, the autocast state is `stack`, as snapshot() took it earlier; leaving takes no step of any scale."""
-
-    def __init__(self, stack: list[Context]) -> None:
-        self._inside = stack
-
-    def __enter__(self) -> None:
-        self._outside = _open.stack
-        _open.stack = self._inside.copy()
-
-    def __exit__(self, *_: Any) -> None:
-        _open.stack = self._outside
+    outside, _open.stack = _open.stack, stack.copy()
+    try:
+        yield
+    finally:
+        _open.stack = outside
 
 
 def snapshot() -> list[Context]:

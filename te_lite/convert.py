@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from te_lite.autocast import Pass, State, current
-from te_lite.modules.checks import DTYPES
 from te_lite.modules.linear import Linear
+from te_lite.ops.source import DTYPES
 from te_lite.quantize import replay
 from te_lite.recipe import Recipe, as_recipe
 from te_lite.tables import aligned

@@ -29,6 +29,7 @@ import triton
 
 import te_lite as te
 from te_lite import _C, tune
+from te_lite.ops import gemm_scatter
 from te_lite.ops.source import plain
 from te_lite.overlap import arena
 from te_lite.overlap.bootstrap import BootstrapError, Exchange
@@ -136,6 +137,15 @@ def peers(devices: int, can_access: Any = _C.can_access_peer) -> list[Finding]:
             "GPUs of the NVLink domain must be passed through together",
         )
     ]
+
+
+def fused_scatter(devices: int, unavailable: Any = gemm_scatter.unavailable) -> list[Finding]:
+    """Whether reduce-scatters can be fused with their GEMMs."""
+    reasons = {i: reason for i in range(devices) if (reason := unavailable(torch.device("cuda", i)))}
+    if not reasons:
+        return [Finding("fused reduce-scatter", OK, "can be compiled and run")]
+    text = "; ".join(f"cuda:{i}: {reason}" for i, reason in reasons.items())
+    return [Finding("fused reduce-scatter", NOTE, text, "none needed: rings run in its place")]
 
 
 def bandwidth(devices: int) -> list[Finding]:
@@ -283,7 +293,7 @@ def examine() -> list[Finding]:
     found += recipes(["cpu", *(f"cuda:{i}" for i in range(gpus))])
     found += userbuffers("cpu", trial("cpu", 2))
     if gpus:
-        found += peers(gpus) + bandwidth(gpus)
+        found += peers(gpus) + bandwidth(gpus) + fused_scatter(gpus)
     if gpus == 1:
         found.append(Finding("userbuffers on cuda", NOTE, "one device: nothing to overlap between"))
     elif gpus and not hasattr(_C, "CudaMemory"):

@@ -11,7 +11,7 @@ MODES = (None, "column", "row")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorParallel:
-    """How one linear is split over a process group of `size` ranks.
+    """How one linear is split over a process group of `size` ranks; modules/checks.py has refused what cannot be.
 
     mode "column": weight [N/R, K]; "row": weight [N, K/R]; None: not split.
     sequence_parallel: activations outside the pair column..row are split along their first dimension.
@@ -21,12 +21,6 @@ class TensorParallel:
     size: int = 1
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"parallel_mode={self.mode!r}: must be one of {MODES}")
-        if self.size < 1:
-            raise ValueError(f"tp_size={self.size}: must be at least 1")
 
     @property
     def active(self) -> bool:

@@ -52,13 +52,10 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not -64 <= self.margin <= 64:
-            raise ValueError(
-                f"margin={self.margin!r}: must be an integer within [-64, 64] (a power of two); 0 is usual"
-            )
-        length = self.amax_history_len
-        if not 1 <= length <= 4096:
-            raise ValueError(f"amax_history_len={length!r}: must be an integer within [1, 4096]; 1024 is usual")
+        for name, least, most, usual in (("margin", -64, 64, 0), ("amax_history_len", 1, 4096, 1024)):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name}={value!r}: must be an integer within [{least}, {most}]; {usual} is usual")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
                 f"amax_compute_algo={self.amax_compute_algo!r}: must be 'max' or 'most_recent' (callables are not "
@@ -70,16 +67,24 @@ class DelayedScaling(Recipe):
             )
 
 
-def _fill_in_qparams(recipe: Float8CurrentScaling | Float8BlockScaling, powers_of_2: bool) -> None:
-    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-        if getattr(recipe, name) is None:
-            object.__setattr__(recipe, name, QParams(power_2_scale=powers_of_2))
-        elif not isinstance(getattr(recipe, name), QParams):
-            raise TypeError(f"{name}={getattr(recipe, name)!r}: must be te.recipe.QParams(...) or None")
+@dataclass(frozen=True)
+class _PerOperand(Recipe):
+    """A recipe that may scale each operand in its own way."""
+
+    fp8_quant_fwd_inp: QParams | None = field(default=None, kw_only=True)
+    fp8_quant_fwd_weight: QParams | None = field(default=None, kw_only=True)
+    fp8_quant_bwd_grad: QParams | None = field(default=None, kw_only=True)
+
+    def _fill_in(self, powers_of_2: bool) -> None:
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, QParams(power_2_scale=powers_of_2))
+            elif not isinstance(getattr(self, name), QParams):
+                raise TypeError(f"{name}={getattr(self, name)!r}: must be te.recipe.QParams(...) or None")
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_PerOperand):
     """Per-tensor scales from the tensor itself: scale = fp8_max / amax(tensor).
 
     use_power_2_scales: for the QParams that are not given. per_shard_scales: under sequence parallelism each rank
@@ -93,9 +98,6 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    fp8_quant_fwd_inp: QParams | None = field(default=None, kw_only=True)
-    fp8_quant_fwd_weight: QParams | None = field(default=None, kw_only=True)
-    fp8_quant_bwd_grad: QParams | None = field(default=None, kw_only=True)
     per_shard_scales: bool = field(default=False, kw_only=True)
     name: ClassVar[str] = "current"
     factory: ClassVar[str] = "te_lite.quantize.per_tensor:current_operands"
@@ -103,7 +105,7 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _fill_in_qparams(self, self.use_power_2_scales)
+        self._fill_in(self.use_power_2_scales)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class MXFP8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_PerOperand):
     """E4M3 with a scale for 1x128 values of x and dy along each GEMM's inner dimension, and for 128x128 of w.
 
     use_f32_scales: fp32 scales instead of powers of two, for the QParams that are not given.
@@ -146,9 +148,6 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    fp8_quant_fwd_inp: QParams | None = field(default=None, kw_only=True)
-    fp8_quant_fwd_weight: QParams | None = field(default=None, kw_only=True)
-    fp8_quant_bwd_grad: QParams | None = field(default=None, kw_only=True)
     name: ClassVar[str] = "blockwise"
     factory: ClassVar[str] = "te_lite.quantize.blockwise:operands"
     summary: ClassVar[str] = "a scale for 1x128 of x and dy and for 128x128 of w: keeps outliers apart, stateless"
@@ -161,7 +160,7 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _fill_in_qparams(self, not self.use_f32_scales)
+        self._fill_in(not self.use_f32_scales)
         for name, only in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
             if getattr(self, name) != only:
                 raise ValueError(

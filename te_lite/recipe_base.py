@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from typing import ClassVar, NamedTuple
 
@@ -42,6 +42,10 @@ class QParams:
     def __post_init__(self) -> None:
         if not 0.0 <= self.amax_epsilon < float("inf"):
             raise ValueError(f"amax_epsilon={self.amax_epsilon!r}: must be finite and >= 0; pass 0.0 for none")
+
+    def __str__(self) -> str:
+        kind = "powers of 2" if self.power_2_scale else "fp32"
+        return f"{kind} from {self.amax_epsilon}" if self.amax_epsilon else kind
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,13 @@ class Recipe:
         cuda = " and a torch built for CUDA {}.{} or higher".format(*self.cuda) if self.cuda > (0, 0) else ""
         below = "or higher" if self.below is None else "to below {}.{}".format(*self.below)
         return "compute capability {}.{} ".format(*self.capability) + below + cuda
+
+    def __str__(self) -> str:
+        """In words that are the same in every process: the name, and what differs from the defaults but functions."""
+        usual = self if any(item.default is MISSING for item in fields(self)) else type(self)()
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        said = [f"{name}={v}" for name, v in given.items() if v != getattr(usual, name) and not callable(v)]
+        return f"{self.name}({', '.join(said)})" if said else self.name
 
     @property
     def is_fp8(self) -> bool:

@@ -7,6 +7,11 @@ import random
 # Before torch is imported, here and in the ranks that tests start: two cores are shared by several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if os.environ.get("TE_LITE_SPREAD") and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    # Each worker on a GPU of its own choice (benchmarks/gpu_check.py, for tests of one GPU).
+    gpus = os.environ["TE_LITE_SPREAD"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 

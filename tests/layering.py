@@ -12,7 +12,7 @@ from pathlib import Path
 
 MAX_FILE_LINES = 350
 # Of code: docstrings, comments and blank lines are not counted. It may only fall: the goal is 7,000.
-MAX_CORE_LINES = 9730
+MAX_CORE_LINES = 9688
 
 # A module may import what stands on its own level or below. The first part of the name after te_lite decides.
 LEVELS = {
@@ -152,7 +152,7 @@ def core_lines(sources: dict[str, str]) -> int:
     """Lines of code of te_lite/ (keys are paths below it) without what stands above it: NOT_CORE."""
 
     def count(path: str, source: str) -> int:
-        if path.endswith(".py"):
+        if path.endswith((".py", ".pyi")):
             return code_lines(source)
         return sum(bool(line.strip()) and not line.strip().startswith("//") for line in source.splitlines())
 

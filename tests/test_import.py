@@ -100,3 +100,10 @@ def test_unbuilt_extension_is_one_clear_message(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ImportError, match=r"^te_lite\._C cannot be loaded .*pip install -e") as caught:
         _requirements.check()
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_a_star_import_brings_the_public_names_alone() -> None:
+    names: dict[str, object] = {}
+    exec("from te_lite import *", names)
+    assert {"Linear", "fp8_autocast", "recipe"} <= set(names)
+    assert not {"functional", "modules", "ops", "overlap", "quantize", "convert", "ModuleType"} & set(names)

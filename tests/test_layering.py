@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "te_lite"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCE_FOLDERS = ("te_lite", "tests", "examples", "benchmarks")
-SOURCE_SUFFIXES = (".py", ".pyi", ".cpp", ".h")
+SOURCE_SUFFIXES = (".py", ".pyi", ".cpp", ".h", ".cu")
 
 
 def source_files(folder: Path) -> list[Path]:

@@ -231,3 +231,11 @@ def test_nothing_outlives_a_command(tmp_path):
     while not gone() and time.monotonic() < end:
         time.sleep(0.05)
     assert gone()
+
+
+def test_times_measured_twice():
+    row = {"op": "RS", "shape": "proj 70b", "dtype": "fp8", "candidate": "ring", "gpu_us": 100.0}
+    rows = [row | {"again_us": 101.0}, row | {"again_us": 99.0}, row | {"candidate": "fused", "again_us": 96.0}]
+    said = report.measured_twice([*rows, row | {"gpu_us": None, "again_us": 5.0}])
+    assert "1.0% apart (median), 4.0% at RS proj 70b fp8, fused." in said
+    assert report.measured_twice([row]) == ""

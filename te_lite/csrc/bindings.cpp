@@ -3,40 +3,82 @@
 
 #include <cstring>
 
+#include "check.h"
 #include "driver.h"
 #include "launch.h"
 
 namespace py = pybind11;
+using namespace py::literals;
+using namespace te_lite;
 
-void bind_userbuffers(py::module_& m);  // userbuffers.cpp
+void bind_userbuffers(py::module_& m);   // userbuffers.cpp
+void bind_gemm_scatter(py::module_& m);  // gemm_scatter.cpp
 
 namespace {
 
-py::dict to_python(const te_lite::DeviceInfo& device) {
-  py::dict out;
-  out["name"] = device.name;
-  out["ordinal"] = device.ordinal;
-  out["compute_capability"] = py::make_tuple(device.compute_major, device.compute_minor);
-  out["total_memory"] = device.total_memory;
-  out["multiprocessors"] = device.multiprocessors;
-  out["uuid"] = device.uuid;
-  return out;
+int device_count(const Driver& cuda) {
+  int count = 0;
+  TE_LITE_CHECK(cuda, cuDeviceGetCount, &count);
+  return count;
+}
+
+py::dict device_info(const Driver& cuda, int ordinal) {
+  CUdevice device = 0;
+  char name[256] = {};
+  CUuuid uuid{};
+  size_t total_memory = 0;
+  int multiprocessors = 0, major = 0, minor = 0;
+  TE_LITE_CHECK(cuda, cuDeviceGet, &device, ordinal);
+  TE_LITE_CHECK(cuda, cuDeviceGetName, name, static_cast<int>(sizeof name), device);
+  TE_LITE_CHECK(cuda, cuDeviceGetUuid, &uuid, device);
+  TE_LITE_CHECK(cuda, cuDeviceTotalMem, &total_memory, device);
+  TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &multiprocessors, kAttributeMultiprocessorCount, device);
+  TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &major, kAttributeComputeCapabilityMajor, device);
+  TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &minor, kAttributeComputeCapabilityMinor, device);
+  const py::bytes bytes(reinterpret_cast<const char*>(uuid.bytes), sizeof uuid.bytes);
+  return py::dict("name"_a = name, "ordinal"_a = ordinal, "compute_capability"_a = py::make_tuple(major, minor),
+                  "total_memory"_a = total_memory, "multiprocessors"_a = multiprocessors,
+                  "uuid"_a = py::str(py::module_::import("uuid").attr("UUID")("bytes"_a = bytes)));
 }
 
 py::dict driver_info() {
-  te_lite::DriverInfo info;
-  {
-    py::gil_scoped_release release;  // cuInit takes up to seconds
-    info = te_lite::driver_info();
-  }
+  std::string reason;
+  int version = 0;
   py::list devices;
-  for (const auto& device : info.devices) devices.append(to_python(device));
-  py::dict out;
-  out["available"] = info.available;
-  out["reason"] = info.reason;
-  out["driver_version"] = info.driver_version;
-  out["devices"] = devices;
-  return out;
+  try {
+    const py::gil_scoped_release release;  // cuInit takes up to seconds
+    // Works without cuInit, so the version is known also where every device is hidden.
+    TE_LITE_CHECK(opened_driver(), cuDriverGetVersion, &version);
+    driver();
+  } catch (const DriverUnavailable& unavailable) {
+    reason = unavailable.what();
+  }
+  if (reason.empty()) {
+    const Driver& cuda = driver();
+    for (int ordinal = 0; ordinal < device_count(cuda); ++ordinal) devices.append(device_info(cuda, ordinal));
+    if (devices.empty()) reason = "the driver shows no device: check CUDA_VISIBLE_DEVICES";
+  }
+  return py::dict("available"_a = reason.empty(), "reason"_a = reason, "driver_version"_a = version,
+                  "devices"_a = devices);
+}
+
+bool can_access_peer(int a, int b) {
+  const Driver& cuda = driver();
+  const int count = device_count(cuda);
+  for (int ordinal : {a, b}) {
+    if (ordinal < 0 || ordinal >= count) {
+      throw std::invalid_argument("device ordinal " + std::to_string(ordinal) +
+                                  " does not exist: the driver shows " + std::to_string(count) +
+                                  " device(s), numbered from 0 after CUDA_VISIBLE_DEVICES; pass one of those");
+    }
+  }
+  if (a == b) return true;  // the driver says no for a device and itself
+  CUdevice from = 0, to = 0;
+  int can_access = 0;
+  TE_LITE_CHECK(cuda, cuDeviceGet, &from, a);
+  TE_LITE_CHECK(cuda, cuDeviceGet, &to, b);
+  TE_LITE_CHECK(cuda, cuDeviceCanAccessPeer, &can_access, from, to);
+  return can_access != 0;
 }
 
 uint64_t pack(char kind, PyObject* value) {
@@ -48,8 +90,8 @@ uint64_t pack(char kind, PyObject* value) {
   return bits;
 }
 
-void launch(const te_lite::Kernel& kernel, unsigned programs, uint64_t stream, const py::tuple& values) {
-  uint64_t arguments[te_lite::kMostArguments];
+void launch(const Kernel& kernel, unsigned programs, uint64_t stream, const py::tuple& values) {
+  uint64_t arguments[kMostArguments];
   const std::string& kinds = kernel.kinds();
   if (values.size() != kinds.size()) {
     throw std::invalid_argument("a launch with " + std::to_string(values.size()) + " arguments: the kernel takes " +
@@ -68,15 +110,13 @@ void launch(const te_lite::Kernel& kernel, unsigned programs, uint64_t stream, c
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What Python cannot do. Importing it opens no driver; the first call that needs one does.";
-  m.def("driver_info", &driver_info,
-        "The CUDA driver and its devices as a dict; available is False, with a reason, where there are none.");
-  m.def("can_access_peer", &te_lite::can_access_peer, py::arg("a"), py::arg("b"),
-        py::call_guard<py::gil_scoped_release>(),
-        "Whether device a can reach memory of device b (ordinals). RuntimeError without a driver, ValueError for "
-        "an ordinal that does not exist.");
-  py::class_<te_lite::Kernel>(m, "Kernel", "A compiled kernel, ready to launch. See _C.pyi.")
+  m.def("driver_info", &driver_info, "The CUDA driver and its devices. See _C.pyi.");
+  m.def("can_access_peer", &can_access_peer, py::arg("a"), py::arg("b"), py::call_guard<py::gil_scoped_release>(),
+        "Whether device a can reach memory of device b. See _C.pyi.");
+  py::class_<Kernel>(m, "Kernel", "A compiled kernel, ready to launch. See _C.pyi.")
       .def(py::init<uint64_t, int, int, std::string>(), py::arg("function"), py::arg("threads"),
            py::arg("shared_bytes"), py::arg("kinds"))
       .def("launch", &launch, py::arg("programs"), py::arg("stream"), py::arg("arguments"));
   bind_userbuffers(m);
+  bind_gemm_scatter(m);
 }

@@ -25,7 +25,7 @@ void copy_text(char (&to)[capacity], const std::string& from) {
 }
 
 struct Operation {
-  uint64_t hash;
+  int64_t hash;
   std::string text;
 };
 
@@ -74,7 +74,7 @@ Control::Control(int rank, int size, const std::vector<uint64_t>& addresses, dou
   watcher_ = std::make_unique<std::thread>(&Control::watch, this);
 }
 
-uint64_t Control::announce(const std::string& operation, uint64_t hash) {
+uint64_t Control::announce(const std::string& operation, int64_t hash) {
   check();
   std::lock_guard<std::mutex> lock(writing_);
   const uint64_t sequence = announced_.load(std::memory_order_relaxed) + 1;
@@ -94,7 +94,7 @@ uint64_t Control::announce(const std::string& operation, uint64_t hash) {
   return sequence;
 }
 
-void Control::agree(const std::string& operation, uint64_t hash) {
+void Control::agree(const std::string& operation, int64_t hash) {
   const uint64_t sequence = announce(operation, hash);
   const auto begin = std::chrono::steady_clock::now();
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {

@@ -28,13 +28,13 @@ struct alignas(64) ControlBlock {
   enum State : uint32_t { kStarting, kUp, kGone };
   struct Entry {
     std::atomic<uint64_t> sequence;  // 0 while the entry is being written
-    std::atomic<uint64_t> hash;
+    std::atomic<int64_t> hash;
     std::atomic<uint64_t> text[30];  // words, since a reader may come in the middle of a write (and then drops it)
   };
   std::atomic<uint32_t> heartbeat;
   std::atomic<uint32_t> state;
   std::atomic<uint32_t> broken;  // once set, message is there and stays
-  char message[512];
+  char message[1024];
   Entry ring[kRing];  // operation n is entry n % kRing
 };
 
@@ -50,10 +50,10 @@ class Control {
   ~Control() { close(); }
 
   // Tells the peers that the next operation begins; its number. Throws GroupBroken.
-  uint64_t announce(const std::string& operation, uint64_t hash);
+  uint64_t announce(const std::string& operation, int64_t hash);
   // As announce, and returns once all ranks have announced the same: for what cannot be stopped once it has begun.
   // Throws GroupBroken, at the latest after the time-out, and on every rank.
-  void agree(const std::string& operation, uint64_t hash);
+  void agree(const std::string& operation, int64_t hash);
   uint64_t announced() const { return announced_.load(std::memory_order_acquire); }
   std::string describe(uint64_t sequence) const;  // "operation 17 (its text)"
 

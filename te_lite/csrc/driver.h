@@ -61,6 +61,11 @@ constexpr unsigned kEventDisableTiming = 2;
 constexpr int kCaptureModeRelaxed = 2;
 constexpr int kCaptureNone = 0;
 constexpr int kMemOpWrite32 = 2;  // with flags 0: after a fence for what the stream wrote before
+constexpr int kFunctionDynamicShared = 8;  // the most that a launch may ask for
+constexpr int kMapUint8 = 0;
+constexpr int kMapUint16 = 1;
+constexpr int kMapSwizzle128 = 3;
+constexpr int kMapPromote128 = 2;  // what a miss brings to L2, bytes
 constexpr int kAttributeMultiprocessorCount = 16;
 constexpr int kAttributeComputeCapabilityMajor = 75;
 constexpr int kAttributeComputeCapabilityMinor = 76;
@@ -71,71 +76,76 @@ class DriverUnavailable : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The driver's entry points: the name by which a program calls one, the exported symbol, the parameters. Where the
-// symbol carries a version suffix, the plain name is an older ABI, with 32-bit sizes for instance.
+// The driver's entry points: the name by which a program calls one, what its symbol has behind that, the parameters.
+// Where that is a version, the plain name is an older ABI, with 32-bit sizes for instance.
 #define TE_LITE_ENTRIES(X) \
-  X(cuInit, "cuInit", (unsigned int flags)) \
-  X(cuDriverGetVersion, "cuDriverGetVersion", (int* version)) \
-  X(cuGetErrorName, "cuGetErrorName", (CUresult error, const char** name)) \
-  X(cuGetErrorString, "cuGetErrorString", (CUresult error, const char** text)) \
-  X(cuDeviceGetCount, "cuDeviceGetCount", (int* count)) \
-  X(cuDeviceGet, "cuDeviceGet", (CUdevice* device, int ordinal)) \
-  X(cuDeviceGetName, "cuDeviceGetName", (char* name, int capacity, CUdevice device)) \
-  X(cuDeviceGetUuid, "cuDeviceGetUuid_v2", (CUuuid* uuid, CUdevice device)) \
-  X(cuDeviceTotalMem, "cuDeviceTotalMem_v2", (size_t* bytes, CUdevice device)) \
-  X(cuDeviceGetAttribute, "cuDeviceGetAttribute", (int* value, int attribute, CUdevice device)) \
-  X(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer", (int* can_access, CUdevice device, CUdevice peer)) \
-  X(cuCtxGetCurrent, "cuCtxGetCurrent", (void** context)) \
-  X(cuCtxSetCurrent, "cuCtxSetCurrent", (void* context)) \
-  X(cuLaunchKernel, "cuLaunchKernel", \
+  X(cuInit, "", (unsigned int flags)) \
+  X(cuDriverGetVersion, "", (int* version)) \
+  X(cuGetErrorName, "", (CUresult error, const char** name)) \
+  X(cuGetErrorString, "", (CUresult error, const char** text)) \
+  X(cuDeviceGetCount, "", (int* count)) \
+  X(cuDeviceGet, "", (CUdevice* device, int ordinal)) \
+  X(cuDeviceGetName, "", (char* name, int capacity, CUdevice device)) \
+  X(cuDeviceGetUuid, "_v2", (CUuuid* uuid, CUdevice device)) \
+  X(cuDeviceTotalMem, "_v2", (size_t* bytes, CUdevice device)) \
+  X(cuDeviceGetAttribute, "", (int* value, int attribute, CUdevice device)) \
+  X(cuDeviceCanAccessPeer, "", (int* can_access, CUdevice device, CUdevice peer)) \
+  X(cuCtxGetCurrent, "", (void** context)) \
+  X(cuCtxSetCurrent, "", (void* context)) \
+  X(cuLaunchKernel, "", \
     (void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
      unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra)) \
-  X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (void** context, CUdevice device)) \
-  X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CUdevice device)) \
-  X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int* mode)) \
-  X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", \
-    (size_t* bytes, const CUmemAllocationProp* prop, int option)) \
-  X(cuMemCreate, "cuMemCreate", \
+  X(cuModuleLoadData, "", (void** module, const void* image)) \
+  X(cuModuleGetFunction, "", (void** function, void* module, const char* name)) \
+  X(cuFuncSetAttribute, "", (void* function, int attribute, int value)) \
+  X(cuTensorMapEncodeTiled, "", \
+    (void* map, int kind, unsigned dimensions, CUdeviceptr address, const unsigned long long* sizes, \
+     const unsigned long long* strides, const unsigned* box, const unsigned* steps, int interleave, int swizzle, \
+     int promotion, int fill)) \
+  X(cuDevicePrimaryCtxRetain, "", (void** context, CUdevice device)) \
+  X(cuDevicePrimaryCtxRelease, "_v2", (CUdevice device)) \
+  X(cuThreadExchangeStreamCaptureMode, "", (int* mode)) \
+  X(cuMemGetAllocationGranularity, "", (size_t* bytes, const CUmemAllocationProp* prop, int option)) \
+  X(cuMemCreate, "", \
     (CUallocation* allocation, size_t bytes, const CUmemAllocationProp* prop, unsigned long long flags)) \
-  X(cuMemRelease, "cuMemRelease", (CUallocation allocation)) \
-  X(cuMemExportToShareableHandle, "cuMemExportToShareableHandle", \
-    (void* handle, CUallocation allocation, int type, unsigned long long flags)) \
-  X(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle", \
-    (CUallocation* allocation, void* handle, int type)) \
-  X(cuMemAddressReserve, "cuMemAddressReserve", \
+  X(cuMemRelease, "", (CUallocation allocation)) \
+  X(cuMemExportToShareableHandle, "", (void* handle, CUallocation allocation, int type, unsigned long long flags)) \
+  X(cuMemImportFromShareableHandle, "", (CUallocation* allocation, void* handle, int type)) \
+  X(cuMemAddressReserve, "", \
     (CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags)) \
-  X(cuMemAddressFree, "cuMemAddressFree", (CUdeviceptr address, size_t bytes)) \
-  X(cuMemMap, "cuMemMap", \
+  X(cuMemAddressFree, "", (CUdeviceptr address, size_t bytes)) \
+  X(cuMemMap, "", \
     (CUdeviceptr address, size_t bytes, size_t offset, CUallocation allocation, unsigned long long flags)) \
-  X(cuMemUnmap, "cuMemUnmap", (CUdeviceptr address, size_t bytes)) \
-  X(cuMemSetAccess, "cuMemSetAccess", \
-    (CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count)) \
-  X(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr* address, size_t bytes)) \
-  X(cuMemFree, "cuMemFree_v2", (CUdeviceptr address)) \
-  X(cuIpcGetMemHandle, "cuIpcGetMemHandle", (CUipcMemHandle* handle, CUdeviceptr address)) \
-  X(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2", (CUdeviceptr* address, CUipcMemHandle handle, unsigned int flags)) \
-  X(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", (CUdeviceptr address)) \
-  X(cuMemHostAlloc, "cuMemHostAlloc", (void** address, size_t bytes, unsigned int flags)) \
-  X(cuMemFreeHost, "cuMemFreeHost", (void* address)) \
-  X(cuMemsetD8, "cuMemsetD8_v2", (CUdeviceptr address, unsigned char value, size_t bytes)) \
-  X(cuMemcpyAsync, "cuMemcpyAsync", (CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream)) \
-  X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t bytes, void* stream)) \
-  X(cuStreamCreateWithPriority, "cuStreamCreateWithPriority", (void** stream, unsigned int flags, int priority)) \
-  X(cuStreamDestroy, "cuStreamDestroy_v2", (void* stream)) \
-  X(cuStreamSynchronize, "cuStreamSynchronize", (void* stream)) \
-  X(cuStreamIsCapturing, "cuStreamIsCapturing", (void* stream, int* status)) \
-  X(cuStreamBatchMemOp, "cuStreamBatchMemOp_v2", \
-    (void* stream, unsigned int count, CUstreamMemOp* operations, unsigned int flags)) \
-  X(cuEventCreate, "cuEventCreate", (void** event, unsigned int flags)) \
-  X(cuEventDestroy, "cuEventDestroy_v2", (void* event)) \
-  X(cuEventRecord, "cuEventRecord", (void* event, void* stream)) \
-  X(cuStreamWaitEvent, "cuStreamWaitEvent", (void* stream, void* event, unsigned int flags))
+  X(cuMemUnmap, "", (CUdeviceptr address, size_t bytes)) \
+  X(cuMemSetAccess, "", (CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count)) \
+  X(cuMemAlloc, "_v2", (CUdeviceptr* address, size_t bytes)) \
+  X(cuMemFree, "_v2", (CUdeviceptr address)) \
+  X(cuIpcGetMemHandle, "", (CUipcMemHandle* handle, CUdeviceptr address)) \
+  X(cuIpcOpenMemHandle, "_v2", (CUdeviceptr* address, CUipcMemHandle handle, unsigned int flags)) \
+  X(cuIpcCloseMemHandle, "", (CUdeviceptr address)) \
+  X(cuMemHostAlloc, "", (void** address, size_t bytes, unsigned int flags)) \
+  X(cuMemFreeHost, "", (void* address)) \
+  X(cuMemsetD8, "_v2", (CUdeviceptr address, unsigned char value, size_t bytes)) \
+  X(cuMemcpyAsync, "", (CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream)) \
+  X(cuMemcpyDtoHAsync, "_v2", (void* to, CUdeviceptr from, size_t bytes, void* stream)) \
+  X(cuStreamCreateWithPriority, "", (void** stream, unsigned int flags, int priority)) \
+  X(cuStreamDestroy, "_v2", (void* stream)) \
+  X(cuStreamSynchronize, "", (void* stream)) \
+  X(cuStreamIsCapturing, "", (void* stream, int* status)) \
+  X(cuStreamBatchMemOp, "_v2", (void* stream, unsigned int count, CUstreamMemOp* operations, unsigned int flags)) \
+  X(cuEventCreate, "", (void** event, unsigned int flags)) \
+  X(cuEventDestroy, "_v2", (void* event)) \
+  X(cuEventRecord, "", (void* event, void* stream)) \
+  X(cuStreamWaitEvent, "", (void* stream, void* event, unsigned int flags))
 
 struct Driver {
-#define TE_LITE_FIELD(name, symbol, parameters) CUresult(*name) parameters;
+#define TE_LITE_FIELD(name, version, parameters) CUresult(*name) parameters;
   TE_LITE_ENTRIES(TE_LITE_FIELD)
 #undef TE_LITE_FIELD
 };
+
+// The driver, opened but not initialised: for what works without cuInit. Throws DriverUnavailable.
+const Driver& opened_driver();
 
 // The initialised driver. The first call opens the library and runs cuInit; a failure is not remembered, so the
 // next call tries again. Throws DriverUnavailable. A process forked after the first success must not call it:
@@ -167,29 +177,5 @@ class PrimaryContext {
   CUdevice device_ = 0;
   void* context_ = nullptr;
 };
-
-struct DeviceInfo {
-  std::string name;
-  int ordinal;
-  int compute_major;
-  int compute_minor;
-  size_t total_memory;  // bytes
-  int multiprocessors;
-  std::string uuid;  // 8-4-4-4-12 hexadecimal digits
-};
-
-struct DriverInfo {
-  bool available = false;
-  std::string reason;      // why not, when not available
-  int driver_version = 0;  // 1000 * major + 10 * minor of the newest CUDA it serves; 0 when unknown
-  std::vector<DeviceInfo> devices;
-};
-
-// What is there. Never throws for a machine without a driver or without a GPU.
-DriverInfo driver_info();
-
-// Whether a kernel or copy on device a can reach memory of device b. True for a == b. Throws DriverUnavailable,
-// std::invalid_argument for an ordinal that does not exist.
-bool can_access_peer(int a, int b);
 
 }  // namespace te_lite

@@ -29,6 +29,10 @@ void Kernel::launch(unsigned programs, uint64_t stream, uint64_t* arguments, int
   for (int i = 0; i < count; ++i) parameters[i] = &arguments[i];
   uint64_t null = 0;
   parameters[count] = parameters[count + 1] = &null;
+  launch(programs, stream, parameters);
+}
+
+void Kernel::launch(unsigned programs, uint64_t stream, void** parameters) const {
   const Driver& cuda = driver();
   void* current = nullptr;
   TE_LITE_CHECK(cuda, cuCtxGetCurrent, &current);

@@ -19,6 +19,8 @@ class Kernel {
   // Launches (programs, 1, 1) on `stream`; `arguments` are the count parameters in order as the kernel takes
   // them: addresses, integers and floats, in the low bytes. Throws DriverError.
   void launch(unsigned programs, uint64_t stream, uint64_t* arguments, int count) const;
+  // The same with the addresses of all parameters, of whatever size they are.
+  void launch(unsigned programs, uint64_t stream, void** parameters) const;
 
  private:
   void* function_;

@@ -62,13 +62,6 @@ py::object dlpack(uint64_t address, int64_t bytes, int device, const py::object&
   });
 }
 
-// Any int modulo 2^64: Python's hashes are signed.
-uint64_t masked(const py::int_& value) {
-  const uint64_t bits = PyLong_AsUnsignedLongLongMask(value.ptr());
-  if (PyErr_Occurred()) throw py::error_already_set();
-  return bits;
-}
-
 std::unique_ptr<Executor> make_executor(int device, const std::vector<uint64_t>& streams, Control& control) {
   py::gil_scoped_release release;  // a context may take seconds; a call_guard would cover the new object's registration
   if (device < 0) return host_executor(static_cast<int>(streams.size()), control);
@@ -99,15 +92,8 @@ void bind_control(py::module_& m) {
            }),
            py::arg("rank"), py::arg("size"), py::arg("addresses"), py::arg("owner"), py::arg("timeout"),
            py::arg("silence") = 5.0, py::arg("names") = std::vector<int>(), py::keep_alive<1, 5>())
-      .def("announce", [](Control& c, const std::string& operation,
-                          const py::int_& value) { c.announce(operation, masked(value)); },
-           py::arg("operation"), py::arg("value"))
-      .def("agree", [](Control& c, const std::string& operation, const py::int_& value) {
-             const uint64_t hash = masked(value);
-             const py::gil_scoped_release unlocked;
-             c.agree(operation, hash);
-           },
-           py::arg("operation"), py::arg("value"))
+      .def("announce", &Control::announce, py::arg("operation"), py::arg("value"))
+      .def("agree", &Control::agree, py::arg("operation"), py::arg("value"), Unlocked())
       .def("break_group", &Control::break_group, py::arg("message"))
       .def_property_readonly("broken", &Control::broken)
       .def_property_readonly("told", &Control::told)
@@ -129,12 +115,8 @@ void bind_executor(py::module_& m) {
       .def_property_readonly("segments", &Program::segments);
   py::class_<Executor>(m, "Executor", "Issues programs to copy threads or to streams. See _C.pyi.")
       .def(py::init(&make_executor), py::arg("device"), py::arg("streams"), py::arg("control"), py::keep_alive<1, 4>())
-      .def("issue", [](Executor& e, const Program& program, int segment, int64_t epoch, uint64_t main_stream,
-                       const std::vector<uint64_t>& arguments, uint64_t epoch_word) {
-             e.issue(program, segment, static_cast<uint32_t>(epoch), main_stream, arguments, epoch_word);
-           },
-           py::arg("program"), py::arg("segment"), py::arg("epoch"), py::arg("main_stream"), py::arg("arguments"),
-           py::arg("epoch_word") = 0, Unlocked())
+      .def("issue", &Executor::issue, py::arg("program"), py::arg("segment"), py::arg("epoch"), py::arg("main_stream"),
+           py::arg("arguments"), py::arg("epoch_word") = 0, Unlocked())
       .def("synchronize", &Executor::synchronize, Unlocked())
       .def("close", &Executor::close, Unlocked())
       .def("set_flags", &Executor::set_flags, py::arg("address"), py::arg("bytes"), Unlocked())

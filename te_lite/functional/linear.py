@@ -14,24 +14,20 @@ from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
-from te_lite.overlap.schedule import Product
+from te_lite.overlap.schedule import Backward, Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize import delayed
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.quantize.tensor import QuantizedTensor
 
-
-@dataclass(slots=True)
-class Kept:
-    """What a linear keeps for backward. x: quantized input (a shard where the schedule gathers it again), or None
-    where no weight gradient is wanted. w: a cached quantized weight, or just the seed to quantize it again."""
-
-    x: QTensor | None
-    w: QTensor | None
+Input = Source | QTensor  # what is quantized for a GEMM, or is already
+# What a linear keeps for backward: its quantized input (a shard where the schedule gathers it again), or None where no
+# weight gradient is wanted; a cached quantized weight, or just the seed to quantize it again.
+Kept = tuple[QTensor | None, QTensor | None]
 
 
-def _quantize_input(plan: LinearPlan, x: Source | QTensor, keep: bool) -> tuple[QTensor, QTensor | None]:
+def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QTensor | None]:
     """(x for fprop, what is kept of it for wgrad)."""
     quantizer, for_wgrad = plan.operands.fprop.a, plan.operands.wgrad.b
     keep = keep and not plan.keep_original
@@ -47,36 +43,29 @@ def _quantize_input(plan: LinearPlan, x: Source | QTensor, keep: bool) -> tuple[
 
 
 def linear_forward(
-    plan: LinearPlan,
-    x: Source | QTensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    keep_x: bool,
-    keep_w: bool,
-    cached_weight: QTensor | None = None,
+    plan: LinearPlan, x: Input, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None
 ) -> tuple[Tensor, Kept]:
     """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N], communication by the plan's schedule.
 
-    keep_x: a weight gradient will be wanted. keep_w: an input gradient will be wanted.
+    needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None.
     """
-    fprop = plan.operands.fprop
+    (need_x, need_w), fprop = needs, plan.operands.fprop
     with nvtx_range("te_lite.quantize"):
-        xq, kept = _quantize_input(plan, x, keep_x)
-        wq = cached_weight if cached_weight is not None else fprop.b.quantize(plain(weight))[0]
+        xq, kept = _quantize_input(plan, x, need_w)
+        wq = cached if cached is not None else fprop.b.quantize(plain(weight))[0]
     if bias is not None:
         bias = bias.to(plan.dtype).contiguous()
 
     plan.schedule.rows = xq.shape[0] * (plan.tp.size if plan.tp.gathers_input else 1)
     in_gemm, in_sum = (bias, None) if plan.bias_in_gemm else (None, bias)
     y = plan.schedule.fprop(Product(wq, "row", plan.dtype, in_gemm, fprop.fast_accum, "te_lite.fprop", in_sum), xq)
-    if not keep_w:
-        return y, Kept(kept, None)
-    return y, Kept(kept, wq if cached_weight is not None else wq.seed_only())
+    if not need_x:
+        return y, (kept, None)
+    return y, (kept, wq if cached is not None else wq.seed_only())
 
 
 def _quantize_grad(
-    plan: LinearPlan, dy: Source | QTensor, need_x: bool, need_w: bool, need_b: bool
+    plan: LinearPlan, dy: Input, need_x: bool, need_w: bool, need_b: bool
 ) -> tuple[QTensor | None, QTensor | None, Tensor | None]:
     """(dy for dgrad, dy for wgrad, column sums of dy)."""
     if isinstance(dy, QTensor):
@@ -89,11 +78,10 @@ def _quantize_grad(
         q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and not by_row, bias_grad=need_b)
         return q, q, sums
     q, sums = quantizer.quantize(dy, bias_grad=need_b) if need_x else (None, None)
-    q_w = None
-    if need_w:
-        q_w, sums_w = for_wgrad.quantize(dy, row=by_row, col=not by_row, bias_grad=need_b and q is None)
-        sums = sums if sums is not None else sums_w
-    return q, q_w, sums
+    if not need_w:
+        return q, None, sums
+    q_w, sums_w = for_wgrad.quantize(dy, row=by_row, col=not by_row, bias_grad=need_b and q is None)
+    return q, q_w, sums_w if q is None else sums
 
 
 def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTensor:
@@ -104,23 +92,16 @@ def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTenso
 
 
 def linear_backward(
-    plan: LinearPlan,
-    kept: Kept,
-    weight: Tensor,
-    param: Tensor,
-    dy: Source | QTensor,
-    *,
-    need_x: bool,
-    need_w: bool,
-    need_b: bool,
+    plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, dy: Input, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32).
 
-    weight: its values, as saved. param: the parameter itself, whose gradient dw is.
+    weight: its values, as saved. param: the parameter itself, whose gradient dw is. needs: which of the three.
     """
+    (need_x, need_w, need_b), (x, w) = needs, kept
     with nvtx_range("te_lite.quantize"):
         dq, dq_wgrad, db = _quantize_grad(plan, dy, need_x, need_w, need_b)
-        wq = _weight_for_dgrad(plan, kept.w, weight) if need_x else None
+        wq = _weight_for_dgrad(plan, w, weight) if need_x else None
     if not (need_x or need_w):
         return None, None, db
 
@@ -128,10 +109,9 @@ def linear_backward(
         with nvtx_range("te_lite.wgrad"):
             return plan.sink(param, dy_full, x_full, plan.operands.wgrad.fast_accum)
 
-    dgrad = None
-    if need_x:
-        dgrad = Product(wq, "col", plan.dtype, None, plan.operands.dgrad.fast_accum, "te_lite.dgrad")
-    dx, dw = plan.schedule.backward(dgrad, wgrad if need_w else None, dq, dq_wgrad, kept.x)
+    fast_accum = plan.operands.dgrad.fast_accum
+    dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad") if need_x else None
+    dx, dw = plan.schedule.backward(Backward(dgrad, wgrad if need_w else None, dq, dq_wgrad, x))
     return dx, dw, db
 
 
@@ -162,12 +142,14 @@ def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
 
 
-def as_operand(x: Tensor, plan: LinearPlan, quantizer: Quantizer, gathered: bool) -> Source | QTensor:
-    """x[..., K] as what linear_forward takes; a quantized tensor of the quantizer's own format is used as it is.
+def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Input:
+    """x[..., K], or dy[..., N] with grad, as a GEMM's quantizer takes it; what is in its format is used as it is.
 
     A tensor that will be gathered is quantized anew: its ranks may have chosen different scales.
     """
     if isinstance(x, QuantizedTensor):
+        quantizer = plan.operands.dgrad.a if grad else plan.operands.fprop.a
+        gathered = plan.tp.gathers_grad if grad else plan.tp.gathers_input
         whole = x.q.row is not None and (x.q.col is not None or x.q.format.col_from_row)
         if x.q.format == quantizer.format and whole and not gathered:
             return x.q
@@ -175,8 +157,17 @@ def as_operand(x: Tensor, plan: LinearPlan, quantizer: Quantizer, gathered: bool
     return plain(as_matrix(x, plan.dtype))
 
 
-def as_output(y: Tensor, shape: tuple[int, ...], quantizer: Quantizer | None) -> Tensor:
-    """y[M, N] in the caller's shape, not a view of anything; quantized when a quantizer is given."""
+def as_output(
+    y: Tensor, x_shape: torch.Size, quantizer: Quantizer | None = None, tp: TensorParallel | None = None
+) -> Tensor:
+    """y[M, N] as [..., N] with the leading dimensions of x_shape, not a view of anything; quantized when a quantizer is
+    given. tp: of the linear that made y, where a gather or a scatter of tokens has changed the first dimension."""
+    leading = list(x_shape[:-1])
+    if tp is not None and tp.gathers_input:
+        leading[0] *= tp.size
+    elif tp is not None and tp.gathers_grad:
+        leading[0] //= tp.size
+    shape = (*leading, y.shape[-1])
     if quantizer is not None:
         return QuantizedTensor(quantizer.quantize(plain(y))[0], shape)
     return y if y.shape == shape else _unsafe_view(y, shape)
@@ -189,8 +180,8 @@ def close_pass(call: Call) -> None:
 
 
 def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A gradient in its parameter's dtype."""
-    return None if grad is None else grad.to(like.dtype)
+    """A gradient in its parameter's dtype, where there is one."""
+    return None if grad is None or like is None else grad.to(like.dtype)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -201,15 +192,13 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (plan,) = call.plans
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
-        operand = as_operand(x, plan, plan.operands.fprop.a, plan.tp.gathers_input)
-        y, kept = linear_forward(
-            plan, operand, weight, bias, keep_x=need_w, keep_w=need_x, cached_weight=call.cached[0]
-        )
+        operand = as_operand(x, plan, grad=False)
+        y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0])
         if call.grad:
             original = x if need_w and plan.keep_original else None
-            save(ctx, kept.x, kept.w, weight if need_x or need_w else None, bias, original)
+            save(ctx, *kept, weight if need_x or need_w else None, bias, original)
             ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
-        return as_output(y, (*leading_shape(x, plan.tp), y.shape[-1]), call.output)
+        return as_output(y, x.shape, call.output, plan.tp)
 
     @staticmethod
     @once_differentiable
@@ -222,27 +211,9 @@ class LinearFunction(torch.autograd.Function):
             quantizer = plan.operands.wgrad.b
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
-        dx, dw, db = linear_backward(
-            plan,
-            Kept(x, w),
-            weight,
-            call.weights[0],
-            as_operand(dy, plan, plan.operands.dgrad.a, plan.tp.gathers_grad),
-            need_x=need_x,
-            need_w=need_w,
-            need_b=bias is not None and ctx.needs_input_grad[3],
-        )
+        dy, needs = as_operand(dy, plan, grad=True), (need_x, need_w, bias is not None and ctx.needs_input_grad[3])
+        dx, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], dy, needs)
         close_pass(call)
         if dx is not None:
             dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
         return None, dx, dw, in_dtype(db, bias)
-
-
-def leading_shape(x: Tensor, tp: TensorParallel) -> tuple[int, ...]:
-    """Leading dimensions of a linear's output: x's, the first grown by a gather or shrunk by a scatter of tokens."""
-    leading = tuple(x.shape[:-1])
-    if tp.gathers_input:
-        return (leading[0] * tp.size, *leading[1:])
-    if tp.gathers_grad:
-        return (leading[0] // tp.size, *leading[1:])
-    return leading

@@ -9,46 +9,75 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_lite.functional.linear import as_matrix, as_output, in_dtype
-from te_lite.functional.plan import LinearPlan
+from te_lite.functional.linear import Call, as_matrix, as_output, in_dtype
 from te_lite.functional.saved import without_amp
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source
+from te_lite.overlap.collective import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """y = (x - mean) * rstd * gamma + beta over the last dimension; rms: no mean, no beta; zero_centered: 1 + gamma."""
+    """y = (x - mean) * rstd * gamma + beta over the last dimension; rms: no mean, no beta; zero_centered: 1 + gamma.
+
+    In front of a linear, returned: y is an output too; gathered: along its first dimension over the linear's group.
+    """
 
     eps: float
     rms: bool
     zero_centered: bool
+    returned: bool = False
+    gathered: bool = False
 
 
 def norm_source(
-    spec: NormSpec,
-    plan: LinearPlan,
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    output_shape: tuple[int, ...] | None,
-) -> tuple[Source, Tensor | None, Tensor, Tensor | None]:
-    """(what the linear reads, mean[M], rstd[M], y in output_shape when that is given).
+    spec: NormSpec, call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None
+) -> tuple[Source, tuple[Tensor | None, ...], Tensor | None]:
+    """(what the linear reads, what norm_grad needs, y[..., K] where it is an output, of this rank) of x[..., K].
 
     A fused quantizer normalises as it reads, so y is made only when somebody wants it. The linear reads a view of the
     y that is returned: autograd then notices when the caller writes to it before backward.
     """
-    quantizer = plan.operands.fprop.a
+    plan, out = call.plans[0], None
+    quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
+    formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
     with nvtx_range("te_lite.norm"):
-        if output_shape is not None or not (quantizer.fused and plan.operands.wgrad.b.fused):
-            y, mean, rstd = norm_forward(x, gamma, beta, spec.eps, spec.rms, spec.zero_centered)
-            y = as_output(y, output_shape or tuple(y.shape), None)
-            return source.plain(y.view(x.shape)), mean, rstd, y
-        mean, rstd, amax = norm_stats(x, gamma, beta, spec.eps, spec.rms, spec.zero_centered, quantizer.needs_amax)
-    made = source.norm(x, mean, rstd, gamma, beta, spec.zero_centered)
-    return made._replace(amax=amax), mean, rstd, None
+        if spec.returned or not (quantizer.fused and plan.operands.wgrad.b.fused):
+            y, mean, rstd = norm_forward(flat, *formula)
+            y = as_output(y, x.shape)
+            made = source.plain(y.view(flat.shape))
+            out = y if spec.returned else None
+        else:
+            mean, rstd, amax = norm_stats(flat, *formula, quantizer.needs_amax)
+            made = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered, amax)
+    wanted = call.grad and any(t is not None and t.requires_grad for t in (x, gamma, beta))
+    return made, (flat, mean, rstd, gamma, beta) if wanted else (), out
+
+
+def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:
+    """What the caller gets of norm_source's y; to be called last, for a gathered y is large."""
+    return all_gather(y, call.plans[0].tp.group) if spec.gathered and y is not None else y
+
+
+def norm_grad(
+    ctx: Any, saved: list[Tensor | None], dln: Tensor | None, dln_out: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """(dx, dgamma, dbeta) from the linear's input gradient `dln` plus the gradient `dln_out` of the returned output.
+
+    saved: by norm_source; empty where nothing below wants a gradient, which gives None."""
+    if not saved:
+        return None, None, None
+    x, mean, rstd, gamma, beta = saved
+    if dln_out is not None:
+        dln_out = as_matrix(dln_out, x.dtype)
+        dln_out = reduce_scatter(dln_out, ctx.call.plans[0].tp.group) if ctx.spec.gathered else dln_out
+        dln = dln_out if dln is None else dln + dln_out
+    with nvtx_range("te_lite.norm_backward"):
+        dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, ctx.spec.zero_centered)
+    dx = as_output(dx, ctx.x_shape, ctx.call.grad_input).to(ctx.x_dtype)
+    return dx, in_dtype(dgamma, gamma), in_dtype(dbeta, beta)
 
 
 class NormFunction(torch.autograd.Function):
@@ -63,7 +92,7 @@ class NormFunction(torch.autograd.Function):
         if grad:
             ctx.save_for_backward(flat, mean, rstd, gamma, beta)
             ctx.spec, ctx.shape = spec, x.shape
-        return as_output(y, tuple(x.shape), None)
+        return as_output(y, x.shape)
 
     @staticmethod
     @once_differentiable
@@ -73,4 +102,4 @@ class NormFunction(torch.autograd.Function):
         with nvtx_range("te_lite.norm_backward"):
             dy = as_matrix(dy, x.dtype)
             dx, dgamma, dbeta = norm_backward(dy, x, mean, rstd, gamma, ctx.spec.zero_centered)
-        return None, None, dx.view(ctx.shape), in_dtype(dgamma, gamma), None if beta is None else in_dtype(dbeta, beta)
+        return None, None, dx.view(ctx.shape), in_dtype(dgamma, gamma), in_dtype(dbeta, beta)

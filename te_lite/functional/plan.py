@@ -60,12 +60,8 @@ class DelayedWgrads(WgradSink):
 
         def run() -> None:
             dw = self.sink(weight, dy, x, fast_accum)
-            if isinstance(self.sink, MainGrad):
-                return
-            if weight.grad is None:
-                weight.grad = dw
-            else:
-                weight.grad.add_(dw)
+            if not isinstance(self.sink, MainGrad):
+                weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 
         self.queue.append(run)
         return None if not isinstance(self.sink, MainGrad) else MainGrad.answer(weight)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,33 +32,20 @@ def without_amp(method: Callable) -> Callable:
 def save(ctx: Any, *items: QTensor | Tensor | None) -> None:
     """Keeps `items` for load(ctx). Memory that belongs to a userbuffer is refused: peers write there."""
     tensors: list[Tensor | None] = []
-    shells: list[tuple | None] = []
+    ctx.shells = []  # of each QTensor; None for a Tensor
     for item in items:
-        if not isinstance(item, QTensor):
-            tensors.append(item)
-            shells.append(None)
-            continue
-        if item.borrowed:
+        quantized = isinstance(item, QTensor)
+        if quantized and item.borrowed:
             raise RuntimeError(
                 f"a borrowed tensor of shape {item.shape} would be kept for backward: it lies in a userbuffer that "
                 "peers overwrite; copy it first"
             )
-        tensors.extend(item.tensors)
-        shells.append((item.format, item.shape, item.dtype))
+        tensors += item.tensors if quantized else (item,)
+        ctx.shells.append((item.format, item.shape, item.dtype) if quantized else None)
     ctx.save_for_backward(*tensors)
-    ctx.shells = shells
 
 
 def load(ctx: Any) -> list[QTensor | Tensor | None]:
     """The items of save(ctx, ...), in order."""
-    tensors = ctx.saved_tensors
-    items: list[QTensor | Tensor | None] = []
-    at = 0
-    for shell in ctx.shells:
-        if shell is None:
-            items.append(tensors[at])
-            at += 1
-        else:
-            items.append(QTensor(*shell, *tensors[at : at + 5]))
-            at += 5
-    return items
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if shell is None else QTensor(*shell, *islice(tensors, 5)) for shell in ctx.shells]

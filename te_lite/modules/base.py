@@ -14,25 +14,18 @@ from torch import Tensor, nn
 from te_lite.autocast import State, current, strict
 from te_lite.functional.linear import Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
-from te_lite.modules import scale_state
+from te_lite.modules import checks, scale_state
 from te_lite.modules.backward_thread import backward_on_calling_thread
-from te_lite.modules.checks import (
-    check_construction,
-    check_input,
-    check_main_grad,
-    check_offered,
-    check_recomputation,
-    check_scatter,
-    check_userbuffers,
-)
 from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
-from te_lite.modules.weights import ParamSpec, WeightCache, default_device
+from te_lite.modules.weights import ParamSpec, WeightCache, default_device, reset
 from te_lite.overlap.userbuffers import UB_FLAGS, generation
 from te_lite.parallel import group_size
 from te_lite.quantize import replay, statistics
 from te_lite.quantize.params import parameter_operand
 from te_lite.quantize.tensor import QuantizedTensor
+
+Each = tuple[str | None, ...]  # one a linear
 
 
 def free_caches(module: nn.Module) -> None:
@@ -49,25 +42,19 @@ def free_caches(module: nn.Module) -> None:
 class TeLiteModule(nn.Module):
     """Base of the modules that hold linears.
 
-    Subclasses set `gemm_names`, one a linear, and define `_linear_shapes()` and `_weight_versions()`.
+    Subclasses set `gemm_names`, one a linear.
     """
 
     gemm_names: tuple[str, ...] = ("",)
+    save_original_input = False
 
-    def __init__(
-        self,
-        given: Mapping[str, Any],
-        modes: tuple[str | None, ...],
-        ub_names: tuple[str | None, ...],
-        sizes: tuple[str, ...],
-    ) -> None:
+    def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
         """given: the arguments of the subclass's constructor, by name. sizes: those of them that count features. modes,
         ub_names: of the linears."""
         super().__init__()
-        owner, tp_size, params_dtype = type(self).__name__, given["tp_size"], given["params_dtype"]
-        check_construction(owner, modes, tp_size, params_dtype, {size: given[size] for size in sizes})
+        checks.check_construction(type(self).__name__, modes, given, sizes)
         self.tp_group = given["tp_group"]
-        self.tp_size = group_size(self.tp_group, tp_size)
+        self.tp_size = group_size(self.tp_group, given["tp_size"])
         self._modes = modes
         self.sequence_parallel = bool(given["sequence_parallel"]) and self.tp_size > 1
         self.sequence_dim = given["sequence_dim"]
@@ -75,10 +62,10 @@ class TeLiteModule(nn.Module):
             raise ValueError(f"sequence_dim={self.sequence_dim!r}: must be 0 or count a later dimension of the input")
         self.fuse_wgrad_accumulation = given["fuse_wgrad_accumulation"]
         self.delay_wgrad_compute = given["delay_wgrad_compute"]
-        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.params_dtype = given["params_dtype"] or torch.get_default_dtype()
         self.name = given["name"] or given.get("ub_name")
         self._ub_flags, self._ub_names = {flag: given[flag] for flag in UB_FLAGS}, ub_names
-        check_userbuffers(self, ub_names, given["symmetric_ar_type"])
+        checks.check_userbuffers(self, ub_names, given["symmetric_ar_type"])
         self._device = default_device(given["device"])
         self._rng_tracker = given["get_rng_state_tracker"]
         self._rng_name = given.get("rng_tracker_name") or "model-parallel-rng"
@@ -94,38 +81,25 @@ class TeLiteModule(nn.Module):
     # parameters
 
     def _fork(self) -> Any:
-        if self._rng_tracker is None:
-            return contextlib.nullcontext()
-        tracker = self._rng_tracker()
-        return tracker.fork(self._rng_name) if self._rng_name in tracker.get_states() else contextlib.nullcontext()
+        tracker = self._rng_tracker() if self._rng_tracker is not None else None
+        known = tracker is not None and self._rng_name in tracker.get_states()
+        return tracker.fork(self._rng_name) if known else contextlib.nullcontext()
 
-    def _add_params(self, specs: dict[str, ParamSpec]) -> None:
+    def _add_params(self, specs: dict[str, ParamSpec | None]) -> None:
+        """None: an absent bias. A zero-length tensor stands for it that is no parameter and in no checkpoint."""
         for name, spec in specs.items():
-            self._specs[name] = spec
-            self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
-
-    def _add_no_bias(self, name: str) -> None:
-        """What stands for an absent bias: a zero-length tensor that is no parameter and in no checkpoint."""
-        empty = torch.empty(0, dtype=self.params_dtype, device=self._device)
-        self.register_buffer(name, empty, persistent=False)
+            if spec is None:
+                empty = torch.empty(0, dtype=self.params_dtype, device=self._device)
+                self.register_buffer(name, empty, persistent=False)
+            else:
+                self._specs[name] = spec
+                self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws all parameters anew; those on the meta device come to life on the module's device."""
         if defer_init:
             return
-        device = default_device(None) if str(self._device) == "meta" else self._device
-        for name, spec in self._specs.items():
-            old = getattr(self, name)
-            if old.device.type == "meta" or (spec.quantizer is not None and not isinstance(old, QuantizedTensor)):
-                made = spec.make(old.dtype, device, self._fork)
-                made.requires_grad_(old.requires_grad)
-                self.register_parameter(name, made)
-            else:
-                spec.fill(old, self._fork)
-                spec.mark(old)  # to_empty() makes new parameters without the attributes
-        for name, buffer in self.named_buffers(recurse=False):
-            if buffer.device.type == "meta":
-                setattr(self, name, torch.empty_like(buffer, device=device))
+        reset(self, self._specs, self._device, self._fork)
         self.clear_caches()
 
     def clear_caches(self) -> None:
@@ -192,45 +166,32 @@ class TeLiteModule(nn.Module):
 
     # plans
 
-    def _linear_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(in_features, out_features) of this rank, one pair a linear."""
-        raise NotImplementedError
-
-    def _weight_versions(self) -> tuple[Any, ...]:
-        """What changes when autograd sees a write to a weight, one value a linear."""
-        raise NotImplementedError
-
-    def _keep_original(self) -> bool:
-        return False
+    def _weight_version(self, weight: Tensor) -> int:
+        """What changes when autograd sees a write to `weight`, as forward passes it to _begin."""
+        return weight._version
 
     def _state(self) -> State | None:
         """What the next call follows; ConvertedLinear has a recipe of its own where no autocast is open."""
         return current()
 
     def _begin(
-        self,
-        inp: Tensor,
-        features: int,
-        weights: tuple[Tensor, ...],
-        first_microbatch: bool | None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
+        self, inp: Tensor, weights: tuple[Tensor, ...], first: bool | None, fp8_output: bool, fp8_grad: bool
     ) -> Call:
-        """Checks the input, brings the plans up to date and says what this call does."""
+        """Checks the input, brings the plans up to date and says what this call does. first: is_first_microbatch."""
         state = self._state()
-        dtype = check_input(self, inp, features, weights[0])
+        dtype = checks.check_input(self, inp, weights[0])
         if self._modes == ("row",) and self.sequence_parallel:
-            check_scatter(self, inp)
+            checks.check_scatter(self, inp)
         grad = torch.is_grad_enabled()
         if grad and self.fuse_wgrad_accumulation:
-            check_main_grad(self, weights)
+            checks.check_main_grad(self, weights)
         if grad and inp.is_cuda:
             backward_on_calling_thread()
         if replay.in_foreign_recomputation():
-            check_recomputation(self, state, self._ran_fp8)
+            checks.check_recomputation(self, state, self._ran_fp8)
         key = (None if state is None else state.key, dtype, inp.device, statistics.collecting(), generation(), strict())
         if self._plan_key != key:
-            self._plans = build_plans(self, state, dtype, inp.device)
+            self._plans = build_plans(self, state, dtype, weights)
             self._plan_key = key
             self.clear_caches()
         self._ran_fp8 |= state is not None and state.enabled
@@ -238,32 +199,24 @@ class TeLiteModule(nn.Module):
         if self._quantized:
             together = zip(weights, self._plans, strict=True)
             cached = tuple(parameter_operand(weight, plan.operands, grad) for weight, plan in together)
-        elif first_microbatch is not None:
+        elif first is not None:
             # A recomputed call takes what its first run took, whatever has become of the caches since.
-            cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first_microbatch, weights))
+            cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first, weights))
         elif self._caching:
             self.clear_caches()
-        self._caching = first_microbatch is not None
-        first, last = self._plans[0].operands, self._plans[-1].operands
-        if state is not None and (fp8_output or fp8_grad):
-            y = (fp8_output, last.output, last.fprop.a.format.label)
-            dx = (fp8_grad, first.grad_input, first.dgrad.a.format.label)
-            check_offered(self, state.recipe, {"fp8_output": y, "fp8_grad": dx})
-        return Call(
-            self._plans,
-            weights,
-            cached,
-            grad,
-            state is not None and self._claims_first(state, inp),
-            last.output if fp8_output else None,
-            first.grad_input if fp8_grad else None,
-        )
+        self._caching = first is not None
+        dx_of, y_of = self._plans[0].operands, self._plans[-1].operands
+        if fp8_output:
+            checks.check_offered(self, state, "fp8_output", y_of.output, y_of.fprop.a)
+        if fp8_grad:
+            checks.check_offered(self, state, "fp8_grad", dx_of.grad_input, dx_of.dgrad.a)
+        claims = state is not None and self._claims_first(state, inp)
+        output, grad_input = y_of.output if fp8_output else None, dx_of.grad_input if fp8_grad else None
+        return Call(self._plans, weights, cached, grad, claims, output, grad_input)
 
-    def _cached_weights(self, first_microbatch: bool, weights: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        together = zip(self._caches, weights, self._weight_versions(), self._plans, strict=True)
-        return tuple(
-            cache.get(first_microbatch, weight, version, plan.operands) for cache, weight, version, plan in together
-        )
+    def _cached_weights(self, first: bool, weights: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        together = zip(self._caches, weights, self._plans, strict=True)
+        return tuple(cache.get(first, w, self._weight_version(w), plan.operands) for cache, w, plan in together)
 
     def _claims_first(self, state: State, inp: Tensor) -> bool:
         """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
@@ -307,16 +260,12 @@ class TeLiteModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.update(_plans=(), _plan_key=None, _scales=self._scales.detached_copy(), _wgrad_hooks=[])
-        state.update(tp_group=None, _rng_tracker=None)  # of this process; set_tensor_parallel_group() after loading
+        state = self.__dict__ | {"_plans": (), "_plan_key": None, "_scales": copy.copy(self._scales)}
+        # Of this process; set_tensor_parallel_group() after loading.
+        state.update(tp_group=None, _rng_tracker=None, _wgrad_hooks=[])
         state["_caches"] = tuple(WeightCache() for _ in self.gemm_names)
-        state["_sinks"] = ()
+        state["_sinks"] = tuple(self._make_sink() for _ in self.gemm_names)
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._sinks = tuple(self._make_sink() for _ in self.gemm_names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TeLiteModule:
         made = self.__class__.__new__(self.__class__)

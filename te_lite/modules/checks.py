@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from te_lite.autocast import State
+from te_lite.ops.source import DTYPES
 from te_lite.overlap import userbuffers
 from te_lite.overlap.config import LAYERS
 from te_lite.parallel import MODES
+from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import Recipe, check_recipe_support
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_userbuffers(module: nn.Module, names: tuple[str | None, ...], symmetric_ar_type: str | None) -> None:
@@ -43,19 +44,15 @@ def check_dtype(owner: str, params_dtype: torch.dtype | None) -> None:
         raise TypeError(f"{owner}(params_dtype={params_dtype}): must be torch.bfloat16, torch.float16 or torch.float32")
 
 
-def check_construction(
-    owner: str, modes: tuple[str | None, ...], tp_size: int, params_dtype: torch.dtype | None, sizes: dict[str, int]
-) -> None:
-    """Arguments of a constructor that no layer could be built from. sizes: name -> features."""
-    check_dtype(owner, params_dtype)
+def check_construction(owner: str, modes: Iterable[str | None], given: Mapping[str, Any], sizes: Iterable[str]) -> None:
+    """Arguments of a constructor that no layer could be built from. sizes: those that count features."""
+    check_dtype(owner, given["params_dtype"])
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"{owner}(parallel_mode={mode!r}): must be one of {MODES}")
-    if type(tp_size) is not int or tp_size < 1:
-        raise ValueError(f"{owner}(tp_size={tp_size!r}): must be an integer, at least 1")
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{owner}({name}={size!r}): must be an integer, at least 1")
+    for name in ("tp_size", *sizes):
+        if type(given[name]) is not int or given[name] < 1:
+            raise ValueError(f"{owner}({name}={given[name]!r}): must be an integer, at least 1")
 
 
 def check_recipe(recipe: Recipe, device: torch.device, keeps_original: bool) -> None:
@@ -70,9 +67,9 @@ def check_recipe(recipe: Recipe, device: torch.device, keeps_original: bool) -> 
         )
 
 
-def check_input(module: nn.Module, inp: Tensor, features: int, weight: Tensor) -> torch.dtype:
+def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype that the activations of this call have."""
-    owner = type(module).__name__
+    owner, features = type(module).__name__, weight.shape[1]
     if inp.dim() == 0 or inp.shape[-1] != features:
         raise ValueError(
             f"{owner} got an input of shape {tuple(inp.shape)}: its last dimension must be in_features={features}; "
@@ -117,9 +114,8 @@ def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
     """fuse_wgrad_accumulation has somewhere to accumulate."""
     for weight in weights:
         grad = getattr(weight, "main_grad", None)
-        if not weight.requires_grad:
-            continue
-        if grad is None or grad.shape != weight.shape or not grad.is_floating_point():
+        fits = grad is not None and grad.shape == weight.shape and grad.is_floating_point()
+        if weight.requires_grad and not fits:
             what = "no main_grad" if grad is None else f"a main_grad of {tuple(grad.shape)} {grad.dtype}"
             raise RuntimeError(
                 f"{type(module).__name__} has fuse_wgrad_accumulation=True but a weight of shape {tuple(weight.shape)} "
@@ -143,12 +139,13 @@ def check_recomputation(module: nn.Module, state: State | None, ran_fp8: bool) -
         )
 
 
-def check_offered(module: nn.Module, recipe: Recipe, wanted: dict[str, tuple[bool, Any, str]]) -> None:
-    """Quantized results are asked for only where there is a quantizer for them. wanted: flag -> (asked for, quantizer,
-    format of the operands); a linear in high precision, whatever the reason, gives high precision."""
-    for flag, (asked, quantizer, label) in wanted.items():
-        if asked and quantizer is None and label:
-            raise ValueError(
-                f"{type(module).__name__} got {flag}=True under recipe {recipe.name!r}: only 'delayed' and 'current' "
-                f"give results whose one scale fits every reader; leave out {flag}"
-            )
+def check_offered(
+    module: nn.Module, state: State | None, flag: str, quantizer: Quantizer | None, operand: Quantizer
+) -> None:
+    """A quantized result is asked for only where there is a quantizer for it. operand: of the same GEMM; a linear in
+    high precision, whatever the reason, gives high precision."""
+    if quantizer is None and operand.format.label:
+        raise ValueError(
+            f"{type(module).__name__} got {flag}=True under recipe {state.recipe.name!r}: only 'delayed' and 'current' "
+            f"give results whose one scale fits every reader; leave out {flag}"
+        )

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.functional.layernorm_linear import LayerNormLinearFunction
+from te_lite.functional.linear import Call
 from te_lite.modules.linear import Split, _OneLinear
-from te_lite.modules.norm import add_norm
+from te_lite.modules.norm import add_norm, spec_of
 from te_lite.modules.weights import Init
 
 
@@ -61,27 +62,8 @@ class LayerNormLinear(_OneLinear):
             raise ValueError("LayerNormLinear(parallel_mode='row'): the norm needs whole rows; use 'column' or None")
         super().__init__(given, (parallel_mode,), (ub_name,), ("in_features", "out_features"))
         add_norm(self, in_features, given)
-        self._setup_linear(in_features, out_features, bias, return_bias, parameters_split, init_method)
+        self._setup_linear(given)
 
-    def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
-    ) -> Any:
-        """x [..., in_features] -> y [..., out_features]; with return_bias (y, bias); with return_layernorm_output the
-        norm's output comes last. The other arguments are Linear's."""
-        weight, bias = self._weight(), self._bias()
-        inp = self._sequence_first(inp, fp8_output or fp8_grad)
-        call = self._begin(inp, self.in_features, (weight,), is_first_microbatch, fp8_output, fp8_grad)
-        gather = self.tp_group if self.return_layernorm_output_gathered else None
-        out, ln_out = self._run(
-            LayerNormLinearFunction,
-            call,
-            self._norm,
-            self.return_layernorm_output,
-            gather,
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            weight,
-            bias if self.apply_bias else None,
-        )
-        return self._outputs(out, bias, ln_out)
+    def _compute(self, call: Call, inp: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        norm = self.layer_norm_weight, self.layer_norm_bias
+        return self._run(LayerNormLinearFunction, call, spec_of(self), inp, *norm, weight, bias)

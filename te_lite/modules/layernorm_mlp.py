@@ -13,8 +13,8 @@ from te_lite.checkpoint import checkpoint as recompute
 from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.linear import linear_specs
-from te_lite.modules.norm import add_norm
-from te_lite.modules.weights import Init, default_init
+from te_lite.modules.norm import add_norm, spec_of
+from te_lite.modules.weights import Init
 from te_lite.ops.source import is_glu
 
 
@@ -78,26 +78,13 @@ class LayerNormMLP(TeLiteModule):
         self.activation, self.checkpoint = activation, checkpoint
         self.hidden_size, self.use_bias, self.return_bias = hidden_size, bias, return_bias
         wide = ffn_hidden_size * (2 if is_glu(activation) else 1)
-        fc1, fc2 = ((hidden_size, wide), (ffn_hidden_size, hidden_size))
-        common = (self.tp_size, self.sequence_parallel)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:
             raise ValueError(f"ffn_hidden_size={ffn_hidden_size} is not divisible by tp_size={self.tp_size}; pad it")
-        w1, b1 = linear_specs(fc1, self._modes[0], *common, init_method or default_init, delay_wgrad_compute)
-        w2, b2 = linear_specs(
-            fc2, self._modes[1], *common, output_layer_init_method or init_method or default_init, delay_wgrad_compute
-        )
+        fc1 = linear_specs(self, modes[0], hidden_size, wide, init_method)
+        fc2 = linear_specs(self, modes[1], ffn_hidden_size, hidden_size, output_layer_init_method or init_method)
         add_norm(self, hidden_size, given)
-        self._add_params({"fc1_weight": w1, **({"fc1_bias": b1} if bias else {})})
-        self._add_params({"fc2_weight": w2, **({"fc2_bias": b2} if bias else {})})
-        if not bias:
-            self._add_no_bias("fc1_bias")
-            self._add_no_bias("fc2_bias")
-
-    def _linear_shapes(self) -> tuple[tuple[int, int], ...]:
-        return tuple((weight.shape[1], weight.shape[0]) for weight in (self.fc1_weight, self.fc2_weight))
-
-    def _weight_versions(self) -> tuple[int, ...]:
-        return self.fc1_weight._version, self.fc2_weight._version
+        for name, (weight_spec, bias_spec) in (("fc1", fc1), ("fc2", fc2)):
+            self._add_params({f"{name}_weight": weight_spec, f"{name}_bias": bias_spec if bias else None})
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the
@@ -110,23 +97,12 @@ class LayerNormMLP(TeLiteModule):
         return self._outputs(out, self.fc2_bias if self.use_bias else None, ln_out)
 
     def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
-        call = self._begin(inp, self.hidden_size, (self.fc1_weight, self.fc2_weight), is_first_microbatch)
-        gather = self.tp_group if self.return_layernorm_output_gathered else None
-        return self._run(
-            LayerNormMLPFunction,
-            call,
-            self._norm,
-            self.activation,
-            self.return_layernorm_output,
-            gather,
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.fc1_weight,
-            self.fc1_bias if self.use_bias else None,
-            self.fc2_weight,
-            self.fc2_bias if self.use_bias and not self.return_bias else None,
-        )
+        norm, fc1, fc2 = (self.layer_norm_weight, self.layer_norm_bias), self.fc1_weight, self.fc2_weight
+        call = self._begin(inp, (fc1, fc2), is_first_microbatch, fp8_output=False, fp8_grad=False)
+        fc1_bias = self.fc1_bias if self.use_bias else None
+        fc2_bias = self.fc2_bias if self.use_bias and not self.return_bias else None
+        args = (spec_of(self), self.activation, inp, *norm, fc1, fc1_bias, fc2, fc2_bias)
+        return self._run(LayerNormMLPFunction, call, *args)
 
     def extra_repr(self) -> str:
         return f"hidden={self.hidden_size}, fc1={tuple(self.fc1_weight.shape)}, activation={self.activation}"

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from te_lite.functional.norm import NormFunction, NormSpec
-from te_lite.modules.checks import DTYPES, check_dtype
-from te_lite.modules.weights import ParamSpec, default_device
+from te_lite.modules.checks import check_dtype
+from te_lite.modules.weights import ParamSpec, default_device, reset
+from te_lite.ops.source import DTYPES
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
+def norm_spec(
+    normalization: str, eps: float, zero_centered_gamma: bool, returned: bool = False, gathered: bool = False
+) -> NormSpec:
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r}: must be one of {NORMALIZATIONS}")
     if not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r}: must be finite and >= 0; 1e-5 is usual")
-    return NormSpec(eps, normalization == "RMSNorm", zero_centered_gamma)
+    return NormSpec(eps, normalization == "RMSNorm", zero_centered_gamma, returned, gathered)
 
 
-def norm_params(spec: NormSpec, features: int, sequence_parallel: bool) -> dict[str, ParamSpec]:
+def norm_params(spec: NormSpec, features: int, sequence_parallel: bool | None) -> dict[str, ParamSpec]:
     """weight [features] and, for LayerNorm, bias [features]; identity at the start."""
     ones_or_zeros = nn.init.zeros_ if spec.zero_centered else nn.init.ones_
     params = {"weight": ParamSpec((features,), ones_or_zeros, sequence_parallel=sequence_parallel)}
@@ -38,11 +42,21 @@ def add_norm(module: nn.Module, features: int, given: Mapping[str, Any]) -> None
     for option in ("normalization", "eps", "zero_centered_gamma", "return_layernorm_output"):
         setattr(module, option, given[option])
     module.return_layernorm_output_gathered = given["return_layernorm_output_gathered"] and module.sequence_parallel
-    module._norm = norm_spec(module.normalization, module.eps, module.zero_centered_gamma)
-    specs = norm_params(module._norm, features, module.sequence_parallel)
+    outputs = module.return_layernorm_output, module.return_layernorm_output_gathered
+    module._norm = norm_spec(module.normalization, module.eps, module.zero_centered_gamma, *outputs)
+    specs = norm_params(module._norm, features, module.sequence_parallel or None)
     module._add_params({f"layer_norm_{key}": spec for key, spec in specs.items()})
     if module._norm.rms:
         module.layer_norm_bias = None
+
+
+def spec_of(module: nn.Module) -> NormSpec:
+    """Of the norm that add_norm gave, with the outputs that the module's attributes ask for now."""
+    outputs = module.return_layernorm_output, module.return_layernorm_output_gathered
+    spec = module._norm
+    return (
+        spec if outputs == (spec.returned, spec.gathered) else replace(spec, returned=outputs[0], gathered=outputs[1])
+    )
 
 
 class _Norm(nn.Module):
@@ -72,30 +86,18 @@ class _Norm(nn.Module):
         self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
         self._features = torch.Size(shape).numel()
         self._spec = norm_spec(self.normalization, eps, zero_centered_gamma)
-        self._device = default_device(device)
+        self._device = device = default_device(device)
         self.sequence_parallel = bool(sequence_parallel)
         self._params = norm_params(self._spec, self._features, self.sequence_parallel)
         for name, spec in self._params.items():
-            param = spec.make(params_dtype or torch.get_default_dtype(), self._device, nullcontext)
-            param.sequence_parallel = self.sequence_parallel
-            self.register_parameter(name, param)
+            self.register_parameter(name, spec.make(params_dtype or torch.get_default_dtype(), device, nullcontext))
         if self._spec.rms:
             self.register_parameter("bias", None)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """The identity again; parameters on the meta device come to life."""
-        if defer_init:
-            return
-        device = default_device(None) if str(self._device) == "meta" else self._device
-        for name, spec in self._params.items():
-            old = getattr(self, name)
-            if old.device.type == "meta":
-                old = spec.make(old.dtype, device, nullcontext)
-                self.register_parameter(name, old)
-            else:  # the optimizer may hold it
-                spec.fill(old, nullcontext)
-                spec.mark(old)
-            old.sequence_parallel = self.sequence_parallel
+        if not defer_init:
+            reset(self, self._params, self._device, nullcontext)
 
     def forward(self, inp: Tensor) -> Tensor:
         """x [..., *normalized_shape] -> the same shape, in x's dtype (the autocast dtype under torch.amp)."""
@@ -109,9 +111,8 @@ class _Norm(nn.Module):
         kind = inp.device.type
         x = inp.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else inp
         x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)
-        gamma, beta = self.weight, self.bias
         grad = torch.is_grad_enabled()
-        args = (self._spec, grad, x, gamma, beta)
+        args = (self._spec, grad, x, self.weight, self.bias)
         y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
         return y if len(last) == 1 else y.reshape(inp.shape)
 

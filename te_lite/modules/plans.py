@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from te_lite.autocast import State, strict
 from te_lite.functional.plan import LinearPlan
@@ -25,21 +27,22 @@ SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 
 def build_plans(
-    module: TeLiteModule, state: State | None, dtype: torch.dtype, device: torch.device
+    module: TeLiteModule, state: State | None, dtype: torch.dtype, weights: tuple[Tensor, ...]
 ) -> tuple[LinearPlan, ...]:
     """One plan for each linear of `module`, noted for overlap_report(). dtype: of activations."""
     recipe = HighPrecision() if state is None else state.recipe
-    check_recipe(recipe, device, module._keep_original())
+    check_recipe(recipe, weights[0].device, module.save_original_input)
     for name, spec in module._specs.items():
         check_still_quantized(type(module).__name__, spec, name, getattr(module, name))
     module._quantized = any(isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False))
-    return tuple(_build_plan(module, index, recipe, state, dtype, device) for index in range(len(module._modes)))
+    return tuple(_build_plan(module, index, recipe, state, dtype, weight) for index, weight in enumerate(weights))
 
 
 def _build_plan(
-    module: TeLiteModule, index: int, recipe: Recipe, state: State | None, dtype: torch.dtype, device: torch.device
+    module: TeLiteModule, index: int, recipe: Recipe, state: State | None, dtype: torch.dtype, weight: Tensor
 ) -> LinearPlan:
-    mode, shape, gemm_name = module._modes[index], module._linear_shapes()[index], module.gemm_names[index]
+    mode, gemm_name, device = module._modes[index], module.gemm_names[index], weight.device
+    shape = weight.shape[1], weight.shape[0]
     tp = TensorParallel(mode, module.tp_size, module.tp_group, module.sequence_parallel)
     multiple = recipe.feature_multiple
     fits = not recipe.is_fp8 or all(size % multiple == 0 for size in shape)
@@ -47,9 +50,9 @@ def _build_plan(
     reasons = [] if fits else [f"features {shape} are not multiples of {multiple}"]
     group = module.tp_group if state is None or state.group is None else state.group
     calibrating = state is not None and not state.enabled
-    site = Site(index, dtype, tp, module._scales.getter(recipe, group, device), group, calibrating)
+    site = Site(index, dtype, tp, partial(module._scales.state, recipe, group, device), group, calibrating)
     layer = module._ub_names[index] or ""
-    schedule, alone = schedule_for(tp, module._ub_flags, layer, module.name, device, strict())
+    schedule, alone = schedule_for(tp, module._ub_flags, layer, module.name, device, strict(), str(used))
     operands = operands_for(used, site)
     if (stats := statistics.collecting()) is not None:
         operands = stats.watch(operands, module, gemm_name)
@@ -57,14 +60,8 @@ def _build_plan(
     gathered = operands.wgrad.b if tp.gathers_input else operands.wgrad.a if tp.gathers_grad else None
     if gathered is not None and gathered.format.shard_multiple > 1:
         reasons.append(f"{plain} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}")
-    report.record(
-        module,
-        gemm_name,
-        schedule=schedule,
-        recipe=plain if calibrating or not used.is_fp8 else used.name,
-        formats=operands.labels(plain),
-        features=shape,
-        reason="; ".join([*reasons, *([alone] if alone else [])]),
-    )
+    name, reason = plain if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
+    formats = operands.labels(plain)
+    report.record(module, gemm_name, formats, schedule=schedule, recipe=name, shape=shape, reason=reason)
     bias_in_gemm = not (tp.active and mode == "row")
-    return LinearPlan(operands, schedule, module._sinks[index], tp, dtype, bias_in_gemm, module._keep_original())
+    return LinearPlan(operands, schedule, module._sinks[index], tp, dtype, bias_in_gemm, module.save_original_input)

@@ -7,7 +7,6 @@ Empty where there is no state. fp8_max is what the scales were made for, 2^-marg
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,20 +47,18 @@ class ScaleStates:
         self._live: dict[str, ScaleState] = {}
         self._loaded = torch.empty(0)
 
-    def getter(self, recipe: Any, group: dist.ProcessGroup | None, device: torch.device) -> Callable[[str], ScaleState]:
-        """state(direction) for a Site: the live state, remade when the recipe's numbers or the group changed."""
-
-        def get(direction: str) -> ScaleState:
-            key = _pool_key(recipe, direction, group, device)
-            state = self._live.get(direction)
-            if state is None or state.key != key:
-                made = ScaleState(key, self.sizes[direction], like=state)
-                if state is None and self._loaded.numel():
-                    made.load(*self._parse(self._loaded, direction))
-                self._live[direction] = made
-            return self._live[direction]
-
-        return get
+    def state(
+        self, recipe: DelayedScaling, group: dist.ProcessGroup | None, device: torch.device, direction: str
+    ) -> ScaleState:
+        """The live state, remade when the recipe's numbers or the group changed."""
+        key = _pool_key(recipe, direction, group, device)
+        state = self._live.get(direction)
+        if state is None or state.key != key:
+            made = ScaleState(key, self.sizes[direction], like=state)
+            if state is None and self._loaded.numel():
+                made.load(*self._parse(self._loaded, direction))
+            self._live[direction] = made
+        return self._live[direction]
 
     def dump(self) -> Tensor:
         if len(self._live) < len(DIRECTIONS):
@@ -98,11 +95,9 @@ class ScaleStates:
         """Before the module moves: the numbers stay here, the live states are made anew where it arrives."""
         self._loaded, self._live = self.dump(), {}
 
-    def detached_copy(self) -> ScaleStates:
+    def __getstate__(self) -> dict[str, Any]:
         """The numbers without the live states, for copying and pickling."""
-        made = ScaleStates(1)
-        made.sizes, made._loaded = dict(self.sizes), self.dump()
-        return made
+        return {"sizes": self.sizes, "_live": {}, "_loaded": self.dump()}
 
 
 def _pool_key(recipe: DelayedScaling, direction: str, group: dist.ProcessGroup | None, device: torch.device) -> PoolKey:

@@ -35,7 +35,8 @@ def default_init(weight: Tensor) -> Tensor:
 class ParamSpec:
     """How one parameter is made. partition_dim: the dimension split over ranks, None if every rank holds it whole.
 
-    random: drawn, so an RNG tracker's state applies. sequence_parallel: its gradient is a partial sum per rank.
+    random: drawn, so an RNG tracker's state applies. sequence_parallel: its gradient is a partial sum per rank; None
+    leaves the attribute out.
     late_grad: its gradient comes with backward_dw(), so Megatron's post-backward hook must wait.
     quantizer: it is held quantized, and its first value kept on the CPU where `preserve`.
     """
@@ -44,7 +45,7 @@ class ParamSpec:
     init: Init
     partition_dim: int | None = None
     random: bool = False
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
     late_grad: bool = False
     quantizer: Quantizer | None = None
     preserve: bool = False
@@ -78,10 +79,26 @@ class ParamSpec:
         param.tensor_model_parallel = self.partition_dim is not None
         param.partition_dim = -1 if self.partition_dim is None else self.partition_dim
         param.partition_stride = 1
-        if self.sequence_parallel:
-            param.sequence_parallel = True
+        if self.sequence_parallel is not None:
+            param.sequence_parallel = self.sequence_parallel
         if self.late_grad:
             param.skip_backward_post_hook = True
+
+
+def reset(module: nn.Module, specs: dict[str, ParamSpec], device: Any, fork: Callable[[], Any]) -> None:
+    """Draws the parameters of `specs` anew; those on the meta device come to life on `device`, the module's."""
+    device = default_device(None) if str(device) == "meta" else device
+    for name, spec in specs.items():
+        old = getattr(module, name)
+        if old.device.type == "meta" or (spec.quantizer is not None and not isinstance(old, QuantizedTensor)):
+            made = spec.make(old.dtype, device, fork)
+            module.register_parameter(name, made.requires_grad_(old.requires_grad))
+        else:  # the optimizer may hold it
+            spec.fill(old, fork)
+            spec.mark(old)  # to_empty() makes new parameters without the attributes
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.device.type == "meta":
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def check_still_quantized(owner: str, spec: ParamSpec, name: str, param: Tensor) -> None:
@@ -108,9 +125,7 @@ class _Join(torch.autograd.Function):
                 return torch.cat(parts)
             end += part.numel() * part.element_size()
         shape = (sum(ctx.sizes), *first.shape[1:])
-        return torch.empty(0, dtype=first.dtype, device=first.device).set_(
-            first.untyped_storage(), first.storage_offset(), shape
-        )
+        return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
@@ -132,12 +147,11 @@ def adjacent(
 ) -> dict[str, nn.Parameter]:
     """Parameters of equal trailing shape that share one block of memory, in order."""
     made = {name: spec.make(dtype, device, fork) for name, spec in specs.items()}
-    if len(made) == 1 or any(param.device.type == "meta" for param in made.values()):
-        return made
-    block = torch.cat([param.detach() for param in made.values()])
-    rows = block.split([param.shape[0] for param in made.values()])
-    for param, part in zip(made.values(), rows, strict=True):
-        param.data = part
+    if len(made) > 1 and not any(param.device.type == "meta" for param in made.values()):
+        block = torch.cat([param.detach() for param in made.values()])
+        rows = block.split([param.shape[0] for param in made.values()])
+        for param, part in zip(made.values(), rows, strict=True):
+            param.data = part
     return made
 
 
@@ -155,7 +169,7 @@ class WeightCache:
         self._q: QTensor | None = None
         self._key: tuple | None = None
 
-    def get(self, first: bool, weight: Tensor, version: Any, operands: GemmOperands) -> QTensor:
+    def get(self, first: bool, weight: Tensor, version: int, operands: GemmOperands) -> QTensor:
         """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts, each as
         its GEMM takes it (where fprop and dgrad differ in format too, by row alone)."""
         quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b

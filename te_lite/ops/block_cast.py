@@ -18,7 +18,7 @@ from te_lite.ops.cast import saturate_, scale_from_amax_ref, transform
 from te_lite.ops.cast_kernels import MOST_SPLITS
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
-from te_lite.ops.source import ACTIVATIONS, FLAT, Source, plain, produce_ref
+from te_lite.ops.source import ACTIVATIONS, FLAT, Source, plain, produce_ref, tiled
 from te_lite.ops.sums import column_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
@@ -58,9 +58,7 @@ def _scales_ref(amax: Tensor, mx: bool, eps: float, pow2: bool, largest: float) 
     """(what values are multiplied by, what is stored)."""
     if mx:
         stored = e8m0_ref(amax)
-        e = stored.to(torch.int32)
-        bits = torch.where(e == 254, 0x00400000, torch.where(e == 255, 0x7FC00000, (254 - e) << 23))
-        return bits.view(torch.float32), stored
+        return e8m0_value(254 - stored), stored  # nan's 255 stays 255
     scale = scale_from_amax_ref(
         torch.nan_to_num(amax, nan=float("inf"), posinf=float("inf")), 448.0, eps, pow2, largest
     )
@@ -176,9 +174,7 @@ def _block_cast_cuda(
     kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, largest, flat,
     row, row_scale, col, col_scale, bias_grad,
 ):  # fmt: skip
-    rows, width = x.shape
-    base, glu = ACTIVATIONS[activation]
-    cols = width // 2 if glu else width
+    rows, cols, base, glu = tiled(x, activation)
     if block == BLOCK and col is not None and not (square or flat) and bias_grad is None and words_fit(kind, x, cols):
         kind = "words"
     config = block_config(block, square, row is not None, col is not None, kind, pow2)
@@ -195,19 +191,11 @@ def _block_cast_cuda(
     strides = (0, 0) if row is None else row_scale.stride()
     strides += (0, 0) if col is None else col_scale.stride()[:: -1 if square else 1]
     cap = 255 - 127 - math.frexp(largest)[1] if pow2 else largest
-    launch(
-        block_kernel,
-        tiles_n * splits,
-        (),
-        (x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial),
-        (eps, rows, cols, padded_rows(rows), *strides),
-        (
-            kind, base, glu, zero_centered, block, square, block == MX_BLOCK, cap, pow2, flat, block_m, block_n,
-            tiles_m > splits,
-        ),
-        num_warps,
-        registers,
-    )  # fmt: skip
+    tensors = (x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial)
+    rule = (block, square, block == MX_BLOCK, cap, pow2, flat)
+    constants = (kind, base, glu, zero_centered, *rule, block_m, block_n, tiles_m > splits)
+    numbers = (eps, rows, cols, padded_rows(rows), *strides)
+    launch(block_kernel, tiles_n * splits, (), tensors, numbers, constants, num_warps, registers)
     if partial is not None:
         column_sums(partial, bias_grad)
 
@@ -217,7 +205,6 @@ _block_cast_op = register(
     "Tensor(b!)? row_scale, Tensor(c!)? col, Tensor(d!)? col_scale, Tensor(e!)? bias_grad) -> ()",
     cpu=_write_ref,
     cuda=_block_cast_cuda,
-    fake=lambda *args: None,
 )
 
 
@@ -241,18 +228,13 @@ def _dequantize_cuda(data: Tensor, scale: Tensor, block_m: int, block_n: int, dt
     return out
 
 
-_dequantize_op = register(
+# out[m, n] = data[m, n] * scale[m // block_m, n // block_n], rounded once to dtype; data E4M3, contiguous.
+#
+# scale: E8M0 bytes (uint8) or fp32. Blocks 1 x 32, 32 x 1, 1 x 128, 128 x 1, 128 x 128. Exact in bf16 for MX, since
+# an E4M3 value has four significant bits, unless the result is below 2^-126.
+dequantize_blocks = register(
     "dequantize_blocks(Tensor data, Tensor scale, int block_m, int block_n, ScalarType dtype) -> Tensor",
     cpu=dequantize_blocks_ref,
     cuda=_dequantize_cuda,
     fake=lambda data, scale, block_m, block_n, dtype: data.new_empty(data.shape, dtype=dtype),
 )
-
-
-def dequantize_blocks(data: Tensor, scale: Tensor, block_m: int, block_n: int, dtype: torch.dtype) -> Tensor:
-    """out[m, n] = data[m, n] * scale[m // block_m, n // block_n], rounded once to dtype; data E4M3, contiguous.
-
-    scale: E8M0 bytes (uint8) or fp32. Blocks 1 x 32, 32 x 1, 1 x 128, 128 x 1, 128 x 128. Exact in bf16 for MX, since
-    an E4M3 value has four significant bits, unless the result is below 2^-126.
-    """
-    return _dequantize_op(data, scale, block_m, block_n, dtype)

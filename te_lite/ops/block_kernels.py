@@ -5,18 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from te_lite.ops import tiles
 from te_lite.ops.cast_kernels import Config, scale_of
-from te_lite.ops.tiles import (
-    largest_of,
-    magnitude_bits,
-    quarters,
-    store_quarter,
-    store_quarters,
-    store_sums,
-    store_words,
-    to_fp8_bytes,
-    to_fp8_words,
-)
 from te_lite.ops.word_tiles import column_bits, column_words, row_bits, to_fp8_pairs, word_quarters
 
 # (block length, square, row wanted, col wanted) -> tile, one block high: columns of blocks need no second one.
@@ -92,11 +82,9 @@ def _row_quarter(
     Q: tl.constexpr = BLOCK_M // 4
     NB: tl.constexpr = BLOCK_N // B
     blocks = tl.reshape(v, [Q, NB, B])
-    s, stored = _scales(tl.max(magnitude_bits(blocks), axis=2), eps, E8M0, CAP, POW2)
-    q = tl.reshape(blocks * s[:, :, None], [Q, BLOCK_N])
-    store_quarter(
-        row.to(tl.pointer_type(tl.uint8)), to_fp8_bytes(q, False), m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N
-    )
+    s, stored = _scales(tl.max(tiles.magnitude_bits(blocks), axis=2), eps, E8M0, CAP, POW2)
+    q = tiles.to_fp8_bytes(tl.reshape(blocks * s[:, :, None], [Q, BLOCK_N]), False)
+    tiles.store_quarter(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
     m = m0 + tl.arange(0, Q) * 4
     b = tl.arange(0, NB)
     at = m[:, None].to(tl.int64) * scale_m + (n_out // B + b)[None, :].to(tl.int64) * scale_n
@@ -105,79 +93,68 @@ def _row_quarter(
 
 @triton.jit
 def _scaled_quarters(
-    v0, v1, v2, v3, c, out, m0, n0, n_out, rows, cols, width, padded,
+    v, c, out, m0, n0, n_out, rows, cols, width, padded,
     FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A tile times c, into the transposed copy, or as it lies when FLAT."""
     if FLAT:
-        store_quarters(
-            out.to(tl.pointer_type(tl.uint8)), to_fp8_bytes(v0 * c, False), to_fp8_bytes(v1 * c, False),
-            to_fp8_bytes(v2 * c, False), to_fp8_bytes(v3 * c, False),
-            m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        q = [tiles.to_fp8_bytes(part * c, False) for part in v]
+        tiles.store_quarters(out.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
     else:
-        w = to_fp8_words(v0 * c, v1 * c, v2 * c, v3 * c, False)
-        store_words(out, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+        w = tiles.to_fp8_words([part * c for part in v], False)
+        tiles.store_words(out, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _emit_blocks(
-    v0, v1, v2, v3, row, row_scale, col, col_scale, eps, m0, n0, n_out, rows, cols, width, padded,
-    row_scale_m, row_scale_n, col_scale_m, col_scale_n,
+    v, outputs, strides, eps, m0, n0, n_out, rows, cols, width, padded,
     B: tl.constexpr, SQUARE: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
     FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the fp32 tile, columns n_out.. of outputs `width` wide, by row and by column."""
-    largest = largest_of(v0, v1, v2, v3)
+    row, row_scale, col, col_scale = outputs
+    row_scale_m, row_scale_n, col_scale_m, col_scale_n = strides
+    largest = tiles.largest_of(v)
     n = tl.arange(0, BLOCK_N)
     if SQUARE:
         s, stored = _scales(tl.max(largest), eps, E8M0, CAP, POW2)
         at_m, at_n = m0 // B, n_out // B
         if row is not None:
             tl.store(row_scale + at_m.to(tl.int64) * row_scale_m + at_n * row_scale_n, stored)
-            _scaled_quarters(v0, v1, v2, v3, s, row, m0, n0, n_out, rows, cols, width, padded, True, BLOCK_M, BLOCK_N)
+            _scaled_quarters(v, s, row, m0, n0, n_out, rows, cols, width, padded, True, BLOCK_M, BLOCK_N)
         if col is not None:
             tl.store(col_scale + at_m.to(tl.int64) * col_scale_m + at_n * col_scale_n, stored)
-            _scaled_quarters(v0, v1, v2, v3, s, col, m0, n0, n_out, rows, cols, width, padded, False, BLOCK_M, BLOCK_N)
+            _scaled_quarters(v, s, col, m0, n0, n_out, rows, cols, width, padded, False, BLOCK_M, BLOCK_N)
     else:
         if row is not None:
             for r in tl.static_range(4):
                 _row_quarter(
-                    (v0, v1, v2, v3)[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width,
+                    v[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width,
                     row_scale_m, row_scale_n, B, E8M0, CAP, POW2, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
         if col is not None:
             s, stored = _scales(tl.max(largest, axis=0), eps, E8M0, CAP, POW2)
             at = (m0 // B).to(tl.int64) * col_scale_m + (n_out + n).to(tl.int64) * col_scale_n
             tl.store(col_scale + at, stored, mask=n0 + n < cols)
-            _scaled_quarters(
-                v0, v1, v2, v3, s[None, :], col, m0, n0, n_out, rows, cols, width, padded, FLAT, BLOCK_M, BLOCK_N
-            )
+            _scaled_quarters(v, s[None, :], col, m0, n0, n_out, rows, cols, width, padded, FLAT, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _block_tile(
-    tile_m, n0, x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale,
-    eps, rows, cols, width, padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n,
+    source, outputs, strides, tile_m, n0, eps, rows, cols, width, padded,
     KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     B: tl.constexpr, SQUARE: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
     FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of block_kernel: sums of four rows, and those of the second tile."""
     m0 = tile_m * BLOCK_M
-    a0, a1, a2, a3, b0, b1, b2, b3 = quarters(
-        x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N
-    )
-    _emit_blocks(
-        a0, a1, a2, a3, row, row_scale, col, col_scale, eps, m0, n0, n0, rows, cols, width, padded,
-        row_scale_m, row_scale_n, col_scale_m, col_scale_n, B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    if GLU and KIND == "dact":
+    a, b = tiles.quarters(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N)
+    for i in tl.static_range(1 + (GLU and KIND == "dact")):
         _emit_blocks(
-            b0, b1, b2, b3, row, row_scale, col, col_scale, eps, m0, n0, n0 + cols, rows, cols, width, padded,
-            row_scale_m, row_scale_n, col_scale_m, col_scale_n, B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+            (a, b)[i], outputs, strides, eps, m0, n0, n0 + i * cols, rows, cols, width, padded,
+            B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-    return (a0 + a1) + (a2 + a3), (b0 + b1) + (b2 + b3)
+    return tiles.sum_of(a), tiles.sum_of(b)
 
 
 @triton.jit
@@ -189,40 +166,38 @@ def _word_row(
     s, stored = _scales(row_bits(w, FP16), eps, False, CAP, POW2)
     h = to_fp8_pairs(w, s[:, None], FP16, False)
     row = row.to(tl.pointer_type(tl.int16))
-    store_quarter(row, h, m0, n0 // 2, n0 // 2, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
+    tiles.store_quarter(row, h, m0, n0 // 2, n0 // 2, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
     return stored
 
 
 @triton.jit
 def _word_tile(
-    tile_m, n0, x, row, row_scale, col, col_scale, eps, rows, cols, padded,
-    row_scale_m, row_scale_n, col_scale_m, col_scale_n,
+    x, outputs, strides, tile_m, n0, eps, rows, cols, padded,
     CAP: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """_block_tile of words with a transposed copy. Blocks are as long as the tile is high; with rows it is as wide."""
+    row, row_scale, col, col_scale = outputs
+    row_scale_m, row_scale_n, col_scale_m, col_scale_n = strides
     FP16: tl.constexpr = x.dtype.element_ty == tl.float16
     m0 = tile_m * BLOCK_M
-    w0, w1, w2, w3 = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
+    w = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
     # Columns' scales first: they wait for all four quarters, so that the loads are issued together.
-    even, odd = column_bits(w0, w1, w2, w3, FP16)
+    even, odd = column_bits(w, FP16)
     even, stored_even = _scales(even, eps, False, CAP, POW2)
     odd, stored_odd = _scales(odd, eps, False, CAP, POW2)
     n = n0 + tl.arange(0, BLOCK_N)
     stored = tl.reshape(tl.join(stored_even, stored_odd), [BLOCK_N])
     tl.store(col_scale + tile_m.to(tl.int64) * col_scale_m + n * col_scale_n, stored, mask=n < cols)
     if row is not None:
-        r0 = _word_row(w0, row, m0, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
-        r1 = _word_row(w1, row, m0 + 1, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
-        r2 = _word_row(w2, row, m0 + 2, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
-        r3 = _word_row(w3, row, m0 + 3, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N)
+        s = [_word_row(w[r], row, m0 + r, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N) for r in (0, 1, 2, 3)]
         m = m0 + tl.arange(0, BLOCK_M)
-        stored = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK_M])  # row 4i + r from quarter r
+        stored = tl.reshape(tl.join(tl.join(s[0], s[2]), tl.join(s[1], s[3])), [BLOCK_M])  # row 4i + r from quarter r
         tl.store(row_scale + (n0 // BLOCK_N).to(tl.int64) * row_scale_n + m * row_scale_m, stored, mask=m < rows)
         # Zero, which the compiler does not know: else it keeps the tile as fp32 values, for both passes at once.
         zero = rows >> 31
-        w0, w1, w2, w3 = w0 ^ zero, w1 ^ zero, w2 ^ zero, w3 ^ zero
-    w = column_words(w0, w1, w2, w3, even[None, :], odd[None, :], FP16)
-    store_words(col, w, m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
+        w = [pairs ^ zero for pairs in w]
+    w = column_words(w, even[None, :], odd[None, :], FP16)
+    tiles.store_words(col, w, m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -241,34 +216,31 @@ def block_kernel(
     TWO: tl.constexpr = GLU and KIND == "dact"
     Q: tl.constexpr = BLOCK_M // 4
     width = cols * 2 if TWO else cols
+    source, outputs = (x, dy, mean, rstd, gamma, beta), (row, row_scale, col, col_scale)
+    strides = (row_scale_m, row_scale_n, col_scale_m, col_scale_n)
     tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
     split = tl.program_id(0) // tiles_n
     n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
     if KIND == "words":
-        _word_tile(
-            split, n0, x, row, row_scale, col, col_scale, eps, rows, cols, padded,
-            row_scale_m, row_scale_n, col_scale_m, col_scale_n, CAP, POW2, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        _word_tile(x, outputs, strides, split, n0, eps, rows, cols, padded, CAP, POW2, BLOCK_M, BLOCK_N)
     elif not LOOP:
         total, total2 = _block_tile(
-            split, n0, x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, eps, rows, cols, width, padded,
-            row_scale_m, row_scale_n, col_scale_m, col_scale_n, KIND, ACT, GLU, ZERO_CENTERED, B, SQUARE, E8M0, CAP,
-            POW2, FLAT, BLOCK_M, BLOCK_N,
+            source, outputs, strides, split, n0, eps, rows, cols, width, padded, KIND, ACT, GLU, ZERO_CENTERED,
+            B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         total = tl.zeros([Q, BLOCK_N], tl.float32)
         total2 = tl.zeros([Q, BLOCK_N], tl.float32)
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             a, b = _block_tile(
-                tile_m, n0, x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, eps, rows, cols, width,
-                padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n, KIND, ACT, GLU, ZERO_CENTERED, B, SQUARE,
-                E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+                source, outputs, strides, tile_m, n0, eps, rows, cols, width, padded, KIND, ACT, GLU, ZERO_CENTERED,
+                B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             total += a
             if TWO:
                 total2 += b
     if partial is not None:
-        store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
+        tiles.store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
 
 
 @triton.jit

@@ -12,21 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_lite.ops.cast_kernels import (
-    AMAX_CONFIG,
-    FEW,
-    MOST_PARTIALS,
-    MOST_SPLITS,
-    WORD_CONFIGS,
-    amax_kernel,
-    cast_config,
-    one_row_kernel,
-    transform_kernel,
-)
+from te_lite.ops import cast_kernels as kernels
 from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
-from te_lite.ops.source import ACTIVATIONS, DTYPES, FLAT, Source, produce_ref
+from te_lite.ops.source import DTYPES, FLAT, Source, produce_ref, tiled
 from te_lite.ops.sums import column_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.transpose import transpose as transpose  # part of this family, in its own file for length
@@ -93,7 +83,7 @@ def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax,
             f"{'neither' if scale is None else 'both'} of scale and amax given, {vectors} vectors of scales: fp8 takes "
             "exactly one; pass scale for delayed scaling, amax for current scaling, vectors for rowwise scaling"
         )
-    name, given, most = ("scale", scale, 1) if amax is None else ("amax", amax, MOST_PARTIALS)
+    name, given, most = ("scale", scale, 1) if amax is None else ("amax", amax, kernels.MOST_PARTIALS)
     if given.dtype != torch.float32 or not 1 <= given.numel() <= most or not given.is_contiguous():
         raise ValueError(
             f"{name} is {given.dtype} {tuple(given.shape)}: must be contiguous float32, 1 to {most} "
@@ -200,24 +190,22 @@ def _transform_cuda(
     kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, row_scale, col_scale, eps, pow2,
     hp, row, col, scale_inv, bias_grad, amax_out,
 ):  # fmt: skip
-    rows, width = x.shape
-    base, glu = ACTIVATIONS[activation]
-    cols = width // 2 if glu else width  # of the tiles: a gated activation's halves are read side by side
-    few, hp_too, sums = rows * cols <= FEW, hp is not None, bias_grad is not None
+    rows, cols, base, glu = tiled(x, activation)
+    few, hp_too, sums = rows * cols <= kernels.FEW, hp is not None, bias_grad is not None
     words = col is not None and scale_inv is not None and not (few or hp_too or sums) and words_fit(kind, x, cols)
-    config = cast_config(col is not None, kind != "plain", few, hp_too, sums)
+    config = kernels.cast_config(col is not None, kind != "plain", few, hp_too, sums)
     if words:
-        kind, config = "words", WORD_CONFIGS[row is not None]
+        kind, config = "words", kernels.WORD_CONFIGS[row is not None]
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     splits, partial = max(1, tiles_m), None
     if sums:
-        splits = min(splits, MOST_SPLITS)
+        splits = min(splits, kernels.MOST_SPLITS)
         partial = x.new_empty((splits, bias_grad.shape[0]), dtype=torch.float32)
     q = col if row is None else row
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
     launch(
-        one_row_kernel if rows == 1 else transform_kernel,
+        kernels.one_row_kernel if rows == 1 else kernels.transform_kernel,
         tiles_n * splits or 1,  # M = 0 needs one: scale_inv is written too
         (amax_out, scale),
         (x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial),
@@ -237,7 +225,6 @@ _transform_op = register(
     "Tensor(e!)? bias_grad, Tensor(f!)? amax_out) -> ()",
     cpu=_transform_ref,
     cuda=_transform_cuda,
-    fake=lambda *args: None,
 )
 
 
@@ -258,24 +245,15 @@ def amax_ref(source: Source) -> Tensor:
 
 def _amax_programs(device: torch.device) -> int:
     # Of the device alone, not of the shape, so that fake tensors of unknown size have a known result.
-    return min(AMAX_CONFIG.programs_per_sm * sm_count(device), MOST_PARTIALS)
+    return min(kernels.AMAX_CONFIG.programs_per_sm * sm_count(device), kernels.MOST_PARTIALS)
 
 
 def _amax_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation) -> Tensor:
-    rows, width = x.shape
-    base, glu = ACTIVATIONS[activation]
-    programs = _amax_programs(x.device)
-    partials = x.new_empty((programs,), dtype=torch.float32)
-    block_m, block_n, num_warps, *_ = AMAX_CONFIG
-    launch(
-        amax_kernel,
-        programs,
-        (),
-        (x, dy, mean, rstd, gamma, beta, partials),
-        (rows, width // 2 if glu else width),
-        (kind, base, glu, zero_centered, block_m, block_n),
-        num_warps,
-    )
+    rows, cols, base, glu = tiled(x, activation)
+    partials = x.new_empty((_amax_programs(x.device),), dtype=torch.float32)
+    block_m, block_n, num_warps, *_ = kernels.AMAX_CONFIG
+    tensors, constants = (x, dy, mean, rstd, gamma, beta, partials), (kind, base, glu, zero_centered, block_m, block_n)
+    launch(kernels.amax_kernel, partials.shape[0], (), tensors, (rows, cols), constants, num_warps)
     return partials
 
 

@@ -7,17 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from te_lite.ops import tiles
 from te_lite.ops.source import produce
-from te_lite.ops.tiles import (
-    largest_of,
-    magnitude_bits,
-    quarters,
-    store_quarters,
-    store_sums,
-    store_words,
-    to_fp8_bytes,
-    to_fp8_words,
-)
 from te_lite.ops.word_tiles import largest_bits, largest_words, to_fp8_pairs, turned, word_quarters
 
 MOST_PARTIALS = 1024  # partial maxima that every program of a cast reduces again, in one load
@@ -82,7 +73,7 @@ def scale_from_amax(amax, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr)
     """scale_of the largest of `count` partial maxima."""
     i = tl.arange(0, _PARTIALS)
     partial = tl.load(amax + i, mask=i < count, other=0.0)
-    a = tl.max(magnitude_bits(partial)).to(tl.float32, bitcast=True)
+    a = tl.max(tiles.magnitude_bits(partial)).to(tl.float32, bitcast=True)
     return scale_of(a, eps, FP8_MAX, _FLOAT_MAX, POW2)
 
 
@@ -102,70 +93,56 @@ def _scale(scale, amax, scale_inv, count, eps, FP8_MAX: tl.constexpr, POW2: tl.c
 
 @triton.jit
 def _emit(
-    v0, v1, v2, v3, s, row_scale, col_scale, hp, row, col, m0, n0, n_out, rows, cols, width, padded,
+    v, scales, outputs, m0, n0, n_out, rows, cols, width, padded,
     E5M2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the fp32 tile, columns n_out.. of outputs `width` wide, in every form that is wanted."""
+    s, row_scale, col_scale = scales
+    hp, row, col = outputs
     if hp is not None:
-        kind = hp.dtype.element_ty
-        store_quarters(
-            hp, v0.to(kind), v1.to(kind), v2.to(kind), v3.to(kind), m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N
-        )
+        rounded = [part.to(hp.dtype.element_ty) for part in v]
+        tiles.store_quarters(hp, rounded, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
     if row is not None:
-        m = m0 + tl.arange(0, BLOCK_M // 4) * 4
-        s0, s1, s2, s3 = s, s, s, s
+        factors = (s, s, s, s)
         if row_scale is None and col is None and col_scale is not None:  # columns' scales, and no transposition
             n = n0 + tl.arange(0, BLOCK_N)
-            s0 = tl.load(col_scale + (n_out - n0) + n, mask=n < cols, other=1.0)[None, :]
-            s1, s2, s3 = s0, s0, s0
+            c = tl.load(col_scale + (n_out - n0) + n, mask=n < cols, other=1.0)[None, :]
+            factors = (c, c, c, c)
         if row_scale is not None:
-            s0 = tl.load(row_scale + m, mask=m < rows, other=1.0)[:, None]
-            s1 = tl.load(row_scale + m + 1, mask=m + 1 < rows, other=1.0)[:, None]
-            s2 = tl.load(row_scale + m + 2, mask=m + 2 < rows, other=1.0)[:, None]
-            s3 = tl.load(row_scale + m + 3, mask=m + 3 < rows, other=1.0)[:, None]
-        q0, q1 = to_fp8_bytes(v0 * s0, E5M2), to_fp8_bytes(v1 * s1, E5M2)
-        q2, q3 = to_fp8_bytes(v2 * s2, E5M2), to_fp8_bytes(v3 * s3, E5M2)
-        store_quarters(
-            row.to(tl.pointer_type(tl.uint8)), q0, q1, q2, q3, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N
-        )
+            m = m0 + tl.arange(0, BLOCK_M // 4) * 4
+            factors = [tl.load(row_scale + m + r, mask=m + r < rows, other=1.0)[:, None] for r in (0, 1, 2, 3)]
+        q = [tiles.to_fp8_bytes(v[r] * factors[r], E5M2) for r in (0, 1, 2, 3)]
+        tiles.store_quarters(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
     if col is not None:
         c = s
         if col_scale is not None:
             n = n0 + tl.arange(0, BLOCK_N)
             c = tl.load(col_scale + (n_out - n0) + n, mask=n < cols, other=1.0)[None, :]
-        w = to_fp8_words(v0 * c, v1 * c, v2 * c, v3 * c, E5M2)
-        store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+        w = tiles.to_fp8_words([part * c for part in v], E5M2)
+        tiles.store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _transform_tile(
-    tile_m, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv,
-    eps, rows, cols, width, padded, count,
+    source, outputs, tile_m, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width, padded, count,
     KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of transform_kernel: (its largest magnitude as bits, sums of four rows, those of the second tile)."""
     TWO: tl.constexpr = GLU and KIND == "dact"
     m0 = tile_m * BLOCK_M
-    a0, a1, a2, a3, b0, b1, b2, b3 = quarters(
-        x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N
-    )
+    a, b = tiles.quarters(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N)
     s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)  # while the tile is on its way
     # Reduced before anything is stored: a tile of maxima would occupy registers until the end.
-    largest = largest_of(a0, a1, a2, a3)
+    largest = tiles.largest_of(a)
     if TWO:
-        largest = tl.maximum(largest, largest_of(b0, b1, b2, b3))
+        largest = tl.maximum(largest, tiles.largest_of(b))
     largest = tl.max(largest)
-    _emit(
-        a0, a1, a2, a3, s, row_scale, col_scale, hp, row, col, m0, n0, n0, rows, cols, width, padded,
-        E5M2, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    scales = (s, row_scale, col_scale)
+    _emit(a, scales, outputs, m0, n0, n0, rows, cols, width, padded, E5M2, BLOCK_M, BLOCK_N)
     if TWO:
-        _emit(
-            b0, b1, b2, b3, s, row_scale, col_scale, hp, row, col, m0, n0, n0 + cols, rows, cols, width, padded,
-            E5M2, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-    return largest, (a0 + a1) + (a2 + a3), (b0 + b1) + (b2 + b3)
+        _emit(b, scales, outputs, m0, n0, n0 + cols, rows, cols, width, padded, E5M2, BLOCK_M, BLOCK_N)
+    return largest, tiles.sum_of(a), tiles.sum_of(b)
 
 
 @triton.jit
@@ -176,17 +153,16 @@ def _word_tile(
     """_transform_tile of words, with one scale and neither hp nor sums: its largest magnitude."""
     FP16: tl.constexpr = x.dtype.element_ty == tl.float16
     m0 = tile_m * BLOCK_M
-    w0, w1, w2, w3 = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
+    w = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
     s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)
-    largest = tl.max(largest_bits(largest_words(w0, w1, w2, w3), FP16))
-    h0, h1 = to_fp8_pairs(w0, s, FP16, E5M2), to_fp8_pairs(w1, s, FP16, E5M2)
-    h2, h3 = to_fp8_pairs(w2, s, FP16, E5M2), to_fp8_pairs(w3, s, FP16, E5M2)
+    largest = tl.max(largest_bits(largest_words(w), FP16))
+    h = [to_fp8_pairs(pairs, s, FP16, E5M2) for pairs in w]
     if row is not None:
         row = row.to(tl.pointer_type(tl.int16))
         n = n0 // 2
-        store_quarters(row, h0, h1, h2, h3, m0, n, n, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
+        tiles.store_quarters(row, h, m0, n, n, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
     if col is not None:
-        store_words(col, turned(h0, h1, h2, h3), m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
+        tiles.store_words(col, turned(h), m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
     return largest
 
 
@@ -210,6 +186,7 @@ def transform_kernel(
     tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
     split = program // tiles_n
     n0 = (program % tiles_n) * BLOCK_N
+    source, outputs = (x, dy, mean, rstd, gamma, beta), (hp, row, col)
     if KIND == "words":
         largest = _word_tile(
             split, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count, FP8_MAX, E5M2, POW2,
@@ -217,8 +194,8 @@ def transform_kernel(
         )  # fmt: skip
     elif not LOOP:
         largest, total, total2 = _transform_tile(
-            split, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv, eps,
-            rows, cols, width, padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M, BLOCK_N,
+            source, outputs, split, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width, padded,
+            count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         largest = 0
@@ -226,16 +203,15 @@ def transform_kernel(
         total2 = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             most, a, b = _transform_tile(
-                tile_m, n0, x, dy, mean, rstd, gamma, beta, scale, amax, row_scale, col_scale, hp, row, col, scale_inv,
-                eps, rows, cols, width, padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M,
-                BLOCK_N,
+                source, outputs, tile_m, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width,
+                padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             largest = tl.maximum(largest, most)
             total += a
             if TWO:
                 total2 += b
     if partial is not None:
-        store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
+        tiles.store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
     if amax_out is not None:
         most = tl.minimum(largest, _INF_BITS)  # nan counts as inf
         word = amax_out.to(tl.pointer_type(tl.int32))
@@ -254,23 +230,20 @@ one_row_kernel = triton.jit(do_not_specialize=["rows"], do_not_specialize_on_ali
 
 @triton.jit
 def amax_kernel(
-    x, dy, mean, rstd, gamma, beta, partials,
-    rows, cols,
+    x, dy, mean, rstd, gamma, beta, partials, rows, cols,
     KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = largest |value| of the program's tiles; nan counts as inf, no tiles as 0."""
     program = tl.program_id(0)
     tiles_n = tl.cdiv(cols, BLOCK_N)
+    source = (x, dy, mean, rstd, gamma, beta)
     largest = 0
     for tile in tl.range(program, tl.cdiv(rows, BLOCK_M) * tiles_n, tl.num_programs(0)):
         m0 = (tile // tiles_n) * BLOCK_M
         n0 = (tile % tiles_n) * BLOCK_N
-        v, v2 = produce(
-            x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols,
-            KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1,
-        )  # fmt: skip
-        largest = tl.maximum(largest, tl.max(magnitude_bits(v)))
+        v, v2 = produce(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1)
+        largest = tl.maximum(largest, tl.max(tiles.magnitude_bits(v)))
         if GLU and KIND == "dact":
-            largest = tl.maximum(largest, tl.max(magnitude_bits(v2)))
+            largest = tl.maximum(largest, tl.max(tiles.magnitude_bits(v2)))
     tl.store(partials + program, tl.minimum(largest, _INF_BITS).to(tl.float32, bitcast=True))

@@ -88,7 +88,6 @@ _delayed_update_op = register(
     "delayed_update(Tensor(a!) history, Tensor(b!) scale, float fp8_max, str algo, Tensor(c!)? out=None) -> ()",
     cpu=delayed_update_ref,
     cuda=_delayed_update_cuda,
-    fake=lambda history, scale, fp8_max, algo, out=None: None,
 )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from te_lite.ops.launch import _ready
 
@@ -74,19 +73,12 @@ def signed(epoch: int) -> int:
     return (epoch + 2**31) % 2**32 - 2**31
 
 
-def wait(flag: Tensor, word: Tensor, delta: int, abort: Tensor) -> None:
-    """The current stream waits, in a kernel, until flag[0] has reached word[0] + delta; int32 CUDA tensors."""
-    wait_kernel[(1,)](flag, word, 0, 1, signed(delta), abort, num_warps=1)
+def compiled_wait(device: torch.device) -> Any:
+    """`wait_kernel` compiled for a CUDA device, to launch from where no tensors are:
 
-
-def compiled_wait(device: torch.device) -> tuple[Any, Any]:
-    """(launcher, Triton's compiled kernel) of `wait_kernel` on a CUDA device, to launch from where no tensors are.
-
-    launcher.launch(1, stream, (flag address, word address, stride, mask, delta, abort address)); .function of the
-    second is the CUfunction: one block of 32 threads, those parameters and two null pointers, metadata.shared bytes.
-    Launches once, so call it before a capture.
+    launch(1, stream, (flag address, word address, stride, mask, delta, abort address)). Launches once, so call it
+    before a capture.
     """
     with torch.cuda.device(device):
         word = torch.zeros(1, dtype=torch.int32, device=device)
-        compiled = wait_kernel[(1,)](word, word, 0, 1, 0, word, num_warps=1)
-    return _ready(compiled), compiled
+        return _ready(wait_kernel[(1,)](word, word, 0, 1, 0, word, num_warps=1))

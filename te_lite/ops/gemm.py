@@ -185,10 +185,7 @@ def _gemm_accumulate_cuda(out: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 _gemm_accumulate_op = register(
-    "gemm_accumulate_(Tensor(a!) out, Tensor dy, Tensor x) -> ()",
-    cpu=gemm_accumulate_ref_,
-    cuda=_gemm_accumulate_cuda,
-    fake=lambda out, dy, x: None,
+    "gemm_accumulate_(Tensor(a!) out, Tensor dy, Tensor x) -> ()", cpu=gemm_accumulate_ref_, cuda=_gemm_accumulate_cuda
 )
 
 

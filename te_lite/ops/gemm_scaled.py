@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_lite.ops.gemm import FP8_ALIGNMENT, product_fake, scaled_mm, with_epilogue
+from te_lite.ops.gemm import FP8_ALIGNMENT, gemm_ref, product_fake, scaled_mm, with_epilogue
 from te_lite.ops.registry import register
 
 BLOCK = 128
@@ -38,8 +38,7 @@ def gemm_fp8_rowwise_ref(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
     """Oracle of `gemm_fp8_rowwise`: fp32 throughout, one rounding."""
-    out = (a.float() * a_scale.reshape(-1, 1)) @ (b.float() * b_scale.reshape(-1, 1)).t()
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+    return gemm_ref(a.float() * a_scale.reshape(-1, 1), b.float() * b_scale.reshape(-1, 1), out_dtype, bias)
 
 
 def _vector(scale: Tensor, length: int) -> Tensor:
@@ -88,8 +87,7 @@ def gemm_fp8_blockwise_ref(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
     """Oracle of `gemm_fp8_blockwise`: fp32 throughout, one rounding."""
-    out = (a.float() * _spread(a_scale, *a.shape)) @ (b.float() * _spread(b_scale, *b.shape)).t()
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+    return gemm_ref(a.float() * _spread(a_scale, *a.shape), b.float() * _spread(b_scale, *b.shape), out_dtype, bias)
 
 
 def _vectors(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

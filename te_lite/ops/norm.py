@@ -11,15 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_lite.ops import norm_kernels as kernels
 from te_lite.ops.launch import launch, sm_count
-from te_lite.ops.norm_kernels import (
-    backward_kernel,
-    backward_launch,
-    forward_kernel,
-    forward_launch,
-    stats_kernel,
-    stats_launch,
-)
 from te_lite.ops.registry import register
 from te_lite.ops.sums import column_sums
 
@@ -55,9 +48,9 @@ def _forward_cuda(x, gamma, beta, eps, rms, zero_centered):
     m, n = x.shape
     y, mean, rstd = _forward_outputs(x, gamma, beta, eps, rms, zero_centered)
     if m:
-        block_m, block_n, warps, _ = forward_launch(n)
+        block_m, block_n, warps, _ = kernels.forward_launch(n)
         launch(
-            forward_kernel, -(-m // block_m), (),
+            kernels.forward_kernel, -(-m // block_m), (),
             (x, gamma, beta, y, mean, rstd), (m, n, x.stride(0), eps),
             (rms, zero_centered, beta is not None, block_m, block_n, block_n == n), warps,
         )  # fmt: skip
@@ -65,7 +58,7 @@ def _forward_cuda(x, gamma, beta, eps, rms, zero_centered):
 
 
 def _stats_programs(m: int, n: int, rms: bool, device: torch.device) -> int:
-    block_m, _, _, per_sm = stats_launch(n, rms)
+    block_m, _, _, per_sm = kernels.stats_launch(n, rms)
     return min(-(-m // block_m), per_sm * sm_count(device), MAX_PARTIALS)
 
 
@@ -75,9 +68,9 @@ def _stats_cuda(x, gamma, beta, eps, rms, zero_centered, want_amax):
     mean, rstd, amax = _stats_outputs(x, gamma, beta, eps, rms, zero_centered, want_amax)
     if not m:
         return mean, rstd, amax.zero_()
-    block_m, block_n, warps, _ = stats_launch(n, rms)
+    block_m, block_n, warps, _ = kernels.stats_launch(n, rms)
     launch(
-        stats_kernel, _stats_programs(m, n, rms, x.device), (),
+        kernels.stats_kernel, _stats_programs(m, n, rms, x.device), (),
         (x, gamma, beta, mean, rstd, amax), (m, n, x.stride(0), eps),
         (rms, zero_centered, beta is not None, want_amax, block_m, block_n, block_n == n), warps,
     )  # fmt: skip
@@ -91,7 +84,7 @@ def _backward_cuda(dy, x, mean, rstd, gamma, zero_centered):
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if not m:
         return dx, torch.zeros_like(gamma), gamma.new_zeros(0 if rms else n)
-    block_m, block_n, warps, per_sm = backward_launch(n)
+    block_m, block_n, warps, per_sm = kernels.backward_launch(n)
     # At least four rows a program: a partial row costs as much traffic as two rows of bf16.
     programs = min(-(-m // (4 * block_m)), per_sm * sm_count(x.device))
     wide = block_n > HELD_FEATURES
@@ -99,7 +92,7 @@ def _backward_cuda(dy, x, mean, rstd, gamma, zero_centered):
     dgamma = torch.empty((programs, n), dtype=torch.float32, device=x.device)
     dbeta = torch.empty((programs, n), dtype=torch.float32, device=x.device) if in_kernel else gamma.new_empty(0)
     launch(
-        backward_kernel, programs, (),
+        kernels.backward_kernel, programs, (),
         (dy, x, mean, rstd, gamma, dx, dgamma, dbeta), (m, n, dy.stride(0), x.stride(0)),
         (rms, zero_centered, in_kernel, wide, block_m, block_n, block_n == n), warps,
     )  # fmt: skip

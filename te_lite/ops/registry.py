@@ -56,12 +56,18 @@ class Op:
         return self.overload(*args)
 
 
-def register(schema: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]) -> Op:
+def _returns_nothing(*args: Any) -> None:
+    """The fake of an op that only writes to its arguments."""
+
+
+def register(
+    schema: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any] = _returns_nothing
+) -> Op:
     """Define `te_lite::<schema>` and return what to call; the overload is `torch.ops.te_lite.<name>.default`.
 
     schema: "name(Tensor x, Tensor(a!)? out, ...) -> ...", without the namespace.
     cpu, cuda: implementations for tensors of that device; same positional arguments as the schema.
-    fake: the same for tensors without data (torch.compile, FakeTensor, meta).
+    fake: the same for tensors without data (torch.compile, FakeTensor, meta); left out where nothing is returned.
     """
     name, paren, _ = schema.partition("(")
     if not paren or not name.isidentifier():

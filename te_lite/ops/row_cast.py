@@ -6,45 +6,35 @@ anything with columns takes two reads: `vector_amax`, `vector_scales`, then `tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
 
+from te_lite.ops import row_kernels as kernels
 from te_lite.ops.cast import saturate_, scale_from_amax_ref
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
-from te_lite.ops.row_kernels import (
-    MOST_COLUMNS,
-    ROW_WARPS,
-    VECTOR_AMAX_CONFIG,
-    row_kernel,
-    vector_amax_kernel,
-    vector_scales_kernel,
-)
-from te_lite.ops.source import ACTIVATIONS, FLAT, Source, produce_ref
+from te_lite.ops.source import FLAT, Source, produce_ref, tiled
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 
 
-def _cols_of_tiles(x: Tensor, activation: str) -> int:
-    return x.shape[1] // 2 if ACTIVATIONS[activation][1] else x.shape[1]
-
-
-def vector_amax(source: Source, row: bool, col: bool) -> Tensor:
+def vector_amax(source: Source, row: bool, col: bool, op: Callable[..., None] | None = None) -> Tensor:
     """fp32 [M + N]: largest |v| of each row, then of each column, of v = produce_ref(source) [M, N].
 
-    Only M or N of them when the other is not wanted. nan counts as inf.
+    Only M or N of them when the other is not wanted. nan counts as inf. op: the oracle, in its place.
     """
     out = source.x.new_zeros((source.rows * row + source.cols * col,), dtype=torch.float32)
-    _vector_amax_op(*source[:-1], out[: source.rows] if row else None, out[source.rows * row :] if col else None)
+    by_row, by_col = out[: source.rows] if row else None, out[source.rows * row :] if col else None
+    (op or _vector_amax_op)(*source[:-1], by_row, by_col)
     return out
 
 
 def vector_amax_ref(source: Source, row: bool, col: bool) -> Tensor:
     """The oracle of `vector_amax`."""
-    out = source.x.new_zeros((source.rows * row + source.cols * col,), dtype=torch.float32)
-    _amax_ref(*source[:-1], out[: source.rows] if row else None, out[source.rows * row :] if col else None)
-    return out
+    return vector_amax(source, row, col, op=_amax_ref)
 
 
 def _amax_ref(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, row_amax, col_amax) -> None:
@@ -59,27 +49,19 @@ def _amax_ref(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, r
 
 
 def _amax_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, row_amax, col_amax) -> None:
-    rows, cols = x.shape[0], _cols_of_tiles(x, activation)
-    base, glu = ACTIVATIONS[activation]
-    block_m, block_n, num_warps, *_ = VECTOR_AMAX_CONFIG
+    rows, cols, base, glu = tiled(x, activation)
+    block_m, block_n, num_warps, *_ = kernels.VECTOR_AMAX_CONFIG
     programs = -(-rows // block_m) * -(-cols // block_n)
     if programs:
-        launch(
-            vector_amax_kernel,
-            programs,
-            (row_amax, col_amax),
-            (x, dy, mean, rstd, gamma, beta),
-            (rows, cols),
-            (kind, base, glu, zero_centered, block_m, block_n),
-            num_warps,
-        )
+        constants = (kind, base, glu, zero_centered, block_m, block_n)
+        inputs = (x, dy, mean, rstd, gamma, beta)
+        launch(kernels.vector_amax_kernel, programs, (row_amax, col_amax), inputs, (rows, cols), constants, num_warps)
 
 
 _vector_amax_op = register(
     f"vector_amax({FLAT}, Tensor(a!)? row_amax, Tensor(b!)? col_amax) -> ()",
     cpu=_amax_ref,
     cuda=_amax_cuda,
-    fake=lambda *args: None,
 )
 
 
@@ -93,21 +75,17 @@ def _vector_scales_cuda(amax: Tensor, eps: float, pow2: bool) -> tuple[Tensor, T
     scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
     n = amax.numel()
     if n:
-        launch(vector_scales_kernel, -(-n // 1024), (), (amax, scale, inverse), (eps, n), (pow2, 1024), 4)
+        launch(kernels.vector_scales_kernel, -(-n // 1024), (), (amax, scale, inverse), (eps, n), (pow2, 1024), 4)
     return scale, inverse
 
 
-_vector_scales_op = register(
+# (scale, 1 / scale) of scale_from_amax_ref(amax, 448, eps, pow2), elementwise; contiguous fp32.
+vector_scales = register(
     "vector_scales(Tensor amax, float eps, bool pow2) -> (Tensor, Tensor)",
     cpu=vector_scales_ref,
     cuda=_vector_scales_cuda,
     fake=lambda amax, eps, pow2: (torch.empty_like(amax), torch.empty_like(amax)),
 )
-
-
-def vector_scales(amax: Tensor, eps: float = 0.0, pow2: bool = True) -> tuple[Tensor, Tensor]:
-    """(scale, 1 / scale) of scale_from_amax_ref(amax, 448, eps, pow2), elementwise; contiguous fp32."""
-    return _vector_scales_op(amax, eps, pow2)
 
 
 def row_cast(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[Tensor, Tensor]:
@@ -126,25 +104,17 @@ def row_cast_ref(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[T
 
 
 def _row_outputs(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, eps, pow2) -> tuple[Tensor, Tensor]:
-    rows, cols = x.shape[0], x.shape[1] if kind == "dact" else _cols_of_tiles(x, activation)
+    rows, cols, *_ = tiled(x, "" if kind == "dact" else activation)
     return x.new_empty((rows, cols), dtype=E4M3), x.new_empty((rows,), dtype=torch.float32)
 
 
 def _row_cast_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, eps, pow2):
     row, inverse = _row_outputs(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, eps, pow2)
-    cols = _cols_of_tiles(x, activation)
+    rows, cols, base, glu = tiled(x, activation)
     if row.numel():
-        base, glu = ACTIVATIONS[activation]
-        block_n = triton.next_power_of_2(cols)
-        launch(
-            row_kernel,
-            x.shape[0],
-            (),
-            (x, dy, mean, rstd, gamma, beta, row, inverse),
-            (eps, x.shape[0], cols),
-            (kind, base, glu, zero_centered, pow2, 1, block_n),
-            ROW_WARPS[kind != "plain"],
-        )
+        tensors = (x, dy, mean, rstd, gamma, beta, row, inverse)
+        constants = (kind, base, glu, zero_centered, pow2, 1, triton.next_power_of_2(cols))
+        launch(kernels.row_kernel, rows, (), tensors, (eps, rows, cols), constants, kernels.ROW_WARPS[kind != "plain"])
     return row, inverse
 
 
@@ -158,4 +128,4 @@ _row_cast_op = register(
 
 def rows_fit(source: Source) -> bool:
     """True where `row_cast` can hold a row."""
-    return source.cols <= MOST_COLUMNS
+    return source.cols <= kernels.MOST_COLUMNS

@@ -33,9 +33,8 @@ def vector_amax_kernel(
     tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
     m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
     n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
-    v, v2 = produce(
-        x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1
-    )
+    source = (x, dy, mean, rstd, gamma, beta)
+    v, v2 = produce(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1)
     v = magnitude_bits(v)
     v2 = magnitude_bits(v2)
     m = m0 + tl.arange(0, BLOCK_M)
@@ -58,9 +57,8 @@ def row_kernel(
     TWO: tl.constexpr = GLU and KIND == "dact"
     width = cols * 2 if TWO else cols
     m0 = tl.program_id(0) * BLOCK_M
-    v, v2 = produce(
-        x, dy, mean, rstd, gamma, beta, m0, 0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1
-    )  # fmt: skip
+    source = (x, dy, mean, rstd, gamma, beta)
+    v, v2 = produce(source, m0, 0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1)
     bits = tl.max(magnitude_bits(v), axis=1)
     if TWO:
         bits = tl.maximum(bits, tl.max(magnitude_bits(v2), axis=1))

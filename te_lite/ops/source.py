@@ -14,20 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# TE's names; a gated one takes h = [gate | up] halves and computes act(gate) * up.
-ACTIVATIONS: dict[str, tuple[str, bool]] = {
-    "gelu": ("gelu", False),
-    "geglu": ("gelu", True),
-    "qgelu": ("qgelu", False),
-    "qgeglu": ("qgelu", True),
-    "relu": ("relu", False),
-    "reglu": ("relu", True),
-    "srelu": ("srelu", False),
-    "sreglu": ("srelu", True),
-    "silu": ("silu", False),
-    "swiglu": ("silu", True),
-    "": ("", False),
-}
+# TE's names; the gated one takes h = [gate | up] halves and computes act(gate) * up.
+_GATED = {"gelu": "geglu", "qgelu": "qgeglu", "relu": "reglu", "srelu": "sreglu", "silu": "swiglu"}
+# Name -> (the activation without its gate, gated).
+ACTIVATIONS = {"": ("", False)} | {name: (name, False) for name in _GATED} | {_GATED[a]: (a, True) for a in _GATED}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Derivatives multiply x by s * (1 - s), which is 0 in fp32 beyond |x| = 104: the clamp turns inf * 0 into 0.
@@ -74,6 +64,15 @@ class Source(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.x.device
+
+
+def tiled(x: Tensor, activation: str) -> tuple[int, int, str, bool]:
+    """(rows, columns of the tiles, the activation without its gate, gated) of a kernel that reads x by produce().
+
+    A gated activation's halves are read side by side, so its tiles have half of x's columns.
+    """
+    (rows, width), (base, glu) = x.shape, ACTIVATIONS[activation]
+    return rows, width // 2 if glu else width, base, glu
 
 
 def is_glu(activation: str) -> bool:
@@ -155,14 +154,19 @@ def dact(dy: Tensor, h: Tensor, activation: str) -> Source:
     return Source("dact", h, dy, activation=activation)
 
 
-def activation_ref(base: str, x: Tensor) -> Tensor:
-    """The activation itself, in x's own dtype, without a gate. gelu is the tanh approximation."""
+def _gate_ref(base: str, x: Tensor) -> Tensor:
+    """What gelu (the tanh approximation), qgelu and silu multiply x by."""
     if base == "gelu":
-        return x * torch.sigmoid(_GELU_B.value * (x + _GELU_C.value * x * x * x))
-    if base == "qgelu":
-        return x * torch.sigmoid(_QGELU.value * x)
-    if base == "silu":
-        return x * torch.sigmoid(x)
+        x = _GELU_B.value * (x + _GELU_C.value * x * x * x)
+    elif base == "qgelu":
+        x = _QGELU.value * x
+    return torch.sigmoid(x)
+
+
+def activation_ref(base: str, x: Tensor) -> Tensor:
+    """The activation itself, in x's own dtype, without a gate."""
+    if base not in ("relu", "srelu"):
+        return x * _gate_ref(base, x)
     y = torch.relu(x)
     return y * y if base == "srelu" else y
 
@@ -171,13 +175,9 @@ def activation_grad_ref(base: str, x: Tensor) -> Tensor:
     """d activation / d x in x's own dtype."""
     if base in ("relu", "srelu"):
         return 2.0 * torch.relu(x) if base == "srelu" else torch.where(x <= 0, 0.0, 1.0).to(x.dtype)
-    xc = x.clamp(-_LIMIT.value, _LIMIT.value)
-    if base == "gelu":
-        s = torch.sigmoid(_GELU_B.value * (x + _GELU_C.value * x * x * x))
-        return s + xc * s * (1 - s) * (_GELU_B.value * (1 + 3 * _GELU_C.value * xc * xc))
-    b = _QGELU.value if base == "qgelu" else 1.0
-    s = torch.sigmoid(b * x)
-    return s + b * xc * s * (1 - s)
+    s, xc = _gate_ref(base, x), x.clamp(-_LIMIT.value, _LIMIT.value)
+    slope = (_QGELU.value * xc if base == "qgelu" else xc) * s * (1 - s)
+    return s + (slope * (_GELU_B.value * (1 + 3 * _GELU_C.value * xc * xc)) if base == "gelu" else slope)
 
 
 def produce_ref(source: Source) -> Tensor:
@@ -201,23 +201,24 @@ def produce_ref(source: Source) -> Tensor:
 
 
 @triton.jit
-def _sigmoid(x):
+def _gate(x, ACT: tl.constexpr):
+    """_gate_ref of an fp32 tile."""
+    if ACT == "gelu":
+        x = _GELU_B * (x + _GELU_C * x * x * x)
+    elif ACT == "qgelu":
+        x = _QGELU * x
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def _activation(x, ACT: tl.constexpr):
     """activation_ref of an fp32 tile."""
-    if ACT == "gelu":
-        y = x * _sigmoid(_GELU_B * (x + _GELU_C * x * x * x))
-    elif ACT == "qgelu":
-        y = x * _sigmoid(_QGELU * x)
-    elif ACT == "silu":
-        y = x * _sigmoid(x)
-    else:
+    if ACT == "relu" or ACT == "srelu":
         y = tl.where(x <= 0.0, 0.0, x)  # not a maximum: nan stays nan
         if ACT == "srelu":
             y = y * y
+    else:
+        y = x * _gate(x, ACT)
     return y
 
 
@@ -230,32 +231,27 @@ def _activation_grad(x, ACT: tl.constexpr):
         d = 2.0 * tl.where(x <= 0.0, 0.0, x)
     else:
         xc = tl.minimum(tl.maximum(x, -_LIMIT), _LIMIT)
+        s = _gate(x, ACT)
+        slope = (_QGELU * xc if ACT == "qgelu" else xc) * s * (1.0 - s)
         if ACT == "gelu":
-            s = _sigmoid(_GELU_B * (x + _GELU_C * x * x * x))
-            d = s + xc * s * (1.0 - s) * (_GELU_B * (1.0 + 3.0 * _GELU_C * xc * xc))
-        elif ACT == "qgelu":
-            s = _sigmoid(_QGELU * x)
-            d = s + _QGELU * xc * s * (1.0 - s)
-        else:
-            s = _sigmoid(x)
-            d = s + xc * s * (1.0 - s)
+            slope = slope * (_GELU_B * (1.0 + 3.0 * _GELU_C * xc * xc))
+        d = s + slope
     return d
 
 
 @triton.jit
 def produce(
-    x, dy, mean, rstd, gamma, beta,
-    m0, n0, rows, cols,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    source, m0, n0, rows, cols, KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """produce_ref's rows m0, m0 + STEP, ..., BLOCK_M of them, and columns n0 : n0 + BLOCK_N as an fp32 tile, zero
     outside rows x cols.
 
-    KIND "words": the int32 values themselves.
+    source: (x, dy, mean, rstd, gamma, beta). KIND "words": the int32 values of x themselves.
     Returns two tiles. cols is F for a gated activation and then dact returns (gate's, up's) gradients from
     one read; otherwise the second is to be ignored.
     """
+    x, dy, mean, rstd, gamma, beta = source
     m = tl.arange(0, BLOCK_M) * STEP
     n = tl.arange(0, BLOCK_N)
     in_m = m0 + m < rows

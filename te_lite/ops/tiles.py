@@ -60,37 +60,31 @@ def to_fp8_bytes(q, E5M2: tl.constexpr):
 
 
 @triton.jit
-def to_fp8_words(q0, q1, q2, q3, E5M2: tl.constexpr):
-    """Four fp32 tiles -> one tile of words whose bytes, lowest first, are the fp8 values of q0 to q3."""
+def to_fp8_words(q, E5M2: tl.constexpr):
+    """Four fp32 tiles -> one tile of words whose bytes, lowest first, are their fp8 values."""
     if INTERPRETED:
-        w = _byte(q0, E5M2).to(tl.int32) | (_byte(q1, E5M2).to(tl.int32) << 8)
-        w = w | (_byte(q2, E5M2).to(tl.int32) << 16) | (_byte(q3, E5M2).to(tl.int32) << 24)
+        w = _byte(q[0], E5M2).to(tl.int32)
+        for r in tl.static_range(1, 4):
+            w = w | (_byte(q[r], E5M2).to(tl.int32) << (8 * r))
     elif E5M2:
-        w = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q0, q1, q2, q3], tl.int32, False, 1)
+        w = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", q, tl.int32, False, 1)
     else:
-        w = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q0, q1, q2, q3], tl.int32, False, 1)
+        w = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", q, tl.int32, False, 1)
     return w
 
 
 @triton.jit
 def quarters(
-    x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    source, m0, n0, rows, cols, KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The four interleaved quarters of produce()'s tile of BLOCK_M rows, then those of its second tile."""
+    """The four interleaved quarters of produce()'s tile of BLOCK_M rows, and those of its second tile."""
     Q: tl.constexpr = BLOCK_M // 4
-    a0, b0 = produce(x, dy, mean, rstd, gamma, beta, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
-    a1, b1 = produce(
-        x, dy, mean, rstd, gamma, beta, m0 + 1, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
-    )
-    a2, b2 = produce(
-        x, dy, mean, rstd, gamma, beta, m0 + 2, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
-    )
-    a3, b3 = produce(
-        x, dy, mean, rstd, gamma, beta, m0 + 3, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4
-    )
-    return a0, a1, a2, a3, b0, b1, b2, b3
+    a0, b0 = produce(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
+    a1, b1 = produce(source, m0 + 1, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
+    a2, b2 = produce(source, m0 + 2, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
+    a3, b3 = produce(source, m0 + 3, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
+    return (a0, a1, a2, a3), (b0, b1, b2, b3)
 
 
 @triton.jit
@@ -103,12 +97,10 @@ def store_quarter(out, v, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def store_quarters(out, v0, v1, v2, v3, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_quarters(out, v, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The four quarters of a tile."""
-    store_quarter(out, v0, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
-    store_quarter(out, v1, m0 + 1, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
-    store_quarter(out, v2, m0 + 2, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
-    store_quarter(out, v3, m0 + 3, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+    for r in tl.static_range(4):
+        store_quarter(out, v[r], m0 + r, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -131,10 +123,16 @@ def store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M: tl.constexpr
 
 
 @triton.jit
-def largest_of(v0, v1, v2, v3):
+def largest_of(v):
     """Elementwise largest magnitude of four tiles, as bits."""
-    a = tl.maximum(magnitude_bits(v0), magnitude_bits(v1))
-    return tl.maximum(a, tl.maximum(magnitude_bits(v2), magnitude_bits(v3)))
+    a = tl.maximum(magnitude_bits(v[0]), magnitude_bits(v[1]))
+    return tl.maximum(a, tl.maximum(magnitude_bits(v[2]), magnitude_bits(v[3])))
+
+
+@triton.jit
+def sum_of(v):
+    """Elementwise sum of four tiles."""
+    return (v[0] + v[1]) + (v[2] + v[3])
 
 
 @triton.jit

@@ -32,11 +32,9 @@ def words_fit(kind: str, x: Tensor, cols: int) -> bool:
 @triton.jit
 def word_quarters(x, m0, n0, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The four interleaved quarters of a tile; zero outside rows x cols."""
-    x = x.to(tl.pointer_type(tl.int32))
-    w0, w1, w2, w3, _0, _1, _2, _3 = quarters(
-        x, None, None, None, None, None, m0, n0 // 2, rows, cols // 2, "words", "", False, False, BLOCK_M, BLOCK_N // 2
-    )
-    return w0, w1, w2, w3
+    source = (x.to(tl.pointer_type(tl.int32)), None, None, None, None, None)
+    w, _ = quarters(source, m0, n0 // 2, rows, cols // 2, "words", "", False, False, BLOCK_M, BLOCK_N // 2)
+    return w
 
 
 @triton.jit
@@ -71,13 +69,14 @@ def _largest_along(w, axis: tl.constexpr):
 
 
 @triton.jit
-def largest_words(w0, w1, w2, w3):
+def largest_words(w):
     """Elementwise largest magnitudes of four tiles, still two a word."""
     if INTERPRETED:
-        w = _larger(_larger(w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF), _larger(w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF))
+        w = [x & 0x7FFF7FFF for x in w]
+        largest = _larger(_larger(w[0], w[1]), _larger(w[2], w[3]))
     else:
-        w = tl.inline_asm_elementwise(_LARGEST, "=r,r,r,r,r", [w0, w1, w2, w3], tl.int32, True, 1)
-    return w
+        largest = tl.inline_asm_elementwise(_LARGEST, "=r,r,r,r,r", w, tl.int32, True, 1)
+    return largest
 
 
 @triton.jit
@@ -94,9 +93,9 @@ def row_bits(w, FP16: tl.constexpr):
 
 
 @triton.jit
-def column_bits(w0, w1, w2, w3, FP16: tl.constexpr):
+def column_bits(w, FP16: tl.constexpr):
     """magnitude_bits of the largest value of each even column, of each odd one."""
-    even, odd = _values(_largest_along(largest_words(w0, w1, w2, w3), 0), FP16)
+    even, odd = _values(_largest_along(largest_words(w), 0), FP16)
     return magnitude_bits(even), magnitude_bits(odd)
 
 
@@ -106,7 +105,7 @@ def to_fp8_pairs(w, s, FP16: tl.constexpr, E5M2: tl.constexpr):
     even, odd = _values(w, FP16)
     even, odd = even * s, odd * s
     if INTERPRETED:
-        h = to_fp8_words(even, odd, even, odd, E5M2).to(tl.int16)
+        h = to_fp8_words((even, odd, even, odd), E5M2).to(tl.int16)
     elif E5M2:
         h = tl.inline_asm_elementwise(_PAIRS_E5M2, "=r,r,r,r,r", [even, odd], tl.int16, False, 2)
     else:
@@ -115,27 +114,22 @@ def to_fp8_pairs(w, s, FP16: tl.constexpr, E5M2: tl.constexpr):
 
 
 @triton.jit
-def turned(h0, h1, h2, h3):
+def turned(h):
     """Four quarters of pairs -> words of four rows, as store_words takes them."""
     if INTERPRETED:
-        even, odd = h0.to(tl.int32) & 0xFF, (h0.to(tl.int32) >> 8) & 0xFF
+        even, odd = h[0].to(tl.int32) & 0xFF, (h[0].to(tl.int32) >> 8) & 0xFF
         for r in tl.static_range(1, 4):
-            h = (h0, h1, h2, h3)[r].to(tl.int32)
-            even, odd = even | ((h & 0xFF) << (8 * r)), odd | (((h >> 8) & 0xFF) << (8 * r))
+            pair = h[r].to(tl.int32)
+            even, odd = even | ((pair & 0xFF) << (8 * r)), odd | (((pair >> 8) & 0xFF) << (8 * r))
     else:
-        even, odd = tl.inline_asm_elementwise(
-            _TURN, "=r,=r,=r,=r,r,r,r,r", [h0, h1, h2, h3], (tl.int32, tl.int32), False, 2
-        )
-    return tl.reshape(tl.join(even, odd), [h0.shape[0], 2 * h0.shape[1]])
+        even, odd = tl.inline_asm_elementwise(_TURN, "=r,=r,=r,=r,r,r,r,r", h, (tl.int32, tl.int32), False, 2)
+    return tl.reshape(tl.join(even, odd), [h[0].shape[0], 2 * h[0].shape[1]])
 
 
 @triton.jit
-def column_words(w0, w1, w2, w3, even, odd, FP16: tl.constexpr):
+def column_words(w, even, odd, FP16: tl.constexpr):
     """E4M3 words of four rows, as store_words takes them, of columns times the scales `even` and `odd`."""
-    e0, o0 = _values(w0, FP16)
-    e1, o1 = _values(w1, FP16)
-    e2, o2 = _values(w2, FP16)
-    e3, o3 = _values(w3, FP16)
-    e = to_fp8_words(e0 * even, e1 * even, e2 * even, e3 * even, False)
-    o = to_fp8_words(o0 * odd, o1 * odd, o2 * odd, o3 * odd, False)
-    return tl.reshape(tl.join(e, o), [w0.shape[0], 2 * w0.shape[1]])
+    pairs = [_values(x, FP16) for x in w]
+    e = to_fp8_words([pair[0] * even for pair in pairs], False)
+    o = to_fp8_words([pair[1] * odd for pair in pairs], False)
+    return tl.reshape(tl.join(e, o), [w[0].shape[0], 2 * w[0].shape[1]])

@@ -13,6 +13,7 @@ plain loads, stores and copies; no multicast object is made and no stride betwee
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from te_lite import _C
-from te_lite.overlap.bootstrap import BootstrapError, Exchange, close_fds, share_fds
+from te_lite.overlap.bootstrap import BootstrapError, Exchange, share_fds
 
 ALIGNMENT = 256  # bytes, of every slot: whatever a copy engine or a GEMM asks for
 
@@ -59,7 +60,7 @@ def _share_by_fds(
     """Memory of every rank, mapped here, in the order of ranks. make() -> (memory, descriptor); load(descriptor, bytes)
     maps a peer's. Collective."""
     fds: list[int] = []
-    received: list[list[int]] = []
+    received: list[list[int]] = [[] for _ in exchange.ranks]
 
     def allocate() -> Any:
         memory, fd = make()
@@ -68,12 +69,13 @@ def _share_by_fds(
 
     try:
         own = exchange.step(f"allocating {what} for peers", allocate)
-        received = share_fds(exchange, fds)
+        share_fds(exchange, fds, received)
         return exchange.step(
             f"mapping the peers' {what}", lambda: [load(fd[0], own.bytes) if fd else own for fd in received]
         )
     finally:
-        close_fds([*received, fds])
+        for one in (*fds, *itertools.chain(*received)):
+            os.close(one)
 
 
 def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:

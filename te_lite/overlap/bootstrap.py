@@ -197,24 +197,18 @@ class Doorway:
                 connection.connect(name)
                 socket.send_fds(connection, [struct.pack("i", rank)], fds)
 
-    def receive(self, rank: int, size: int, count: int) -> list[list[int]]:
-        """`count` descriptors from each other rank (an empty list for this one); the caller closes them."""
-        received: list[list[int]] = [[] for _ in range(size)]
-        try:
-            for _ in range(size - 1):
-                connection, _ = self._socket.accept()
-                with connection:
-                    connection.settimeout(SOCKET_TIMEOUT_S)
-                    self._check_owner(connection)
-                    message, fds, _, _ = socket.recv_fds(connection, 4, count)
-                    (peer,) = struct.unpack("i", message)
-                    received[peer] = list(fds)
-                    if len(fds) != count:
-                        raise RuntimeError(f"rank {peer} sent {len(fds)} file descriptors, expected {count}")
-        except BaseException:
-            close_fds(received)
-            raise
-        return received
+    def receive(self, count: int, received: list[list[int]]) -> None:
+        """`count` descriptors from each other rank into its list in `received`; the caller closes them."""
+        for _ in received[1:]:
+            connection, _ = self._socket.accept()
+            with connection:
+                connection.settimeout(SOCKET_TIMEOUT_S)
+                self._check_owner(connection)
+                message, fds, _, _ = socket.recv_fds(connection, 4, count)
+                (peer,) = struct.unpack("i", message)
+                received[peer] = list(fds)
+                if len(fds) != count:
+                    raise RuntimeError(f"rank {peer} sent {len(fds)} file descriptors, expected {count}")
 
     @staticmethod
     def _check_owner(connection: socket.socket) -> None:
@@ -227,27 +221,13 @@ class Doorway:
         self._socket.close()
 
 
-def close_fds(received: list[list[int]]) -> None:
-    """Closes every descriptor of `received` and forgets it."""
-    for fds in received:
-        while fds:
-            os.close(fds.pop())
-
-
-def share_fds(exchange: Exchange, fds: list[int]) -> list[list[int]]:
-    """This rank's file descriptors to all ranks of the group, and theirs to it (its own entry is empty). Collective."""
-    received: list[list[int]] = []
+def share_fds(exchange: Exchange, fds: list[int], received: list[list[int]]) -> None:
+    """This rank's file descriptors to all ranks of the group, and theirs into `received`, one list a rank (its own
+    stays empty). Collective. The caller closes what is there, also where this fails."""
     doorway = exchange.step("opening a Unix socket", lambda: Doorway(exchange.size))
     try:
         names = exchange.all(doorway.name)
         exchange.step("sending file descriptors", lambda: doorway.send(exchange.rank, names, fds))
-        exchange.step(
-            "receiving file descriptors",
-            lambda: received.extend(doorway.receive(exchange.rank, exchange.size, len(fds))),
-        )
-    except BaseException:
-        close_fds(received)
-        raise
+        exchange.step("receiving file descriptors", lambda: doorway.receive(len(fds), received))
     finally:
         doorway.close()
-    return received

@@ -53,6 +53,7 @@ class Buffer:
         self.capacity = arena.slot_bytes(name)
         self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
         self.programs: dict[tuple, Any] = {}
+        self.counters = torch.zeros(slots, arena.size * pieces + 1, dtype=torch.int32, device=arena.device)
         self._first_flag = first_flag
         self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * slots
         self._next = 0
@@ -67,6 +68,8 @@ class Buffer:
         slot = self._next
         self._next = (slot + 1) % self.slots
         self._epochs[slot] = (self._epochs[slot] + 1) & 0xFFFFFFFF
+        if self.words is not None:
+            self.words[slot : slot + 1].add_(1)  # captured with the use; an int32, which wraps around
         return slot, self._epochs[slot]
 
     def _flag(self, slot: int, rank: int, index: int) -> int:
@@ -78,12 +81,12 @@ class Buffer:
         """Address, in `rank`'s arena, of the flag that `source` sets when its data is there."""
         return self._flag(slot, rank, source * self.pieces + piece)
 
-    def ready_flags(self, slot: int) -> Tensor:
-        """This rank's ready flags of a slot, int32 [R, pieces]."""
-        size = self.arena.size
+    def flags(self, slot: int) -> tuple[Tensor, Tensor]:
+        """This rank's flags of a slot: (ready, int32 [R, pieces]; free, [R])."""
+        size, words = self.arena.size, self.arena.view("flags", 0, self.arena.rank).view(torch.int32)
         first = self._first_flag + slot * size * (self.pieces + 1)
-        words = self.arena.view("flags", 0, self.arena.rank).view(torch.int32)
-        return words[first : first + size * self.pieces].view(size, self.pieces)
+        ready, free = words[first : first + size * (self.pieces + 1)].split([size * self.pieces, size])
+        return ready.view(size, self.pieces), free
 
     def epoch(self, slot: int, epoch: int) -> tuple[Tensor, int]:
         """(word, delta) whose sum is the epoch of this use, for kernels: under CUDA graphs the word alone."""
@@ -153,12 +156,13 @@ def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], own: bool
     return program
 
 
-def _free(program: _C.Program, flags: list[int], buffer: Buffer) -> None:
-    """Tells the writers that what they have sent has been read; and what was sent from here has left, so that its
+def _free(program: _C.Program, flags: list[int], buffer: Buffer, pushed: bool = True) -> None:
+    """Tells the writers that what they have sent has been read; and what was pushed from here has left, so that its
     memory may be used again. The copy stream sets the flags, for a write across the links takes the caller's some
     microseconds; not in a graph, which ends with the caller's stream."""
     stream = COPY if buffer.words is None else MAIN
-    program.after(MAIN, COPY)
+    if pushed:
+        program.after(MAIN, COPY)
     program.after(stream, MAIN)
     for flag in flags:
         program.set(stream, flag, 0)
@@ -188,13 +192,12 @@ class Gather:
         self.slot, self.epoch = self.buffer.take()
         self.program = self.buffer.cached(_gather_program, self.slot, sizes, own)
         self.own = own
-        group.begin(self.buffer, self.slot)
         self.sent = sum(sizes) * (group.size - 1)  # bytes
         self._addresses = tuple(part.data_ptr() for part in self._wire)
         self._issue(0)
 
     def _issue(self, segment: int) -> None:
-        self.group.issue(self.program, segment, self.buffer, self.slot, self.epoch, self._addresses)
+        self.group.issue(self, segment, self._addresses)
 
     def parts(self, source: int | None = None) -> tuple[Tensor, ...]:
         """The parts of one source, or of all, as they lie in the arena, arrived or not."""
@@ -231,29 +234,46 @@ class Gather:
         self._issue(self.group.size + 1)
 
 
-def _scatter_program(buffer: Buffer, slot: int, size_bytes: int, cuts: tuple[int, ...]) -> _C.Program:
+def _targets(buffer: Buffer, slot: int, size_bytes: int) -> tuple[list[int], list[int]]:
+    """Of each rank, where this one's partial for it goes, and its first ready flag: addresses."""
+    arena, ranks = buffer.arena, range(buffer.arena.size)
+    to = [arena.address(buffer.name, slot, rank) + arena.rank * size_bytes for rank in ranks]
+    return to, [buffer.ready(slot, rank, arena.rank) for rank in ranks]
+
+
+def _scatter_program(buffer: Buffer, slot: int, size_bytes: int, cuts: tuple[int, ...], pieces: int) -> _C.Program:
     """Segments: 0 wait for room; then cuts[0] times: push argument 0, a piece of it, to rank + 1, and so on for
-    rank + 2, ...; then wait for all; free all; a kernel of the caller's waits.
+    rank + 2, ...; then those of Scatter: push argument 0, all ranks' partials; wait for all; free all; a kernel of the
+    caller's waits, also for room.
 
     A piece sets all the flags of its share of the rows."""
-    arena, rank, size, pieces = buffer.arena, buffer.arena.rank, buffer.arena.size, max(cuts)
+    rank, size = buffer.arena.rank, buffer.arena.size
+    to, arrived = _targets(buffer, slot, size_bytes)
     program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")
     for peer in following(rank, size):
         program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
     program.cut()
-    for peer, cut in zip(following(rank, size), cuts, strict=True):
-        base, piece = arena.address(buffer.name, slot, peer) + rank * size_bytes, size_bytes // cut
+    for peer, cut in zip(following(rank, size), cuts, strict=bool(cuts)):
+        base, piece = to[peer], size_bytes // cut
         for index in range(cut):
             program.after(COPY, MAIN)
             program.copy(COPY, -1, base + index * piece, 0, 0, piece)
             for flag in range(index * pieces // cut, (index + 1) * pieces // cut):
-                program.set(COPY, buffer.ready(slot, peer, rank, flag), 0)
+                program.set(COPY, arrived[peer] + WORD * flag, 0)
             program.cut()
+    program.after(COPY, MAIN)
+    for peer in following(rank, size):
+        program.copy(COPY, -1, to[peer], 0, peer * size_bytes, size_bytes)
+        for flag in range(pieces):
+            program.set(COPY, arrived[peer] + WORD * flag, 0)
+    program.cut()
     for source in following(rank, size):
         program.wait(MAIN, buffer.ready(slot, rank, source, pieces - 1), 0, source, "data from")
     program.cut()
-    _free(program, [buffer.free(slot, source, rank) for source in following(rank, size)], buffer)
+    _free(program, [buffer.free(slot, source, rank) for source in following(rank, size)], buffer, pushed=bool(cuts))
     _expect(program, buffer, slot, pieces - 1)
+    for peer in following(rank, size):
+        program.expect(buffer.free(slot, rank, peer), -1, peer, "room at")
     return program
 
 
@@ -262,28 +282,29 @@ class Scatter:
 
     cuts: in how many pieces of equally many rows each partial is pushed, in the order of `following`; divisors of m and
     of the largest of them, which is at most the buffer's flags a source.
+    blocks: a kernel of the caller's stores the partials instead, once there is room, and sets so many flags of each.
     The owner r sums in fp32 in the order r+1, r+2, ..., r, whatever arrives first, and rounds once.
     """
 
     def __init__(
-        self, group: Group, rows: int, columns: int, dtype: torch.dtype, cuts: tuple[int, ...] | None = None
+        self, group: Group, shape: tuple[int, int], dtype: torch.dtype, cuts: Sequence[int] = (), blocks: int = 0
     ) -> None:
-        self.group, self.shape, self.dtype = group, (rows, columns), dtype
-        self.cuts = cuts or (1,) * (group.size - 1)
-        self.rows_per_flag = rows // max(self.cuts)
-        assert not any(rows % cut or max(self.cuts) % cut for cut in self.cuts)
+        self.group, self.shape, self.dtype = group, shape, dtype
+        self.cuts = () if blocks else tuple(cuts) or (1,) * (group.size - 1)
+        pieces = blocks or max(self.cuts)
         self.buffer = group.buffer("scatter")
-        assert max(self.cuts) <= self.buffer.pieces
-        self.bytes = rows * columns * dtype.itemsize
+        assert pieces <= self.buffer.pieces and not any(shape[0] % cut or pieces % cut for cut in self.cuts)
+        self.bytes = shape[0] * shape[1] * dtype.itemsize
         self.slot, self.epoch = self.buffer.take()
-        self.program = self.buffer.cached(_scatter_program, self.slot, self.bytes, self.cuts)
+        self.program = self.buffer.cached(_scatter_program, self.slot, self.bytes, self.cuts, pieces)
         self.sent = self.bytes * (group.size - 1)
+        self._whole, self._wait, self._free, self._expect = range(1 + sum(self.cuts), 5 + sum(self.cuts))  # segments
         self._pushed: list[Tensor] = []
-        group.begin(self.buffer, self.slot)
-        self._issue(0)
+        if not blocks:
+            self._issue(0)
 
     def _issue(self, segment: int, address: int = 0) -> None:
-        self.group.issue(self.program, segment, self.buffer, self.slot, self.epoch, (address,))
+        self.group.issue(self, segment, (address,))
 
     def push(self, partial: Tensor, destination: int, piece: int = 0) -> None:
         """A piece of destination's rows [m / cut, N], to be on its way once the caller's stream has computed it."""
@@ -293,25 +314,36 @@ class Scatter:
         self._pushed.append(partial)
         self._issue(1 + sum(self.cuts[:step]) + piece, partial.data_ptr())
 
+    def push_all(self, partials: Tensor) -> None:
+        """partials[R*m, N] of all ranks, in one call, to be on their way once the caller's stream has computed them."""
+        assert partials.shape == (self.shape[0] * self.group.size, self.shape[1])
+        assert partials.dtype == self.dtype and partials.is_contiguous()
+        self._pushed.append(partials)
+        self._issue(self._whole, partials.data_ptr())
+
     @property
     def staging(self) -> Tensor:
         """What the others push to this rank, [R, m, N] by source; its own entry is not used."""
         memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
         return memory[: self.bytes * self.group.size].view(self.dtype).view(self.group.size, *self.shape)
 
+    @property
+    def targets(self) -> tuple[list[int], list[int]]:
+        return self.buffer.cached(_targets, self.slot, self.bytes)
+
     def reduce(self, own: Tensor, bias: Tensor | None = None) -> Tensor:
         """The sum of all ranks' partials of this rank's rows and bias[N], in the wire's dtype; own[m, N] may be wider.
         Closes."""
-        self._issue(1 + sum(self.cuts))
+        self._issue(self._wait)
         out = reduce_slots(self.staging, own, bias, self.group.rank, self.dtype)
         self.close()
         return out
 
     def expect(self) -> None:
         """As of a Gather."""
-        self._issue(3 + sum(self.cuts))
+        self._issue(self._expect)
 
     def close(self) -> None:
         """What has been pushed has been read."""
-        self._issue(2 + sum(self.cuts))
+        self._issue(self._free)
         self._pushed.clear()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.nvtx import nvtx_range
-from te_lite.overlap.schedule import Note, Product, Schedule, Wgrad
+from te_lite.overlap.schedule import Backward, Gradients, Note, Product, Schedule
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.watch import collective
@@ -59,11 +59,6 @@ def all_reduce(summand: Tensor, group: dist.ProcessGroup, what: str = "all-reduc
     with nvtx_range("te_lite.all_reduce"):
         collective(what, wire, group, partial(dist.all_reduce, wire, group=group))
     return wire.to(summand.dtype)
-
-
-def one_gather(wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None) -> bool:
-    """Whether the rows of dy that are gathered for dgrad serve wgrad too."""
-    return wgrad is not None and dy_wgrad is dy and dy.format.col_from_row
 
 
 class Collective(Schedule):
@@ -110,15 +105,13 @@ class Collective(Schedule):
             return gemm(self.gather("fprop", x, "row") if self.tp.sequence_parallel else x)
         return self._gemm_sum("fprop", gemm, x)
 
-    def backward(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, of: Backward) -> Gradients:
+        dgrad, wgrad, dy, dy_wgrad, x = of
         if self.tp.gathers_grad:
-            one = one_gather(wgrad, dy, dy_wgrad)
-            if dgrad is not None or one:
+            if dgrad is not None or of.one_gather:
                 dy_rows = self.gather("dgrad", dy, "row")
             if wgrad is not None:
-                dy_wgrad = dy_rows if one else self._regather(dy_wgrad)
+                dy_wgrad = dy_rows if of.one_gather else self._regather(dy_wgrad)
             dy = dy_rows if dgrad is not None else None
         dx = None if dgrad is None else dgrad(dy)
         if dx is not None and self.tp.mode == "column":

@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_lite._C import MOST_SCATTER_RANKS
 from te_lite.ops.gemm_gather import gemm_gather
-from te_lite.ops.gemm_reduce import gemm_reduce
+from te_lite.ops.gemm_scatter import blocks
+from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
 from te_lite.ops.gemm_tiles import ALIGNMENT, transposed
 from te_lite.overlap.buffers import Gather, Scatter
-from te_lite.overlap.ring import push_others
+from te_lite.overlap.group import Group
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
@@ -47,11 +49,11 @@ def _scales(a: QTensor, gemm: Product) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if a_scale is None else (a_scale.reshape(-1), b_scale.reshape(-1))
 
 
-def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, int, Tensor, int]:
-    """What a kernel that waits for this exchange must know: (ready flags, epoch, delta, abort word, rank)."""
+def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, Tensor, int, Tensor, int]:
+    """What a kernel that waits for this exchange must know: (ready, free flags, epoch, delta, abort word, rank)."""
     exchange.expect()
     group, buffer = exchange.group, exchange.buffer
-    return buffer.ready_flags(exchange.slot), *buffer.epoch(exchange.slot, exchange.epoch), group.abort, group.rank
+    return *buffer.flags(exchange.slot), *buffer.epoch(exchange.slot, exchange.epoch), group.abort, group.rank
 
 
 def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
@@ -60,16 +62,35 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     data, *scales = gather.parts()
     scale = scales[0].reshape(-1) if scales else own_scale
     a, b = data.view(own.row.dtype), _aligned(gemm.b.operand(gemm.b_layout)[0])
-    return gemm_gather(_aligned(own.row), a, b, *_flags(gather), own_scale, scale, b_scale, gemm.bias, gemm.dtype)
+    ready, _, *rest = _flags(gather)
+    return gemm_gather(_aligned(own.row), a, b, ready, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype)
+
+
+def scatter_refusal(gemm: Product, a: QTensor, group: Group) -> str:
+    """As refusal, for gemm_scatter."""
+    if reason := refusal(gemm, a):
+        return reason
+    if gemm.dtype not in (torch.bfloat16, torch.float16):
+        return f"no fused reduce-scatter of {gemm.dtype}"
+    if group.size > MOST_SCATTER_RANKS:
+        return f"the fused reduce-scatter takes at most {MOST_SCATTER_RANKS} ranks"
+    return group.no_fused_scatter
+
+
+def begin_scatter(gemm: Product, a: QTensor, group: Group) -> Scatter:
+    """What gemm_scatter of a[R*m, k] sends by."""
+    m = a.shape[0] // group.size
+    return Scatter(group, (m, gemm.columns), gemm.dtype, blocks=blocks(m))
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
-    """Sum over ranks of gemm(a[R*m, k]) and sum_bias, this rank's rows [m, n]: the others' are computed and pushed as
-    in a ring, this rank's come last and take up what has arrived in registers."""
-    push_others(gemm, a, scatter)
-    first = scatter.group.rank * scatter.shape[0]
-    own, b = a.rows(first, first + scatter.shape[0]), _aligned(gemm.b.operand(gemm.b_layout)[0])
-    flags, rows, scales = _flags(scatter), scatter.rows_per_flag, _scales(own, gemm)
-    out = gemm_reduce(_aligned(own.row), b, scatter.staging, *flags, rows, *scales, gemm.sum_bias, gemm.dtype)
+    """Sum over ranks of gemm(a[R*m, k]) and sum_bias, this rank's rows [m, n], in one launch: the others' are stored
+    where they belong, this rank's take up what has arrived in registers."""
+    counters = scatter.buffer.counters[scatter.slot]
+    ready, free, *rest = _flags(scatter)
+    out = run_scatter(
+        _aligned(a.operand("row")[0]), _aligned(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
+        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias,
+    )  # fmt: skip
     scatter.close()
     return out

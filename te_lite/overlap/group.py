@@ -12,15 +12,16 @@ import torch
 
 from te_lite import _C
 from te_lite.ops.flags import compiled_wait, signed
+from te_lite.ops.gemm_scatter import MOST_BLOCKS, unavailable
 from te_lite.overlap.arena import Arena, share_host_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
-from te_lite.overlap.buffers import Buffer, gathered_bytes
+from te_lite.overlap.buffers import Buffer, Gather, Scatter, gathered_bytes
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.config import LayerMethods
 from te_lite.quantize.qtensor import Layout, QTensor
 
 SLOTS = 2  # a second use may fill while the first is read
-PIECES = 2  # flags a source: a reduce-scatter pushes a partial in at most so many pieces (ring.cuts)
+PIECES = MOST_BLOCKS  # flags a source: a reduce-scatter sends a partial in at most so many pieces (ring.cuts: 2)
 SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32 values of one byte, are an eighth
 
 
@@ -61,6 +62,9 @@ class Group:
                 + "; userbuffers need shared memory"
             )
         self.closed = False
+        # Of all ranks: one that took a ring where the others do not would wait for them, and they for it.
+        reasons = exchange.all(unavailable(device) if device.type == "cuda" else "")
+        self.no_fused_scatter = next(filter(None, reasons), "")
         self.choices = Choices(exchange, device)
         self.arena = Arena(self.rank, self.size, device)
         whole = tokens * hidden * dtype.itemsize
@@ -102,18 +106,14 @@ class Group:
         self.control = _C.Control(
             self.rank, self.size, addresses, self._control_memory, timeout_s(), names=list(self.ranks)
         )
-        cuda = self.device.type == "cuda"
-        self.stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
-        self._beside = _stream_beside(self.device) if cuda else None
-        self.executor = _C.Executor(
-            self.device.index if cuda else -1, [self.stream.cuda_stream if cuda else 0], self.control
-        )
-        if cuda:
-            self._prepare_cuda()
-
-    def _prepare_cuda(self) -> None:
+        self.stream = self._beside = None
+        if self.device.type == "cpu":
+            self.executor = _C.Executor(-1, [0], self.control)
+            return
+        self.stream, self._beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
+        self.executor = _C.Executor(self.device.index, [self.stream.cuda_stream], self.control)
         self.executor.set_flags(self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags"))
-        self.executor.wait_kernel, _ = compiled_wait(self.device)
+        self.executor.wait_kernel = compiled_wait(self.device)
         word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
         self.abort = torch.from_dlpack(word).view(torch.int32)
 
@@ -127,19 +127,12 @@ class Group:
         """The buffer for "gather" or "scatter" that this call uses."""
         return self._buffers[f"{kind}.graph" if self.device.type == "cuda" and self.capturing() else kind]
 
-    def begin(self, buffer: Buffer, slot: int) -> None:
-        """A use of `slot` begins: under capture the epoch moves on in device memory."""
-        if buffer.words is not None:
-            buffer.words[slot : slot + 1].add_(1)  # an int32, which wraps around
-
-    def issue(
-        self, program: _C.Program, segment: int, buffer: Buffer, slot: int, epoch: int, arguments: tuple[int, ...]
-    ) -> None:
-        """A segment of a program, in one call. RuntimeError once the group is broken."""
-        cuda = self.device.type == "cuda"
-        main = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else 0
-        word = 0 if buffer.words is None else buffer.words.data_ptr() + 4 * slot
-        self.executor.issue(program, segment, epoch, main, arguments, word)
+    def issue(self, use: Gather | Scatter, segment: int, arguments: tuple[int, ...]) -> None:
+        """A segment of its program, in one call. RuntimeError once the group is broken."""
+        main = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+        words = use.buffer.words
+        word = 0 if words is None else words.data_ptr() + 4 * use.slot
+        self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
 
     @contextmanager
     def in_turns(self) -> Iterator[Callable[[int], AbstractContextManager]]:

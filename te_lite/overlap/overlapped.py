@@ -9,14 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from te_lite.overlap import fused, ring
-from te_lite.overlap.buffers import Gather, Scatter, following
-from te_lite.overlap.collective import Collective, one_gather
+from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.collective import Collective
 from te_lite.overlap.group import Group
-from te_lite.overlap.schedule import Note, Product, Wgrad
+from te_lite.overlap.schedule import Backward, Gradients, Note, Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
-
-RING = {"ring_exchange": "ring", "fused": "ring", "auto": "ring"}  # how a method that is cut into pieces is reported
 
 
 class Overlapped(Collective):
@@ -43,8 +41,10 @@ class Overlapped(Collective):
         methods: Mapping[str, str],
         remarks: Mapping[str, str],
         strict: bool,
+        recipe: str = "",
     ) -> None:
         super().__init__(tp)
+        self.recipe = f", recipe {recipe}" if recipe else ""
         self.group, self.label, self.strict = group, label, strict or group.strict
         self.methods, self.remarks = methods, remarks
         self._measured: dict[str, str] = {}  # GEMM -> what "auto" has measured
@@ -52,10 +52,10 @@ class Overlapped(Collective):
     def planned(self, gemm: str) -> str:
         return self.methods.get(gemm, "local")
 
-    def _text(self, what: str, q: QTensor | Tensor) -> str:
-        """What the ranks must agree on. q: what is moved or multiplied."""
+    def _text(self, what: str, q: QTensor | Tensor, by: str = "") -> str:
+        """What the ranks must agree on. q: what is moved or multiplied, by what."""
         label = getattr(getattr(q, "format", None), "label", "") or str(q.dtype).removeprefix("torch.")
-        return f"{self.label} {what}, {self.tp.mode}-parallel, {label} {list(q.shape)}"
+        return f"{self.label} {what}, {self.tp.mode}-parallel, {label} {list(q.shape)}{by}{self.recipe}"
 
     def _asked(self, gemm: str, refusal: str, rows: int) -> str:
         """The method of this call; "" where Collective runs it, for a reason that is noted, or raised if strict."""
@@ -92,10 +92,14 @@ class Overlapped(Collective):
         else:
             refusal = self.group.gather_refusal(x, "row")
         method = self._settled("fprop", self._asked("fprop", refusal, m), gemm, x, scatters=scatters)
-        with self.group.operation(f"{self._text('fprop', x)} x {gemm.columns}"):
-            if not method:
-                return super().fprop(gemm, x)
-            return (self._gemm_scatter if scatters else self._gather_gemm)("fprop", method, gemm, x)
+        with self.group.operation(self._text("fprop", x, f" x {gemm.columns}")):
+            return self._run("fprop", method, gemm, x, scatters=scatters)
+
+    def _run(self, name: str, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> Tensor:
+        """The GEMM with its exchange by `method`; "" is Collective's."""
+        if not method:
+            return self._gemm_sum(name, gemm, a) if scatters else gemm(self.gather(name, a, "row"))
+        return (self._gemm_scatter if scatters else self._gather_gemm)(name, method, gemm, a)
 
     def _settled(self, name: str, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> str:
         """The method, where "auto" is the fastest that was measured; "" for Collective's."""
@@ -108,11 +112,9 @@ class Overlapped(Collective):
 
         def run(way: str) -> object:
             with self.group.operation(f"auto: {way}, {problem}"):
-                if way == "collective":
-                    return self._gemm_sum(name, gemm, a) if scatters else gemm(self.gather(name, a, "row"))
-                return (self._gemm_scatter if scatters else self._gather_gemm)(name, way, gemm, a)
+                return self._run(name, "" if way == "collective" else way, gemm, a, scatters=scatters)
 
-        names = ("collective", "ring", *(() if fused.refusal(gemm, a) else ("fused",)))
+        names = ("collective", "ring", *(() if self._fused_refusal(gemm, a, scatters=scatters) else ("fused",)))
         if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
             self._measured.pop(name, None)
             return method
@@ -124,20 +126,26 @@ class Overlapped(Collective):
             self.notes[name] = Note("collective", 0, measured)
         return "" if way == "collective" else way
 
-    def _way(self, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
+    def _fused_refusal(self, gemm: Product, a: QTensor, *, scatters: bool) -> str:
+        return fused.scatter_refusal(gemm, a, self.group) if scatters else fused.refusal(gemm, a)
+
+    def _way(self, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
         if method not in ("fused", "auto"):
             return ring, ""
-        refusal = fused.refusal(gemm, a)
+        refusal = self._fused_refusal(gemm, a, scatters=scatters)
         return (ring if refusal else fused), refusal if method == "fused" else ""
 
     def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
         """The gather of `own` for gemm, begun, and the module that multiplies it. whole: wgrad reads it too."""
-        way, reason = self._way(method, gemm, own)
+        way, reason = self._way(method, gemm, own, scatters=False)
         gather = Gather(self.group, own, "row", own=whole)
-        reason = reason or self._measured.get(name, "")
-        self.notes[name] = Note("fused" if way is fused else RING.get(method, method), gather.sent, reason)
+        self._note_way(name, method, way, gather.sent, reason)
         return gather, way
+
+    def _note_way(self, name: str, method: str, way: Any, sent: int, reason: str) -> None:
+        called = "fused" if way is fused else "pipeline" if method == "pipeline" else "ring"
+        self.notes[name] = Note(called, sent, reason or self._measured.get(name, ""))
 
     def _gather_gemm(self, name: str, method: str, gemm: Product, own: QTensor) -> Tensor:
         gather, way = self._gather(name, method, gemm, own, whole=False)
@@ -146,36 +154,29 @@ class Overlapped(Collective):
         return out
 
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
-        way, reason = self._way(method, gemm, a)
-        cuts = ring.cuts_of(gemm, a, self.tp.size)
-        scatter = Scatter(self.group, a.shape[0] // self.tp.size, gemm.columns, gemm.dtype, cuts)
-        reason = reason or self._measured.get(name, "")
-        self.notes[name] = Note("fused" if way is fused else RING.get(method, method), scatter.sent, reason)
+        way, reason = self._way(method, gemm, a, scatters=True)
+        scatter = way.begin_scatter(gemm, a, self.group)
+        self._note_way(name, method, way, scatter.sent, reason)
         return way.gemm_scatter(gemm, a, scatter)
 
     # backward
 
-    def backward(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, of: Backward) -> Gradients:
         column = self.tp.mode == "column"
         for gemm in ("dgrad", "wgrad"):
             self.notes.pop(gemm, None)  # of the call before
         if self._ended("dgrad", "wgrad"):
-            return super().backward(dgrad, wgrad, dy, dy_wgrad, x)
+            return super().backward(of)
         # What does not fit is said before any exchange has begun, so that a group that is strict can go on.
-        ways = self._column_ways(dgrad, wgrad, dy, x) if column else self._row_ways(dgrad, wgrad, dy, dy_wgrad)
-        given = dy if dy is not None else dy_wgrad
-        wanted = " and ".join(name for name, gemm in (("dgrad", dgrad), ("wgrad", wgrad)) if gemm is not None)
-        text = self._text(f"backward for {wanted}", given)
+        ways = self._column_ways(of) if column else self._row_ways(of)
+        wanted = " and ".join(name for name in ("dgrad", "wgrad") if getattr(of, name) is not None)
+        text = self._text(f"backward for {wanted}", of.dy if of.dy is not None else of.dy_wgrad)
         with self.group.operation(text):
-            run = self._column_backward if column else self._row_backward
-            return run(dgrad, wgrad, dy, dy_wgrad, x, *ways)
+            return (self._column_backward if column else self._row_backward)(of, *ways)
 
-    def _column_ways(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor | None, x: QTensor | None
-    ) -> tuple[str, str]:
+    def _column_ways(self, of: Backward) -> tuple[str, str]:
         """Methods of the gather of x and of the scatter of dx; "" where Collective runs it or there is none."""
+        dgrad, wgrad, dy, _, x = of
         bulk, gather, scatter = self._bulk, "", ""
         if self.strict and bulk and wgrad is None and dgrad is not None:
             self._asked("wgrad", "no weight gradient to hide the scatter of dx behind", dy.shape[0])
@@ -194,16 +195,8 @@ class Overlapped(Collective):
         """Of a column-parallel backward: each exchange is hidden behind the GEMM that it has nothing to do with."""
         return self.methods.get("dgrad", "bulk") == "bulk"
 
-    def _column_backward(
-        self,
-        dgrad: Product | None,
-        wgrad: Wgrad | None,
-        dy: QTensor,
-        dy_wgrad: QTensor,
-        x: QTensor | None,
-        gather_by: str,
-        scatter_by: str,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _column_backward(self, of: Backward, gather_by: str, scatter_by: str) -> Gradients:
+        dgrad, wgrad, dy, dy_wgrad, x = of
         # Beside which GEMM x and dx travel when Collective moves them, while the other may be hidden in bulk.
         bulk = wgrad is not None and self._bulk and bool(self.methods.keys() & {"dgrad", "wgrad"})
         x_at, dx_at = ("dgrad", "wgrad") if bulk else ("wgrad", "dgrad")
@@ -217,10 +210,9 @@ class Overlapped(Collective):
             partial = dgrad(dy)
             m = dy.shape[0] // self.tp.size
             if scatter_by:
-                scatter = Scatter(self.group, m, dgrad.columns, dgrad.dtype)
+                scatter = Scatter(self.group, (m, dgrad.columns), dgrad.dtype)
                 self.notes["wgrad"] = Note("bulk", scatter.sent)
-                for destination in following(self.group.rank, self.group.size):
-                    scatter.push(partial[destination * m : (destination + 1) * m], destination)
+                scatter.push_all(partial)
             else:
                 if wgrad is None and self._bulk and "wgrad" in self.methods:
                     self.notes["dgrad"] = Note("collective", 0, "no weight gradient to hide the scatter of dx behind")
@@ -233,34 +225,24 @@ class Overlapped(Collective):
             dx = scatter.reduce(partial[self.group.rank * m : (self.group.rank + 1) * m])
         return dx, dw
 
-    def _row_ways(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None
-    ) -> tuple[str, str]:
+    def _row_ways(self, of: Backward) -> tuple[str, str]:
         """Methods of the gather of dy for dgrad, and of one for wgrad where that needs its own."""
+        dgrad, wgrad, dy, dy_wgrad, _ = of
         rows = columns = ""
         if dy is not None:
             rows = self._asked("dgrad", self.group.gather_refusal(dy, "row"), dy.shape[0])
             rows = rows if dgrad is None else self._settled("dgrad", rows, dgrad, dy, scatters=False)
-        if wgrad is not None and not one_gather(wgrad, dy, dy_wgrad):
+        if wgrad is not None and not of.one_gather:
             refusal = self.group.gather_refusal(dy_wgrad, dy_wgrad.regather_layout)
             columns = self._asked("wgrad", refusal, dy_wgrad.shape[0])
         return rows, columns
 
-    def _row_backward(
-        self,
-        dgrad: Product | None,
-        wgrad: Wgrad | None,
-        dy: QTensor,
-        dy_wgrad: QTensor,
-        x: QTensor | None,
-        rows_by: str,
-        columns_by: str,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        one = one_gather(wgrad, dy, dy_wgrad)
+    def _row_backward(self, of: Backward, rows_by: str, columns_by: str) -> Gradients:
+        (dgrad, wgrad, dy, dy_wgrad, x), one = of, of.one_gather
         rows = columns = dx = dw = None
         if dgrad is not None or one:
             if not rows_by:
-                return super().backward(dgrad, wgrad, dy, dy_wgrad, x)
+                return super().backward(of)
             if dgrad is not None:
                 rows, way = self._gather("dgrad", rows_by, dgrad, dy, one)
             else:

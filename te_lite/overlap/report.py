@@ -14,32 +14,17 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 COLUMNS = ("module", "gemm", "schedule", "recipe", "operands", "shape", "sent", "reason")
 
 
-def record(
-    module: Any,
-    linear: str,
-    *,
-    schedule: Schedule,
-    recipe: str,
-    formats: tuple[str, ...],
-    features: tuple[int, int],
-    reason: str,
-) -> None:
-    """Notes the newest plan of one linear of `module`. formats: of the operands of its three GEMMs. features: (K, N).
+def record(module: Any, linear: str, formats: tuple[str, ...], **shared: Any) -> None:
+    """Notes the newest plan of one linear of `module`. formats: of the operands of its three GEMMs.
 
     linear: "" for a module that is one linear, "fc1" or "fc2"; a GEMM is then called "fprop" or "fc1_fprop" and so on.
+    shared: columns that its GEMMs have in common: schedule (a Schedule), recipe, shape (K, N), reason.
     """
     rows = _rows.setdefault(module, {})
     for gemm, operands in zip(GEMMS, formats, strict=True):
         name = f"{linear}_{gemm}" if linear else gemm
-        rows[name] = {
-            "module": getattr(module, "name", None) or type(module).__name__,
-            "gemm": name,
-            "schedule": schedule,
-            "recipe": recipe,
-            "operands": operands,
-            "shape": features,
-            "reason": reason,
-        }
+        owner = getattr(module, "name", None) or type(module).__name__
+        rows[name] = {"module": owner, "gemm": name, "operands": operands, **shared}
 
 
 def _told(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_lite.overlap.buffers import Gather, Scatter, following
+from te_lite.overlap.group import Group
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
@@ -52,13 +53,10 @@ def cuts_of(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
     return cuts(size, a.shape[0] // size, gemm.columns, data.shape[1] * data.element_size())
 
 
-def push_others(gemm: Product, a: QTensor, scatter: Scatter) -> None:
-    """gemm of the other ranks' rows of a[R*m, k], each piece on its way to its owner once it is computed."""
-    for destination, cut in zip(following(scatter.group.rank, scatter.group.size), scatter.cuts, strict=True):
-        rows = scatter.shape[0] // cut
-        for piece in range(cut):
-            first = destination * scatter.shape[0] + piece * rows
-            scatter.push(gemm(a.rows(first, first + rows)), destination, piece)
+def begin_scatter(gemm: Product, a: QTensor, group: Group) -> Scatter:
+    """What gemm_scatter of a[R*m, k] sends by."""
+    cuts = cuts_of(gemm, a, group.size)
+    return Scatter(group, (a.shape[0] // group.size, gemm.columns), gemm.dtype, cuts)
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
@@ -66,6 +64,10 @@ def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
 
     Partials travel in gemm.dtype; this rank's own is not rounded before the sum.
     """
-    push_others(gemm, a, scatter)
+    for destination, cut in zip(following(scatter.group.rank, scatter.group.size), scatter.cuts, strict=True):
+        rows = scatter.shape[0] // cut
+        for piece in range(cut):
+            first = destination * scatter.shape[0] + piece * rows
+            scatter.push(gemm(a.rows(first, first + rows)), destination, piece)
     first = scatter.group.rank * scatter.shape[0]
     return scatter.reduce(gemm(a.rows(first, first + scatter.shape[0]), torch.float32), gemm.sum_bias)

@@ -48,6 +48,27 @@ class Product:
 Wgrad = Callable[[QTensor, QTensor], Tensor | None]
 
 
+Gradients = tuple[Tensor | None, Tensor | None]  # dx of this rank, whatever wgrad returned
+
+
+class Backward(NamedTuple):
+    """What a linear's backward is made of. dy_wgrad is dy itself unless wgrad uses another number format.
+
+    dgrad(dy) is dy.row @ w.col^T, wgrad(dy, x) is dy.col @ x.col^T; None where that gradient is not wanted.
+    """
+
+    dgrad: Product | None
+    wgrad: Wgrad | None
+    dy: QTensor | None
+    dy_wgrad: QTensor | None
+    x: QTensor | None
+
+    @property
+    def one_gather(self) -> bool:
+        """Whether the rows of dy that are gathered for dgrad serve wgrad too."""
+        return self.wgrad is not None and self.dy_wgrad is self.dy and self.dy.format.col_from_row
+
+
 class Note(NamedTuple):
     """What a GEMM's communication was like in the newest call. sent: bytes that this rank sent to others."""
 
@@ -78,13 +99,8 @@ class Schedule:
         """y of this rank from x of this rank; gemm(x) is x.row @ w.row^T."""
         raise NotImplementedError
 
-    def backward(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(dx of this rank, whatever wgrad returned). dy_wgrad is dy itself unless wgrad uses another number format.
-
-        dgrad(dy) is dy.row @ w.col^T, wgrad(dy, x) is dy.col @ x.col^T; None where that gradient is not wanted.
-        """
+    def backward(self, of: Backward) -> Gradients:
+        """dx and dw from dy and x of this rank."""
         raise NotImplementedError
 
 
@@ -96,9 +112,7 @@ class Local(Schedule):
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         return gemm(x)
 
-    def backward(
-        self, dgrad: Product | None, wgrad: Wgrad | None, dy: QTensor, dy_wgrad: QTensor, x: QTensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        dx = None if dgrad is None else dgrad(dy)
-        dw = None if wgrad is None else wgrad(dy_wgrad, x)
+    def backward(self, of: Backward) -> Gradients:
+        dx = None if of.dgrad is None else of.dgrad(of.dy)
+        dw = None if of.wgrad is None else of.wgrad(of.dy_wgrad, of.x)
         return dx, dw

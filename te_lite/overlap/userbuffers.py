@@ -6,11 +6,12 @@ import atexit
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from te_lite.ops.source import DTYPES
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, check_agreement
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.config import Config, LayerMethods, UserBufferQuantizationMode, layer_methods
@@ -21,16 +22,10 @@ from te_lite.parallel import TensorParallel
 from te_lite.watch import watches
 
 UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Unavailable(NamedTuple):
-    """Userbuffers that were asked for and could not be made; the group's modules run Collective."""
-
-    reason: str
-
-
-_groups: dict[tuple[int, ...], Group | Unavailable] = {}
+# Of ranks. A str: userbuffers that could not be made, and why; the group's modules run Collective.
+_groups: dict[tuple[int, ...], Group | str] = {}
 _generation = 0  # plans made in another one are stale
 
 
@@ -139,7 +134,7 @@ def initialize_ub(
         except BootstrapError as error:
             if strict:
                 raise
-            _groups[exchange.ranks] = Unavailable(str(error))
+            _groups[exchange.ranks] = str(error)
             if exchange.rank == 0:
                 warnings.warn(f"no userbuffers, overlap is off: {error}", RuntimeWarning, stacklevel=2)
         _generation += 1
@@ -198,10 +193,16 @@ def _methods(
 
 
 def schedule_for(
-    tp: TensorParallel, flags: Mapping[str, bool], layer: str, name: str | None, device: torch.device, strict: bool
+    tp: TensorParallel,
+    flags: Mapping[str, bool],
+    layer: str,
+    name: str | None,
+    device: torch.device,
+    strict: bool,
+    recipe: str = "",
 ) -> tuple[Schedule, str]:
     """(the schedule of one linear, why it does not overlap as asked or ""). name: of its module. device: of its
-    activations. strict: that is an error."""
+    activations. strict: that is an error. recipe: in words, on which the ranks must agree."""
     schedule: Schedule = Collective(tp) if tp.active else Local()
     if not any(flags.values()):
         return schedule, ""
@@ -214,11 +215,11 @@ def schedule_for(
         found = _groups.get(tuple(ranks))
         if isinstance(found, Group) and found.device == device:
             label = layer if name in (None, layer) else f"{name} {layer}"
-            return Overlapped(tp, found, label, *_methods(tp.mode, flags, found.layers, layer), strict), ""
+            return Overlapped(tp, found, label, *_methods(tp.mode, flags, found.layers, layer), strict, recipe), ""
         if isinstance(found, Group):
             why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
         elif found:
-            why = found.reason
+            why = found
         else:
             why = f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
     if strict:

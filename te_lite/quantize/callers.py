@@ -16,7 +16,7 @@ from te_lite.ops.source import Source
 from te_lite.quantize.params import operands_of
 from te_lite.quantize.per_tensor import FORMATS, Current, per_tensor_cast
 from te_lite.quantize.quantizer import Quantized, Quantizer
-from te_lite.quantize.tensor import QuantizedTensor, quantized, source_of
+from te_lite.quantize.tensor import QuantizedTensor, SameToAutograd, quantized, source_of
 from te_lite.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams
 
 
@@ -33,18 +33,6 @@ class Given(Quantizer):
         return per_tensor_cast(self.format, source, self.scale, scale=self.scale, amax_out=self.amax, **wanted)
 
 
-class _Quantize(torch.autograd.Function):
-    """The identity to autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Quantizer, row: bool, col: bool) -> QuantizedTensor:
-        return quantized(tensor, value, row=row, col=col)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad, None, None, None
-
-
 class CallerQuantizer:
     """Tensor [..., K] -> QuantizedTensor of the same shape. rowwise, columnwise: the layouts that it holds."""
 
@@ -53,7 +41,8 @@ class CallerQuantizer:
 
     def quantize(self, tensor: Tensor) -> QuantizedTensor:
         """`tensor` quantized; its gradient is that of the result. The result may be written to."""
-        return _Quantize.apply(tensor, self._value, self.rowwise_usage, self.columnwise_usage)
+        layouts = {"row": self.rowwise_usage, "col": self.columnwise_usage}
+        return SameToAutograd.apply(tensor, lambda values: quantized(values, self._value, **layouts))
 
     __call__ = quantize
 
@@ -71,12 +60,10 @@ class CallerQuantizer:
     ) -> QuantizedTensor:
         """A tensor of zeros for update_quantized; dtype: the high precision it stands for. No rank waits for others."""
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=device)
-        made = quantized(zeros, self._alone(), row=self.rowwise_usage, col=self.columnwise_usage)
+        alone = replace(self._value, amax_group=None) if isinstance(self._value, Current) else self._value
+        made = quantized(zeros, alone, row=self.rowwise_usage, col=self.columnwise_usage)
         made.quantizer = self._value
         return made
-
-    def _alone(self) -> Quantizer:
-        return self._value
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Which layouts later results hold; None leaves one as it is."""
@@ -137,9 +124,6 @@ class Float8CurrentScalingQuantizer(CallerQuantizer):
         group = amax_reduction_group if with_amax_reduction else None
         value = Current(FORMATS[fp8_dtype], pow2=force_pow_2_scales, eps=amax_epsilon, amax_group=group)
         super().__init__(value, rowwise, columnwise)
-
-    def _alone(self) -> Quantizer:
-        return replace(self._value, amax_group=None)
 
 
 class MXFP8Quantizer(CallerQuantizer):

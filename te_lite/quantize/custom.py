@@ -45,8 +45,5 @@ def operands(recipe: CustomRecipe, site: Site) -> GemmOperands:
     x_fprop, x_wgrad = pair("x", "fprop", "wgrad")
     w_fprop, w_dgrad = pair("w", "fprop", "dgrad")
     dy_dgrad, dy_wgrad = pair("dy", "dgrad", "wgrad")
-    return GemmOperands(
-        fprop=GemmQuantizers(x_fprop, w_fprop),
-        dgrad=GemmQuantizers(dy_dgrad, w_dgrad),
-        wgrad=GemmQuantizers(dy_wgrad, x_wgrad),
-    )
+    fprop, dgrad = GemmQuantizers(x_fprop, w_fprop), GemmQuantizers(dy_dgrad, w_dgrad)
+    return GemmOperands(fprop, dgrad, GemmQuantizers(dy_wgrad, x_wgrad))

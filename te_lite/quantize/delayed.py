@@ -45,7 +45,7 @@ class ScaleState:
         if like is not None:
             self.load(like.history, like.scale, like.key.fp8_max)
         self._home = _pools.setdefault(key, Pool(key))
-        self._home.add(self)
+        self._home.members.append(weakref.ref(self))
 
     @property
     def scale(self) -> Tensor:
@@ -97,20 +97,16 @@ class Pool:
 
     def __init__(self, key: PoolKey) -> None:
         self.key = key
-        self.scale = torch.empty(0)
-        self.scales: tuple[Tensor, ...] = ()  # the elements of `scale`; one unbind is cheaper than a view a use
+        self._set(torch.empty(0))
         self._history = torch.empty(0)
         self.touched = False  # a member was used since the last update
-        self._members: list[weakref.ref[ScaleState]] = []
-
-    def add(self, state: ScaleState) -> None:
-        self._members.append(weakref.ref(state))
+        self.members: list[weakref.ref[ScaleState]] = []
 
     def _merge(self) -> list[ScaleState]:
-        states = [state for ref in self._members if (state := ref()) is not None]
-        if len(states) == len(self._members) and all(state._pool is self for state in states):
+        states = [state for ref in self.members if (state := ref()) is not None]
+        if len(states) == len(self.members) and all(state._pool is self for state in states):
             return states
-        self._members = [weakref.ref(state) for state in states]
+        self.members = [weakref.ref(state) for state in states]
         if not states:
             return states
         history = torch.cat([state.history for state in states], dim=1)
@@ -124,7 +120,7 @@ class Pool:
         return states
 
     def _set(self, scale: Tensor) -> None:
-        self.scale, self.scales = scale, scale.unbind(0)
+        self.scale, self.scales = scale, scale.unbind(0)  # one unbind is cheaper than a view a use
 
     def update(self) -> bool:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.cast import amax, transform
-from te_lite.ops.gemm import gemm, gemm_accumulate_
+from te_lite.ops.gemm import gemm_accumulate_
 from te_lite.ops.source import Source
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
@@ -35,10 +35,6 @@ class HighPrecisionFormat(TensorFormat):
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         return QTensor(self, (rows, like.shape[1]), like.dtype, row=parts[0])
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
-               out: Tensor | None = None) -> Tensor:  # fmt: skip
-        return gemm(a[0], b[0], out_dtype, bias, out)
-
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
         gemm_accumulate_(out, a[0].t(), b[0].t())
 
@@ -63,7 +59,7 @@ class Identity(Quantizer):
         return QTensor(self.format, (source.rows, source.cols), self.target, row=data), sums
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return self.quantize(source)[0]
+        return Identity.quantize(self, source)[0]  # a subclass has noted the source before
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +75,6 @@ class Calibrating(Identity):
         if cell is not None:
             torch.maximum(cell, amax(source).amax().view(1), out=cell)
         return q, sums
-
-    def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return Identity.quantize(self, source)[0]
 
 
 def operands(recipe: Recipe, site: Site) -> GemmOperands:

@@ -7,6 +7,7 @@ out in bf16 in front of the GEMM, which is exact, so the product is that of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +24,8 @@ from te_lite.recipe import MXFP8BlockScaling
 class MXFormat(TensorFormat):
     """row: data [M, K], scale uint8 [M, K/32]. col: data [M, K] (not transposed), scale uint8 [M/32, K]."""
 
+    label: ClassVar[str] = "mxfp8"
     col_from_row: bool = False
-
-    @property
-    def label(self) -> str:
-        return "mxfp8"
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
         if layout == "row":

@@ -196,13 +196,7 @@ def delayed_operands(recipe: DelayedScaling, site: Site) -> GemmOperands:
     fwd, bwd = FORMATS[recipe.fp8_format.forward_dtype], FORMATS[recipe.fp8_format.backward_dtype]
     x, w, y = (Delayed(fwd, state=forward, slot=first + i) for i in range(INPUTS_PER_GEMM))
     dy, dx = (Delayed(bwd, state=backward, slot=first_grad + i) for i in range(GRADS_PER_GEMM))
-    return GemmOperands(
-        fprop=GemmQuantizers(x, w, fast_accum=True),
-        dgrad=GemmQuantizers(dy, w),
-        wgrad=GemmQuantizers(dy, x),
-        output=y,
-        grad_input=dx,
-    )
+    return GemmOperands(GemmQuantizers(x, w, fast_accum=True), GemmQuantizers(dy, w), GemmQuantizers(dy, x), y, dx)
 
 
 def current_operands(recipe: Float8CurrentScaling, site: Site) -> GemmOperands:

@@ -13,7 +13,7 @@ Every GEMM of a linear is out[m, n] = a[m, k] @ b[n, k]^T, both operands in the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,21 +28,18 @@ Operand = tuple[Tensor, Tensor | None]  # data with the inner dimension last, an
 class TensorFormat:
     """What a number format can do with its tensors. Subclasses are frozen values; callers ask them, never their class.
 
+    label: what overlap_report() calls it; empty for high precision.
     gemm: operands multiply natively when their `gemm` agrees, otherwise both are dequantized first; empty: always.
     col_from_row: the col layout can be made from the row layout alone (so one gather serves fprop and wgrad).
     shard_multiple: a gathered tensor multiplies natively where each rank's shard has a multiple of so many rows.
     scales_product: operands multiply as data alone, the product is scaled by tensor, by shard or by row of either.
     """
 
+    label: ClassVar[str] = ""
     gemm: str = ""
     col_from_row: bool = True
     shard_multiple: int = 1
     scales_product: bool = False
-
-    @property
-    def label(self) -> str:
-        """What overlap_report() calls it; empty for high precision."""
-        return ""
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
         """v[M, K] in q.dtype, from the data of `layout`, which q holds."""
@@ -120,11 +117,9 @@ class QTensor:
 
     def only(self, layout: Layout) -> QTensor:
         """The smallest tensor from which operand(layout) can still be had."""
-        if layout == "row" or self.col is None:
-            return QTensor(self.format, self.shape, self.dtype, self.row, self.row_scale, borrowed=self.borrowed)
-        return QTensor(
-            self.format, self.shape, self.dtype, None, None, self.col, self.col_scale, borrowed=self.borrowed
-        )
+        by_row = layout == "row" or self.col is None
+        parts = (self.row, self.row_scale) if by_row else (None, None, self.col, self.col_scale)
+        return QTensor(self.format, self.shape, self.dtype, *parts, borrowed=self.borrowed)
 
     def seed_only(self) -> QTensor:
         """No data: just what Quantizer.again needs to make the same numbers again."""

@@ -48,36 +48,31 @@ class Frame:
         if self._making:  # part of a value that is being noted as a whole
             return make()
         if self.replaying:
-            return self._next(key)
+            noted, value = self._values[self._cursor] if self._cursor < len(self._values) else (None, None)
+            if noted != key:
+                raise RuntimeError(
+                    f"recomputation of a checkpointed call asks for {key} where its first run noted {noted}: the "
+                    "function took another path the second time; make it deterministic"
+                )
+            self._cursor += 1
+            return value
         self._making = True
         try:
-            value = _recall(key, make, depth - 1)
+            value = recall(key, make, depth - 1)
         finally:
             self._making = False
         self._values.append((key, value))
         return value
 
-    def _next(self, key: Any) -> Any:
-        noted, value = self._values[self._cursor] if self._cursor < len(self._values) else (None, None)
-        if noted != key:
-            raise RuntimeError(
-                f"recomputation of a checkpointed call asks for {key} where its first run noted {noted}: the "
-                "function took another path the second time; make it deterministic"
-            )
-        self._cursor += 1
-        return value
 
-
-def _recall(key: Any, make: Callable[[], Any], depth: int) -> Any:
-    return make() if depth < 0 else _open.frames[depth].recall(key, make, depth)
-
-
-def recall(key: Any, make: Callable[[], Any]) -> Any:
+def recall(key: Any, make: Callable[[], Any], depth: int | None = None) -> Any:
     """make() in the first run of a checkpointed call, or outside of any; the same value again when it is recomputed.
 
-    key: what the value is, to notice a recomputation that takes another path.
+    key: what the value is, to notice a recomputation that takes another path. depth: the innermost call that is asked,
+    which asks those around it; by default the innermost that is open.
     """
-    return make() if not _open.frames else _recall(key, make, len(_open.frames) - 1)
+    depth = len(_open.frames) - 1 if depth is None else depth
+    return make() if depth < 0 else _open.frames[depth].recall(key, make, depth)
 
 
 def is_open() -> bool:

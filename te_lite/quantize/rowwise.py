@@ -6,6 +6,7 @@ Scheme: torchao's "rowwise" and "rowwise_with_gw_hp" float8 recipes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,15 +35,12 @@ class RowFormat(TensorFormat):
     place of a vector serves the whole tensor.
     """
 
+    label: ClassVar[str] = "e4m3 row"
     gemm: str = "fp8_rowwise"
     scales_product: bool = True
     col_from_row: bool = False
     flat: bool = False
     dtype: torch.dtype = E4M3
-
-    @property
-    def label(self) -> str:
-        return "e4m3 row"
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
         if layout == "row":

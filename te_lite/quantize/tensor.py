@@ -50,13 +50,13 @@ def quantized(src: Tensor, quantizer: Quantizer, *, row: bool = True, col: bool 
     return QuantizedTensor(q, src.shape, quantizer=quantizer)
 
 
-class _Dequantize(torch.autograd.Function):
-    """The identity to autograd."""
+class SameToAutograd(torch.autograd.Function):
+    """change(x), another form of the same numbers: the identity to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.dtype = x.dtype
-        return x._values(dtype)
+        return change(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -85,16 +85,13 @@ class QuantizedTensor(torch.Tensor):
         self.q, self.quantizer = q, quantizer
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     # numbers
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The same numbers as a plain tensor of `dtype` (default: self.dtype), rounded once."""
         dtype = self.dtype if dtype is None else dtype
         if self.requires_grad and torch.is_grad_enabled():
-            return _Dequantize.apply(self, dtype)
+            return SameToAutograd.apply(self, lambda x: x._values(dtype))
         return self._values(dtype)
 
     def _values(self, dtype: torch.dtype) -> Tensor:

@@ -120,6 +120,16 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   }
   return needs_init("cuLaunchKernel");
 }
+int cuModuleLoadData(void** module, const void*) { return *module = at(0xa00), needs_init("cuModuleLoadData"); }
+int cuModuleGetFunction(void** function, void*, const char*) {
+  static unsigned long long record[10];
+  return *function = record, needs_init("cuModuleGetFunction");
+}
+int cuFuncSetAttribute(void*, int, int) { return needs_init("cuFuncSetAttribute"); }
+int cuTensorMapEncodeTiled(void*, int, unsigned, void*, const unsigned long long*, const unsigned long long*,
+                           const unsigned*, const unsigned*, int, int, int, int) {
+  return needs_init("cuTensorMapEncodeTiled");
+}
 // A kernel with this record waits as te_lite's wait kernel does: flag, word, stride, mask, delta, abort.
 void fake_wait_kernel(void* function) { wait_kernel = function; }
 

@@ -89,10 +89,10 @@ def test_a_rank_that_left_in_order_is_not_silent() -> None:
 def test_the_first_reason_stays_and_reaches_all() -> None:
     memory = Memory(3)
     controls = [memory.control(rank) for rank in range(3)]
-    controls[1].break_group("é" * 400)
+    controls[1].break_group("é" * 600)
     controls[1].break_group("second")
     time.sleep(0.2)
-    assert [control.broken for control in controls] == ["é" * 255] * 3  # cut to 511 bytes, not inside a character
+    assert [control.broken for control in controls] == ["é" * 511] * 3  # cut to 1023 bytes, not inside a character
     with pytest.raises(RuntimeError, match="^é+$"):
         controls[2].check()
 

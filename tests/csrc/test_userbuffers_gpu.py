@@ -60,7 +60,7 @@ class OnGpu:
         self.streams = [torch.cuda.Stream() for _ in range(streams)]
         self.executor = _C.Executor(0, [s.cuda_stream for s in self.streams], self.control)
         self.executor.set_flags(self.here, 2048)
-        self.executor.wait_kernel = compiled_wait(torch.device("cuda", 0))[0]
+        self.executor.wait_kernel = compiled_wait(torch.device("cuda", 0))
         torch.cuda.synchronize()
 
     def close(self) -> None:

@@ -72,9 +72,13 @@ def mismatch(device) -> None:
     dist.barrier()
 
 
+# The same recipe with another option, by which nothing that travels changes its type or shape.
+OPTIONS_APART = (("blockwise", "blockwise_fp32"), ("rowwise", "rowwise_fp32"), ("current", "current_per_shard"))
+
+
 def recipes(device) -> None:
     """Every two recipes on two ranks, whose first difference may be an amax that one of them reduces."""
-    for ours, theirs in itertools.combinations(RECIPES, 2):
+    for ours, theirs in [*itertools.combinations(RECIPES, 2), *OPTIONS_APART]:
         pair = make(MLP, device, recipe=theirs if victim() else ours)
         said(f"{ours} and {theirs}", until_it_fails(lambda pair=pair: step(pair)))
         te.destroy_ub()

@@ -16,6 +16,7 @@ from te_lite.overlap import ring, userbuffers
 from te_lite.overlap.buffers import Gather, following
 from te_lite.overlap.collective import Collective, all_gather
 from te_lite.overlap.group import Group
+from te_lite.overlap.schedule import Backward
 from te_lite.quantize.qtensor import QTensor
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
@@ -100,11 +101,11 @@ class Specified(Collective):
             return self._cut(gemm, x) if self._gathers("fprop", x) else super().fprop(gemm, x)
         return self._gemm_scatter(gemm, x) if self._scatters("fprop", x.shape[0], gemm) else super().fprop(gemm, x)
 
-    def backward(self, dgrad, wgrad, dy, dy_wgrad, x):
-        given = {"dgrad": dgrad}
+    def backward(self, of: Backward):
+        dgrad, wgrad, dy, given = of.dgrad, of.wgrad, of.dy, of
         if dgrad is not None and self.tp.mode == "row" and self._gathers("dgrad", dy):
-            given["dgrad"] = lambda gathered: self._cut(dgrad, dy)
-        dx, dw = super().backward(given["dgrad"], wgrad, dy, dy_wgrad, x)
+            given = of._replace(dgrad=lambda gathered: self._cut(dgrad, dy))
+        dx, dw = super().backward(given)
         if dgrad is None or self.tp.mode == "row":
             return dx, dw
         bulk = self.methods.get("dgrad", "bulk") == "bulk"

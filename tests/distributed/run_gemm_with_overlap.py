@@ -33,7 +33,7 @@ from torch import Tensor  # noqa: E402
 import te_lite as te  # noqa: E402
 from te_lite.ops.source import plain  # noqa: E402
 from te_lite.overlap import fused, ring, userbuffers  # noqa: E402
-from te_lite.overlap.buffers import Gather, Scatter, following  # noqa: E402
+from te_lite.overlap.buffers import Gather, Scatter  # noqa: E402
 from te_lite.overlap.collective import Collective  # noqa: E402
 from te_lite.overlap.schedule import Product  # noqa: E402
 from te_lite.parallel import TensorParallel  # noqa: E402
@@ -123,7 +123,11 @@ class Problem:
             why = self.group.gather_refusal(self.x, "row")
         else:
             why = self.group.scatter_refusal(self.x.shape[0] // self.tp.size, self.gemm.columns, self.dtype)
-        return why or (fused.refusal(self.gemm, self.x) if method == "fused" else "")
+        if why or method != "fused":
+            return why
+        if self.mode == "column":
+            return fused.refusal(self.gemm, self.x)
+        return fused.scatter_refusal(self.gemm, self.x, self.tp.size)
 
     def hidden(self, method: str) -> Tensor:
         """The same as unhidden(), with its communication behind the GEMM."""
@@ -134,11 +138,7 @@ class Problem:
                 out = ways.gather_gemm(self.gemm, self.x, gather)
                 gather.close()
                 return out
-            cuts = ring.cuts_of(self.gemm, self.x, self.tp.size)
-            return ways.gemm_scatter(self.gemm, self.x, self._scatter(cuts))
-
-    def _scatter(self, cuts: tuple[int, ...] | None = None) -> Scatter:
-        return Scatter(self.group, self.x.shape[0] // self.tp.size, self.gemm.columns, self.dtype, cuts)
+            return ways.gemm_scatter(self.gemm, self.x, ways.begin_scatter(self.gemm, self.x, self.group))
 
     def bulk_gather(self, beside: Callable[[], Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         """(the wire format of the gathered x, what `beside` gave while it travelled)."""
@@ -153,9 +153,8 @@ class Problem:
         """(this rank's rows of the sum of all ranks' `partial`, what `beside` gave while they travelled)."""
         rank, m = self.group.rank, self.x.shape[0] // self.tp.size
         with self.group.operation(f"bulk scatter {list(partial.shape)}"):
-            scatter = self._scatter()
-            for destination in following(rank, self.group.size):
-                scatter.push(partial[destination * m : (destination + 1) * m], destination)
+            scatter = Scatter(self.group, (m, self.gemm.columns), self.dtype)
+            scatter.push_all(partial)
             product = beside()
             return scatter.reduce(partial[rank * m : (rank + 1) * m]), product
 

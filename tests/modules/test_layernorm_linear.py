@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import te_lite as te
 from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal, assert_bound_bites, assert_close_to_oracle
 from tests import reference
@@ -138,3 +139,12 @@ def test_norm_statistics_survive_a_large_mean():
     truth, _ = Oracle(spec, p, dtype=torch.float32).step(x, None)
     bf16 = reference.run(spec, p, x, None, arith=reference.stored_in(torch.bfloat16))
     assert_close_to_oracle("out", got["out"], truth["out"], bf16["out"])
+
+
+def test_the_norms_output_can_be_asked_for_later():
+    module = te.LayerNormLinear(32, 16)
+    x = torch.randn(4, 32, device=module.weight.device)
+    assert module(x).shape == (4, 16)
+    module.return_layernorm_output = True
+    y, norm = module(x)
+    assert y.shape == (4, 16) and norm.shape == (4, 32)

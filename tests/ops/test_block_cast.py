@@ -214,7 +214,7 @@ def test_ops_pass_torch_s_own_checks(m, n):
     torch.library.opcheck(B._block_cast_op.overload, args, test_utils="test_faketensor")
     torch.library.opcheck(R._row_cast_op.overload, (*source[:-1], 0.0, True), test_utils="test_faketensor")
     amax = torch.rand(m)
-    torch.library.opcheck(R._vector_scales_op.overload, (amax, 0.0, True))
+    torch.library.opcheck(R.vector_scales.overload, (amax, 0.0, True))
 
 
 def test_bad_requests_are_refused():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_lite.ops import block_cast, cast, launch
+from te_lite.ops import block_cast, cast, cast_kernels, launch
 from te_lite.ops import source as S
 from tests.ops.test_cast import (
     E4M3,
@@ -51,7 +51,7 @@ def test_a_cached_launch_is_never_taken_for_another():
 
 def _reads_words() -> set[bool]:
     """Whether the casts launched since the cache of launches was emptied did."""
-    kernels = (id(cast.transform_kernel), id(cast.one_row_kernel), id(block_cast.block_kernel))
+    kernels = (id(cast_kernels.transform_kernel), id(cast_kernels.one_row_kernel), id(block_cast.block_kernel))
     return {key[4][0] == "words" for key in launch._COMPILED if key[0] in kernels}
 
 
@@ -64,7 +64,7 @@ WORD_SHAPES = [(2, 16), (15, 48), (130, 80), (257, 208), (1000, 336), (4092, 64)
 @pytest.mark.parametrize("shape", WORD_SHAPES, ids=str)
 def test_casts_of_words(shape, dtype, fp8, row, monkeypatch):
     """Every bit, by both ways to a scale, of values with rules of their own too; the pad is zero whatever the scale."""
-    monkeypatch.setattr(cast, "FEW", 0)
+    monkeypatch.setattr(cast_kernels, "FEW", 0)
     launch._COMPILED.clear()
     x = special(*shape, dtype, "cuda")
     finite = torch.where(x.isfinite(), x, 0.0)

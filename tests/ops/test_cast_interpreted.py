@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_lite.ops import block_cast, cast, row_cast
+from te_lite.ops import block_cast, cast, cast_kernels, row_cast
 from te_lite.ops import source as S
 from te_lite.ops.transpose import _transpose_cuda
 from te_lite.ops.word_tiles import words_fit
@@ -23,7 +23,7 @@ def test_cast_kernels_in_the_interpreter():
 def _few_programs(monkeypatch):
     """At most two programs for a column of tiles, so that each has several tiles to go through."""
     monkeypatch.setattr(cast, "sm_count", lambda device: 1)
-    monkeypatch.setattr(cast, "MOST_SPLITS", 2)
+    monkeypatch.setattr(cast_kernels, "MOST_SPLITS", 2)
     monkeypatch.setattr(block_cast, "MOST_SPLITS", 2)
 
 
@@ -102,7 +102,7 @@ WORDS = [Shape(130, 80, "several tiles along both"), Shape(3, 304, "fewer rows t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", WORDS, ids=lambda s: s.why)
 def test_interpreted_words(shape, dtype, row, monkeypatch):
-    monkeypatch.setattr(cast, "FEW", 0)
+    monkeypatch.setattr(cast_kernels, "FEW", 0)
     source = S.plain(_small(shape.m, shape.n).to(dtype))
     assert words_fit(source.kind, source.x, source.cols)
     for given in ({"scale": torch.tensor([2.0])}, {"amax": torch.tensor([1.0, 448.0])}):

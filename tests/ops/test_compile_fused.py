@@ -11,14 +11,18 @@ from triton.compiler import ASTSource
 
 from te_lite.ops import flags, reduce
 from te_lite.ops.gemm_gather import gather_kernel
-from te_lite.ops.gemm_reduce import _WORDS, gemm_reduce_kernel
 from tests.ops.interpreted import ACTIVE
 from tests.ops.test_compile_sm90 import SM90, local_memory
 
 pytestmark = pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
 
 WORDS = {
-    *_WORDS,
+    "ready",
+    "epoch",
+    "abort",
+    "a_scale",
+    "b_scale",
+    "bias",
     "own_scale",
     "gathered_scale",
     "flag",
@@ -59,7 +63,6 @@ class Case:
     scale: tuple[str, str] = ("none", "none")
     bias: str = ""
     tile: tuple[int, int, int] = (128, 256, 8)
-    wire: str = "bf16"
     ranks: int = 4
     stack: int = 0
     turned: bool = False  # b lies as [k, n]
@@ -108,22 +111,6 @@ GATHER = [
     Case(tile=(64, 128, 4)),
     Case(E4M3, scale=ROW, bias="bf16", tile=(64, 64, 4)),
 ]
-REDUCE = [
-    Case(),
-    Case(bias="bf16"),
-    Case(turned=True),
-    Case(tile=(64, 128, 4), turned=True),
-    Case(ranks=8, bias="bf16"),
-    Case("fp16", out="fp32", bias="fp32", wire="fp32"),
-    Case("fp16", out="fp16", bias="fp16", wire="fp16", ranks=2),
-    Case(out="fp32", ranks=2),
-    Case(E4M3, scale=TENSOR, bias="bf16"),
-    Case(E4M3, scale=ROW, bias="bf16"),
-    Case(E4M3, scale=TENSOR, tile=(128, 128, 8)),
-    Case(E5M2, E4M3, scale=ROW, bias="bf16", tile=(128, 128, 8)),
-    Case(tile=(64, 128, 4)),
-    Case(E4M3, scale=ROW, bias="bf16", wire="fp32", tile=(64, 64, 4)),
-]
 
 
 def check_main_loop(compiled, case: Case, folder: Path, stages: int, loops: int) -> None:
@@ -165,19 +152,6 @@ def test_gather(case, tmp_path):
     check_main_loop(compiled, case, tmp_path, 4, loops=2 + halved)
     stores = 2 * parts + halved * parts // 2
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global", compiled.asm["ptx"])) == stores
-
-
-@pytest.mark.parametrize("case", REDUCE, ids=str)
-def test_gemm_reduce(case, tmp_path):
-    fine = case.tile[1] == 256 and (case.wire == "fp32" or case.scale[0] == "row" or case.ranks > 4)
-    types = case.types() | {"a_desc": case.operand("a"), "b_desc": case.operand("b")}
-    types |= {"staging": f"*{case.wire}", "out": f"*{case.out}"}
-    compiled = compile_sm90(gemm_reduce_kernel, types, case.constants | {"FINE": fine}, case.tile[2], 4)
-    check_main_loop(compiled, case, tmp_path, 4, loops=1)
-    ptx = compiled.asm["ptx"]
-    # 16 bytes a thread.
-    assert re.search(r"st\.global\.v4\.b32", ptx) and not re.search(r"st\.global(\.v2)?\.b(16|32) ", ptx)
-    assert "ld.global.cg.v4.b32" in ptx and not re.search(r"ld\.global\.cg\.(b|v2)", ptx)
 
 
 @pytest.mark.parametrize("wire, own, bias, ranks", [("bf16", "fp32", "bf16", 4), ("fp32", "fp32", "", 8)])

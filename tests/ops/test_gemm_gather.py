@@ -155,12 +155,11 @@ def test_wait_kernel(epoch):
     flag, word, abort = (fused.words(1, device="cuda") for _ in range(3))
     word.fill_(fused.as_int32(epoch - 3))
     flag.fill_(fused.as_int32(epoch))
-    flags.wait(flag, word, 3, abort)
-    flags.wait(flag, word, 2, abort)
+    for delta in (3, 2):
+        flags.wait_kernel[(1,)](flag, word, 0, 1, delta, abort, num_warps=1)
     fused.finish(abort)
     flag.fill_(fused.as_int32(epoch - 1))
-    launcher, compiled = flags.compiled_wait(flag.device)
-    assert compiled.function
+    launcher = flags.compiled_wait(flag.device)
     stream, late = torch.cuda.current_stream().cuda_stream, Late().copy(flag, fused.as_int32(epoch))
     launcher.launch(1, stream, (flag.data_ptr(), word.data_ptr(), 0, 1, 3, abort.data_ptr()))
     ended = torch.cuda.Event()

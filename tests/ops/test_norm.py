@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from te_lite.ops import norm
+from te_lite.ops import norm, norm_kernels
 from te_lite.testing.numerics import assert_bitwise_equal, assert_bound_bites, assert_close_to_oracle
 from tests.ops.interpreted import run_interpreted
 from tests.ops.paths import DEVICES, PATHS, device_of, not_interpreted
@@ -326,14 +326,14 @@ def compile_for_hopper(
 @pytest.mark.parametrize("rms", [False, True])
 def test_backward_does_not_spill_on_hopper(rms: bool, n: int, tmp_path: Path) -> None:
     """Spilled accumulators would cost a second trip through L1 for every element."""
-    block_m, block_n, warps, _ = norm.backward_launch(n)
+    block_m, block_n, warps, _ = norm_kernels.backward_launch(n)
     tensors = {name: "*bf16" for name in ("dy_ptr", "x_ptr", "gamma_ptr", "dx_ptr")}
     tensors |= {name: "*fp32" for name in ("mean_ptr", "rstd_ptr", "dgamma_ptr", "dbeta_ptr")}
     numbers = {name: "i32" for name in ("M", "N", "stride_dy", "stride_x")}
     wide = block_n > norm.HELD_FEATURES
     constants = {"RMS": rms, "ZERO_CENTERED": False, "DBETA": not (rms or wide), "REREAD": wide}
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "EVEN": True}
-    cubin, cuobjdump = compile_for_hopper(norm.backward_kernel, tensors | numbers, constants, warps)
+    cubin, cuobjdump = compile_for_hopper(norm_kernels.backward_kernel, tensors | numbers, constants, warps)
     if not cuobjdump.exists():
         pytest.skip(f"no {cuobjdump} in this triton")
     (tmp_path / "kernel.cubin").write_bytes(cubin)

@@ -1,23 +1,20 @@
 """The protocol of userbuffers on ranks that are threads: what arrives, in which order it is added, what is awaited."""
 
-import threading
+import ctypes
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from te_lite import _C
 from te_lite.functional.saved import load, save
-from te_lite.overlap import arena
-from te_lite.overlap.arena import ALIGNMENT, Arena, HostMemory, aligned
-from te_lite.overlap.bootstrap import BootstrapError
+from te_lite.overlap.arena import ALIGNMENT, Arena, aligned
 from te_lite.overlap.buffers import Gather, Scatter, following, gathered_bytes, part_offsets
 from te_lite.overlap.group import SLOTS
 from te_lite.quantize.mxfp8 import MXFormat
 from te_lite.quantize.qtensor import QTensor
 from te_lite.testing.numerics import assert_bitwise_equal
-from tests.overlap.threads import LIMIT_S, in_group, make_group, on_threads, plain, poison
+from tests.overlap.threads import LIMIT_S, in_group, on_threads, plain, poison
 
 
 def shard(rank: int, use: int, m: int = 5, k: int = 32) -> torch.Tensor:
@@ -43,10 +40,13 @@ def partial(source: int, destination: int, use: int) -> torch.Tensor:
 
 
 def scatter(group, use: int) -> torch.Tensor:
-    """Each partial whole, or in one or two pieces."""
-    cuts = (2, 1, 2)[: group.size - 1] if use % 2 else None
-    exchange = Scatter(group, 6, 32, torch.bfloat16, cuts)
+    """Each partial whole, or in one or two pieces, or all at once."""
+    cuts = (2, 1, 2)[: group.size - 1] if use % 2 else ()
+    exchange = Scatter(group, (6, 32), torch.bfloat16, cuts)
     exchange.expect()  # which does nothing on CPU ranks
+    if use % 3 == 0:
+        exchange.push_all(torch.cat([partial(group.rank, peer, use).bfloat16() for peer in range(group.size)]))
+        return exchange.reduce(partial(group.rank, group.rank, use))
     for peer, cut in zip(following(group.rank, group.size), exchange.cuts, strict=True):
         for i, piece in enumerate(partial(group.rank, peer, use).bfloat16().chunk(cut)):
             exchange.push(piece.contiguous(), peer, i)
@@ -78,6 +78,36 @@ def test_many_uses_of_few_slots_whatever_the_epoch(size, first_epoch):
             assert_bitwise_equal(f"sum {use}", scatter(group, use), summed(size, group.rank, use))
 
     in_group(size, run, first_epoch=first_epoch)
+
+
+def stored(group, use: int, blocks: int) -> torch.Tensor:
+    """As a kernel of the caller's does it: partials and flags, block by block, written where `targets` says."""
+    exchange = Scatter(group, (6, 32), torch.bfloat16, blocks=blocks)
+    to, arrived = exchange.targets
+    _, room = exchange.buffer.flags(exchange.slot)
+    for peer in following(group.rank, group.size):
+        end = time.monotonic() + LIMIT_S
+        while (exchange.epoch - 1 - int(room[peer])) & 0xFFFFFFFF not in (
+            0,
+            0xFFFFFFFF,
+        ):  # cyclically, at most one ahead
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    for block in range(blocks):
+        for peer in following(group.rank, group.size):
+            rows = partial(group.rank, peer, use).bfloat16().chunk(blocks)[block].contiguous()
+            ctypes.memmove(to[peer] + block * rows.nbytes, rows.data_ptr(), rows.nbytes)
+            ctypes.c_uint32.from_address(arrived[peer] + 4 * block).value = exchange.epoch
+    return exchange.reduce(partial(group.rank, group.rank, use))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_partials_that_a_kernel_stores(blocks):
+    def run(group):
+        for use in range(2 * SLOTS + 1):
+            assert_bitwise_equal(f"sum {use}", stored(group, use, blocks), summed(group.size, group.rank, use))
+
+    in_group(4, run, first_epoch=2**32 - 2)
 
 
 def test_the_order_of_the_sum_shows():
@@ -220,97 +250,6 @@ def test_the_shape_that_was_asked_for_fits():
             assert not group.scatter_refusal(m, hidden, torch.bfloat16)
 
         in_group(size, run, tokens=tokens, hidden=hidden)
-
-
-def until_broken(group) -> None:
-    """Raises GroupBroken, or comes back when the limit has passed."""
-    for _ in range(int(LIMIT_S / 0.02)):
-        group.control.check()
-        time.sleep(0.02)
-
-
-def broken(group, text: str) -> str:
-    """The message with which the group is broken, which must come within the limit."""
-    with pytest.raises(_C.GroupBroken) as caught:
-        until_broken(group)
-    assert text in str(caught.value), str(caught.value)
-    return str(caught.value)
-
-
-def test_ranks_that_do_not_run_the_same_are_named_on_all():
-    def run(group):
-        for _ in range(3):
-            group.announce("fc1 fprop, bf16 [5, 32]")
-        group.announce(f"fc1 fprop, bf16 [{5 + group.rank // 2}, 32]")
-        return broken(group, "as operation 4")
-
-    for text in in_group(3, run):  # rank 2 is compared with rank 0 here and with rank 1 there
-        assert "bf16 [5, 32]" in text and "rank 2 runs fc1 fprop, bf16 [6, 32]" in text
-
-
-def test_an_error_in_one_rank_ends_the_operation_on_all():
-    def run(group):
-        with pytest.raises((ValueError, _C.GroupBroken)) as caught:
-            with group.operation("fc1 fprop"):
-                gather = Gather(group, plain(shard(group.rank, 0)), "row", own=True)
-                if group.rank == 1:
-                    raise ValueError("a GEMM went wrong")
-                gather.whole()
-                gather.close()
-                until_broken(group)
-        assert isinstance(caught.value, ValueError if group.rank == 1 else _C.GroupBroken)
-        assert "rank 5 failed in fc1 fprop: ValueError: a GEMM went wrong" in broken(group, "")
-        with pytest.raises(_C.GroupBroken, match="a GEMM went wrong"):
-            group.announce("the next call")
-
-    def start(rank, exchange):
-        group = make_group(exchange)
-        try:
-            run(group)
-        finally:
-            group.close()
-
-    on_threads(3, start, ranks=(3, 5, 9))
-
-
-def test_a_wait_that_is_overdue_names_whom_it_waits_for(monkeypatch):
-    monkeypatch.setenv("TE_LITE_UB_TIMEOUT", "0.5")
-
-    def run(group):
-        if group.rank == 1:
-            time.sleep(1.5)
-            return broken(group, "")
-        with pytest.raises(_C.GroupBroken) as caught, group.operation("fc2 dgrad"):
-            Gather(group, plain(shard(0, 0)), "row", own=False).shard(1)
-        return str(caught.value)
-
-    first, second = in_group(2, run)
-    assert first == second
-    for part in ("fc2 dgrad", "gather[0]", "rank 0 has waited", "data from rank 1", "epoch 1 is expected, 0 is seen"):
-        assert part in first, first
-
-
-@pytest.mark.parametrize("step", ["allocating", "mapping"])
-def test_memory_that_one_rank_cannot_map_is_every_ranks_error(monkeypatch, step):
-    """With the rank that failed and its reason. It can be tried again."""
-    here = threading.local()
-
-    class Memory(HostMemory):
-        def __init__(self, fd, size):
-            here.made = getattr(here, "made", 0) + 1
-            if here.rank == 2 and here.made == (1 if step == "allocating" else 2):
-                raise OSError("no memory for you")
-            super().__init__(fd, size)
-
-    def run(rank, exchange):
-        here.rank = rank
-        with pytest.raises(BootstrapError, match=rf"{step} .* rank 2 \(OSError: no memory for you\)") as caught:
-            make_group(exchange)
-        make_group(exchange).close()
-        return str(caught.value)
-
-    monkeypatch.setattr(arena, "HostMemory", Memory)
-    assert len(set(on_threads(3, run))) == 1
 
 
 PLACES = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]

@@ -1,0 +1,144 @@
+// Hopper's instructions that C++ has no words for: tensor copies, barriers in shared memory, wgmma. For kernels that are
+// compiled with A_TYPE and B_TYPE (bf16, f16, e4m3, e5m2), the types of operands, B_T, OUT_TYPE (bf16, f16) and COLUMNS
+// (128, 256) of a tile.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+#define IS_BYTE_e4m3 1
+#define IS_BYTE_e5m2 1
+#define IS_BYTE_bf16 0
+#define IS_BYTE_f16 0
+#define IS_BYTE_(x) IS_BYTE_##x
+#define IS_BYTE(x) IS_BYTE_(x)
+
+
+__device__ __forceinline__ void bar_init(u32 bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+__device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra WAIT; DONE: }"
+      ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void bar_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+// The same barrier in block `cta` of the cluster. Not released to the cluster: reads of wgmma are over when it is.
+__device__ __forceinline__ void bar_arrive_at(u32 bar, u32 cta) {
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [remote]; }"
+      ::"r"(bar), "r"(cta) : "memory");
+}
+// A box of a matrix to shared memory; kBoth: to both blocks of the cluster, at the same place.
+template <bool kBoth>
+__device__ __forceinline__ void load_box(u32 to, const void* map, u32 bar, int column, int row) {
+  if (kBoth) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;"
+        ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "h"((u16)3) : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+        ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
+  }
+}
+__device__ __forceinline__ void prefetch_box(const void* map, int column, int row) {  // to L2
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row) : "memory");
+}
+// And back, what lies within the matrix.
+__device__ __forceinline__ void store_box(const void* map, u32 from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+               ::"l"(map), "r"(from), "r"(column), "r"(row) : "memory");
+}
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+// A word and its barrier, in block `cta` of the cluster.
+__device__ __forceinline__ void send(u32 word, u32 bar, int value, u32 cta) {
+  asm volatile(
+      "{ .reg .b32 to, remote; mapa.shared::cluster.u32 to, %0, %3; mapa.shared::cluster.u32 remote, %1, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %2, [remote]; }"
+      ::"r"(word), "r"(bar), "r"(value), "r"(cta) : "memory");
+}
+
+// Of an operand in shared memory, in boxes 128 bytes wide and swizzled, whose groups of 8 rows are 1024 bytes apart. K
+// lies along the rows, or (apart: bytes from box to box) across them.
+__device__ __forceinline__ u64 descriptor(u32 address, u32 apart = 16) {
+  return (u64)((address & 0x3ffff) >> 4) | (u64)(apart >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+// d += a[64, 32 bytes] @ b[COLUMNS, 32 bytes]^T, or d = where add is 0; with B_T of b as [K, COLUMNS]. d[4 * j + 2 * h + i]: row warp * 16 + 8 * h +
+// lane / 4, column 8 * j + lane % 4 * 2 + i.
+#define D(i) "+f"(d[i])
+#define D8(i) D(i), D(i + 1), D(i + 2), D(i + 3), D(i + 4), D(i + 5), D(i + 6), D(i + 7)
+#define D64(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24), D8(i + 32), D8(i + 40), D8(i + 48), D8(i + 56)
+#define NAMES_64 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
+  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54," \
+  "%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#if COLUMNS == 256
+#define ACCUMULATORS D64(0), D64(64)
+#define NAMES \
+  NAMES_64 "," \
+  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89," \
+  "%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112," \
+  "%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define BEFORE "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
+#define AFTER "}, %128, %129, p, 1, 1"
+#else
+#define ACCUMULATORS D64(0)
+#define NAMES NAMES_64
+#define BEFORE "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+#define AFTER "}, %64, %65, p, 1, 1"
+#endif
+#if IS_BYTE(A_TYPE)
+#define DEPTH "k32"
+#define END "; }"
+#else
+#define DEPTH "k16"
+#define END ", 0, " TEXT(B_T) "; }"
+#endif
+__device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u64 a, u64 b, int add) {
+  asm volatile(BEFORE "wgmma.mma_async.sync.aligned.m64n" TEXT(COLUMNS) DEPTH ".f32." TEXT(A_TYPE) "." TEXT(B_TYPE)
+               " {" NAMES AFTER END : ACCUMULATORS : "l"(a), "l"(b), "r"(add));
+}
+template <int N>
+__device__ __forceinline__ void wgmma_wait(float (&d)[COLUMNS / 2]) {  // until N groups are left
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+__device__ __forceinline__ u32 load_shared(u32 address) {
+  u32 w;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(w) : "r"(address) : "memory");
+  return w;
+}
+__device__ __forceinline__ void store_shared(u32 address, u32 w) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(w) : "memory");
+}
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 w;
+  asm("cvt.rn." TEXT(OUT_TYPE) "x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
+  return w;
+}
+__device__ __forceinline__ float unpack(u32 half) {
+  float v;
+  asm("cvt.f32." TEXT(OUT_TYPE) " %0, %1;" : "=f"(v) : "h"((u16)half));
+  return v;
+}

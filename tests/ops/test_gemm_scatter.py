@@ -1,0 +1,291 @@
+"""GEMM + reduce-scatter in one launch: one rank on one GPU, with slots and flags as the others would leave them."""
+
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from te_lite.ops import gemm_scatter as S
+from te_lite.ops.gemm_tiles import scaled_product_ref
+from te_lite.ops.reduce import reduce_slots_ref
+from te_lite.testing.numerics import assert_bitwise_equal
+from tests.ops import fused
+from tests.ops.fused import BF16, E4M3, E5M2, FP16, FP32, Case, Late
+from tests.ops.test_gemm import within
+from tests.ops.test_gemm_gather import accumulation
+
+CASES = [
+    Case(2, 7, 64, 32),
+    Case(2, 130, 72, 288, FP16, out=FP16, bias=FP16, wire=FP16),
+    Case(4, 300, 136, 96, bias=BF16),
+    Case(4, 7, 96, 64, E4M3, scale="row", bias=BF16),
+    Case(2, 512, 400, 288, E4M3, scale="tensor"),
+    Case(2, 130, 400, 288, E4M3, scale="row", bias=FP32),
+    Case(4, 770, 272, 160, E5M2, E4M3, out=FP16, scale="tensor", wire=FP16),
+    Case(4, 1024, 512, 992, bias=BF16),
+    Case(8, 130, 1040, 288, E4M3, scale="row"),
+    Case(2, 2560, 136, 1056, bias=FP32),
+    Case(3, 512, 64, 1024, E4M3, E5M2, scale="tensor"),
+    Case(2, 130, 72, 288, FP16, out=FP16, bias=FP32, wire=FP16, turned=True),
+    Case(4, 300, 136, 96, bias=BF16, turned=True),
+    Case(4, 1024, 512, 992, turned=True),
+]
+TO, STAGING, READY, FREE, COUNTERS, DELTA, ABORT = 2, 4, 5, 6, 7, 9, 10  # places in what arguments() gives
+
+
+class Rank:
+    """What one rank calls gemm_scatter with when `sent` [R, m, N] has come: epoch 5 of word 3.
+
+    products [R, m, N], told [R, P]: where it stores the others' rows and flags.
+    """
+
+    def __init__(self, case: Case, p: fused.Problem, rank: int, sent: torch.Tensor | None = None) -> None:
+        shape, blocks = (case.ranks, case.m, case.n), S.blocks(case.m)
+        staging = (torch.randn(shape) if sent is None else sent).to(case.wire).cuda()
+        staging[rank] = float("nan")
+        ready = fused.words(case.ranks, blocks + 1, device="cuda") + 5
+        ready[rank] = 0
+        free = fused.words(case.ranks, device="cuda") + 4
+        free[rank] = 0
+        self.products = fused.poisoned(*shape, dtype=case.wire, device="cuda")
+        self.told = fused.words(case.ranks, blocks, device="cuda")
+        counters = fused.words(case.ranks * blocks + 1, device="cuda")
+        self.arguments = [
+            p.a, p.b, [t.data_ptr() for t in self.products], [t.data_ptr() for t in self.told], staging, ready,
+            free, counters, fused.words(1, device="cuda") + 3, 2, fused.words(1, device="cuda"), rank, p.a_scale,
+            p.b_scale, p.bias,
+        ]  # fmt: skip
+        self.rank, self.others = rank, [r for r in range(case.ranks) if r != rank]
+
+    def run(self) -> torch.Tensor:
+        self.products.fill_(float("nan"))
+        self.told.zero_()
+        out = S.gemm_scatter(*self.arguments)
+        fused.finish(self.arguments[ABORT])
+        assert not self.arguments[COUNTERS].any()
+        assert (self.told[self.others] == 5).all() and not self.told[self.rank].any()
+        assert self.products[self.rank].isnan().all()
+        return out
+
+
+@pytest.fixture(params=[128, 256])
+def columns(request, monkeypatch):
+    """Of a tile, whatever gemm_scatter would choose."""
+    monkeypatch.setattr(S, "tile_columns", lambda *shape: request.param)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_fp64(case, columns):
+    p = fused.problem(case, "cuda")
+    want, magnitude = (t.view(case.ranks, case.m, case.n) for t in fused.truth(case, p))
+    bound = accumulation(case, "cuda")
+    for rank in {0, case.ranks - 1}:
+        one = Rank(case, p, rank)
+        out = one.run()
+        for other in one.others:
+            assert within(one.products[other], want[other], magnitude[other], bound), f"rank {rank}, rows of {other}"
+        parts = [one.arguments[STAGING][r].cpu().double() for r in one.others]
+        parts += [] if p.bias is None else [p.bias.cpu().double().expand(case.m, -1)]
+        total, size = sum(parts, want[rank]), sum((part.abs() for part in parts), magnitude[rank])
+        assert out.dtype == case.out and within(out, total, size, bound + case.ranks * 2.0**-24), f"rank {rank}"
+        assert not within(out, want[rank] + total, size, bound)
+
+
+def expected(case: Case, p: fused.Problem, one: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+    """(products of all rows, this rank's sum), where no sum is rounded."""
+    products = scaled_product_ref(p.a, p.b, p.a_scale, p.b_scale).view(case.ranks, case.m, case.n)
+    own = reduce_slots_ref(one.arguments[STAGING], products[one.rank], p.bias, one.rank, case.out)
+    return products.to(case.wire), own
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_is_exact(case, columns):
+    """Where no sum is rounded, every bit is the oracle's, and on every run."""
+    p = fused.problem(case, "cuda", exact=True)
+    one = Rank(case, p, case.ranks - 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float())
+    products, own = expected(case, p, one)
+    for _ in range(3):
+        assert_bitwise_equal("own rows", one.run(), own)
+        assert_bitwise_equal("others' rows", one.products[one.others], products[one.others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_same_bits_on_every_run(case, columns):
+    one = Rank(case, fused.problem(case, "cuda"), 0)
+    first, products = one.run(), one.products[1:].clone()
+    for _ in range(3):
+        assert_bitwise_equal("own rows", one.run(), first)
+        assert_bitwise_equal("others' rows", one.products[1:], products)
+
+
+MANY_TILES = [
+    Case(4, 1024, 512, 992, bias=BF16),
+    Case(5, 2304, 64, 1296, E4M3, scale="tensor"),
+    Case(6, 300, 8, 4096, FP16, out=FP16, wire=FP16),
+    Case(7, 1100, 128, 528, E4M3, E5M2, scale="row"),
+    Case(8, 512, 200, 1024, turned=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clusters", [1, 3])
+@pytest.mark.parametrize("case", MANY_TILES, ids=str)
+def test_few_clusters_do_all_tiles(case, clusters, columns, monkeypatch):
+    """As where others hold the device: each then takes many more tiles than it remembers."""
+    monkeypatch.setattr(S, "sm_count", lambda device: 2 * clusters)
+    p = fused.problem(case, "cuda", exact=True)
+    one = Rank(case, p, 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float())
+    products, own = expected(case, p, one)
+    assert_bitwise_equal("own rows", one.run(), own)
+    assert_bitwise_equal("others' rows", one.products[one.others], products[one.others])
+
+
+@pytest.mark.gpu
+def test_a_scale_a_row_beside_one_for_all():
+    case = CASES[5]
+    p = fused.problem(case, "cuda")
+    one = Rank(case, p, 0)
+    one.arguments[-2] = p.b_scale[:1]
+    out, products = one.run(), one.products[1:].clone()
+    one.arguments[-2] = p.b_scale[:1].expand(case.n).contiguous()
+    assert_bitwise_equal("own rows", one.run(), out)
+    assert_bitwise_equal("others' rows", one.products[1:], products)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("epoch", fused.EPOCHS)
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[7]], ids=str)
+def test_it_waits(case, epoch, columns):
+    """What the others send comes late, by a copy engine, over what an earlier epoch left."""
+    p = fused.problem(case, "cuda", exact=True)
+    sent = torch.randint(-3, 4, (case.ranks, case.m, case.n)).to(case.wire)
+    one = Rank(case, p, 1, sent)
+    _, want = expected(case, p, one)
+    args, blocks = one.arguments, S.blocks(case.m)
+    staging, ready = args[STAGING].fill_(float("nan")), args[READY].fill_(fused.as_int32(epoch - 1))
+    args[DELTA - 1].zero_()
+    args[FREE].fill_(fused.as_int32(epoch - 1))
+    S.gemm_scatter(*args[:DELTA], epoch - 1, *args[DELTA + 1 :])  # compiled before anything waits
+    torch.cuda.synchronize()
+    late, rows = Late(), -(-case.m // S.ROWS) // blocks * S.ROWS
+    for source in one.others:
+        for block in range(blocks):
+            part = slice(block * rows, min((block + 1) * rows, case.m))
+            late.copy(staging[source, part], sent[source, part])
+            late.copy(ready[source, block : block + 1], fused.as_int32(epoch))
+    late.start()
+    got = S.gemm_scatter(*args[:DELTA], epoch, *args[DELTA + 1 :])
+    early = torch.cuda.Event()
+    early.record()
+    assert not early.query(), "it ended before the last flag"
+    fused.finish(args[ABORT])
+    assert_bitwise_equal("own rows", got, want)
+    assert (one.told[one.others] == fused.as_int32(epoch)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("epoch", fused.EPOCHS)
+def test_it_stores_once_there_is_room(epoch):
+    case = CASES[7]
+    p = fused.problem(case, "cuda", exact=True)
+    one = Rank(case, p, 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float())
+    products, own = expected(case, p, one)
+    args = one.arguments
+    one.run()  # compiled before anything waits
+    args[DELTA - 1].zero_()
+    args[READY].fill_(fused.as_int32(epoch))
+    args[FREE].fill_(fused.as_int32(epoch - 2))
+    one.products.fill_(float("nan"))
+    late = Late()
+    for peer in one.others:
+        late.copy(args[FREE][peer : peer + 1], fused.as_int32(epoch - 1))
+    copied, beside = torch.empty_like(one.products, device="cpu").pin_memory(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    got = S.gemm_scatter(*args[:DELTA], epoch, *args[DELTA + 1 :])
+    ended = torch.cuda.Event()
+    ended.record()
+    assert not fused.finished_within(0.05, ended)
+    with torch.cuda.stream(beside):
+        copied.copy_(one.products, non_blocking=True)
+    beside.synchronize()
+    assert copied.isnan().all()
+    late.start(0.0)
+    fused.finish(args[ABORT])
+    assert_bitwise_equal("own rows", got, own)
+    assert_bitwise_equal("others' rows", one.products[one.others], products[one.others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [READY, FREE])
+def test_abort_ends_the_wait(flags):
+    one = Rank(CASES[7], fused.problem(CASES[7], "cuda"), 0)
+    one.run()
+    one.arguments[flags].zero_()
+    stop = Late().copy(one.arguments[ABORT], 1)
+    S.gemm_scatter(*one.arguments)
+    ended = torch.cuda.Event()
+    ended.record()
+    assert not fused.finished_within(0.05, ended)
+    stop.start(0.0)
+    assert fused.finished_within(fused.PATIENCE_S, ended)
+    assert not one.arguments[COUNTERS].any()
+
+
+def played(case: Case) -> list:
+    """Arguments on the CPU, enough to be refused."""
+    p, blocks = fused.problem(case, "cpu"), S.blocks(case.m)
+    staging, words = torch.zeros(case.ranks, case.m, case.n, dtype=case.wire), fused.words(1, device="cpu")
+    ready, counters = fused.words(case.ranks, blocks, device="cpu"), fused.words(case.ranks * blocks + 1, device="cpu")
+    free = fused.words(case.ranks, device="cpu")
+    return [p.a, p.b, [0] * case.ranks, [0] * case.ranks, staging, ready, free, counters, words, 2, words, 0]
+
+
+def test_errors_name_value_rule_and_remedy():
+    args = played(CASES[1])
+    with pytest.raises(ValueError, match=r"\[1, 1, 2, 3\]: must be \[2, 1, 2, 3\].*reserve"):
+        S.gemm_scatter(*args[:READY], args[READY][:1], *args[READY + 1 :])
+    with pytest.raises(ValueError, match=r"\[2, 1, 1, 3\]: must be \[2, 1, 2, 3\]"):
+        S.gemm_scatter(*args[:FREE], args[FREE][:1], *args[FREE + 1 :])
+    with pytest.raises(ValueError, match=r"\[2, 1, 2, 2\]: must be \[2, 1, 2, 3\]"):
+        S.gemm_scatter(*args[:COUNTERS], args[COUNTERS][:2], *args[COUNTERS + 1 :])
+    with pytest.raises(ValueError, match="float32.*bf16 or fp16; take a ring"):
+        S.gemm_scatter(*args[:STAGING], args[STAGING].float(), *args[STAGING + 1 :])
+    with pytest.raises(ValueError, match="N a multiple of 8"):
+        S.gemm_scatter(*played(replace(CASES[1], n=284)))
+    with pytest.raises(ValueError, match="R from 2 to 8"):
+        S.gemm_scatter(*played(replace(CASES[0], ranks=9)))
+    with pytest.raises(ValueError, match="65 rows for 2 ranks with 130"):
+        S.gemm_scatter(args[0][:65], *args[1:])
+
+
+@pytest.mark.parametrize(("m", "blocks"), [(1, 1), (256, 1), (257, 2), (2048, 8), (2049, 3), (2816, 1), (4096, 8)])
+def test_blocks_have_equally_many_tiles(m, blocks):
+    assert S.blocks(m) == blocks
+
+
+def test_tiles_and_lag_of_the_shapes_that_were_measured():
+    """132 multiprocessors, 4 ranks: proj and fc2 of 70b, fc2 of 8b, small."""
+    assert [S.tile_columns(m, n, 4, 66) for m, n in ((2048, 8192), (2048, 4096), (512, 4096))] == [256, 256, 128]
+    assert [S.lag(others, blocks, 66) for others, blocks in ((96, 8), (48, 8), (96, 2))] == [2, 3, 2]
+
+
+@pytest.mark.parametrize(("a", "b", "scales", "out", "ranks", "b_t"), [
+    (BF16, BF16, "none", BF16, 4, False), (FP16, FP16, "none", FP16, 8, True), (E4M3, E4M3, "tensor", BF16, 4, False),
+    (E4M3, E5M2, "row", FP16, 2, False), (E4M3, E4M3, "row", BF16, 8, False), (BF16, BF16, "none", BF16, 4, True),
+])  # fmt: skip
+@pytest.mark.parametrize("columns", [128, 256])
+def test_it_compiles(a, b, scales, out, ranks, b_t, columns, tmp_path):
+    """By nvcc, on a machine without NVRTC: no wgmma waits for the one before, and hardly a register is spilled."""
+    if not (nvcc := shutil.which("nvcc")):
+        pytest.skip("no nvcc")
+    command = [nvcc, "-std=c++17", *S.macros(a, b, scales, out, ranks, b_t, columns), "-cubin", "-Xptxas=-v"]
+    command += ["-gencode=arch=compute_90a,code=sm_90a", "-o", tmp_path / "x.cubin", S._SOURCES / "gemm_scatter.cu"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "serialized" not in said
+    spilled = int(said.split(" bytes spill stores")[0].split()[-1])
+    assert spilled <= 96, said
