@@ -56,8 +56,9 @@ def crashed_copy(result: Run, directory: Path) -> Path:
 def test_learns_and_reports(fp8_run: Run) -> None:
     log, summary = fp8_run.log, fp8_run.log["summary"]
     assert len(log["losses"]) == STEPS and summary["steps"] == STEPS
-    # an untrained model pays ln 256 = 5.5 and more; without context no model gets below the unigram entropy
-    assert log["losses"][0] > 5.0
+    # How much an untrained model pays hangs on the text, which is this Python's library: near ln 256 = 5.5, less where
+    # bytes repeat. Without context no model gets below the unigram entropy.
+    assert log["losses"][0] > 1.5 * summary["unigram_entropy"]
     assert sum(log["losses"][-5:]) / 5 < 1.15 * summary["unigram_entropy"]
     assert summary["held_out_loss"] < 1.15 * summary["unigram_entropy"]
     assert summary["tokens_per_second"] > 0
