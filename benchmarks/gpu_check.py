@@ -80,7 +80,8 @@ def limit(name: str, args: argparse.Namespace) -> float:
 
 def portable(text: str, out: Path) -> str:
     """`text` without this machine's folders: it goes into a file that others read."""
-    for place, name in ((sys.executable, "python"), (f"{ROOT}/", ""), (str(out), "OUT"), (sys.prefix, "PREFIX")):
+    places = {sys.executable: "python", f"{ROOT}/": "", str(ROOT): ".", str(out): "OUT", sys.prefix: "PREFIX"}
+    for place, name in places.items():
         text = text.replace(place, name)
     return text
 
