@@ -37,7 +37,9 @@ MOST_BLOCKS = 8
 
 @cache
 def unavailable(device: torch.device) -> str:
-    """Why the kernel cannot run on a CUDA device, or ""."""
+    """Why the kernel cannot run on a device, or ""."""
+    if device.type != "cuda":
+        return "the fused reduce-scatter needs a GPU"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "the fused reduce-scatter is written for compute capability 9.0"
     return "" if _has_compiler() else "the fused reduce-scatter is compiled at run time: pip install cuda-bindings"

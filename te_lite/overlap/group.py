@@ -63,8 +63,7 @@ class Group:
             )
         self.closed = False
         # Of all ranks: one that took a ring where the others do not would wait for them, and they for it.
-        reasons = exchange.all(unavailable(device) if device.type == "cuda" else "")
-        self.no_fused_scatter = next(filter(None, reasons), "")
+        self.no_fused_scatter = next(filter(None, exchange.all(unavailable(device))), "")
         self.choices = Choices(exchange, device)
         self.arena = Arena(self.rank, self.size, device)
         whole = tokens * hidden * dtype.itemsize

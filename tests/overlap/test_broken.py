@@ -86,6 +86,24 @@ def test_a_wait_that_is_overdue_names_whom_it_waits_for(monkeypatch):
         assert part in first, first
 
 
+def test_a_fused_scatter_that_one_rank_cannot_run_is_refused_on_all(monkeypatch):
+    """It and a ring wait for different flags. Where all can, nobody refuses."""
+    here = threading.local()
+    monkeypatch.setattr("te_lite.overlap.group.unavailable", lambda device: here.reason)
+
+    def run(reasons):
+        def start(rank, exchange):
+            here.reason = reasons[rank]
+            group = make_group(exchange)
+            group.close()
+            return group.no_fused_scatter
+
+        return on_threads(3, start)
+
+    assert run(["", "", "no compiler"]) == ["no compiler"] * 3
+    assert run(["", "", ""]) == [""] * 3
+
+
 @pytest.mark.parametrize("step", ["allocating", "mapping"])
 def test_memory_that_one_rank_cannot_map_is_every_ranks_error(monkeypatch, step):
     """With the rank that failed and its reason. It can be tried again."""
