@@ -3,7 +3,7 @@
     collective    | NCCL | GEMM |                   or    | GEMM | NCCL |
     ring          | own | rank+1 | rank+2 | ...          | to rank+1 | to rank+2 | ... | own | sum |
     copies          | rank+1 | rank+2 | ...                         | rank+1    | rank+2 | ...
-    fused         | own tiles | rank+1's | ... |          | to rank+1 | to rank+2 | ... | own tiles, summed |
+    fused         | own tiles | rank+1's | ... |          | others' tiles | others' and own, summed | own |
 
 All ranks do the same at the same time: what the i-th push of one rank brings is what each waits for as its i-th. Copies
 and GEMMs do not slow each other here. Times are microseconds, bandwidths GB/s.
@@ -14,7 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapreplace
 
-from te_lite.ops.gemm_tiles import choose
+from te_lite._C import MOST_FUSED_RANKS
+from te_lite.ops.gemm_fused import ROWS
+from te_lite.ops.gemm_gather import tile_columns as gather_columns
+from te_lite.ops.gemm_scatter import blocks, lag
+from te_lite.ops.gemm_scatter import tile_columns as scatter_columns
 from te_lite.overlap.ring import cuts
 
 # cuBLAS's tiles, height and width.
@@ -25,17 +29,18 @@ WIRE = 2  # bytes of a partial sum on its way, and of a result
 
 @dataclass(frozen=True)
 class Machine:
-    """An H200. "fitted": to the rows gemm, copies, collective of overlap_gemms.json, never to a ring or fused one."""
+    """An H200. "fitted": to the rows gemm, copies, collective of overlap_gemms.json; `stores` alone to a fused one."""
 
     sms: int = 132
     tflops: tuple[float, float] = (830.0, 1590.0)  # fitted: bf16, fp8, of full waves of 128 x 256 tiles
     tile_end: float = 1.5  # fitted: the end of such a tile, which the next one does not hide
     launch: float = 4.0  # fitted: what a kernel costs beside its tiles
-    traffic: float = 45.2  # of 1 / height + 1 / width: a tile of 128 x 128 has 0.85 of the rate (ops/gemm_tiles.py)
-    fused: float = 0.97  # of cuBLAS's rate, alone and with all data there (docs/performance.md)
+    traffic: float = 45.2  # of 1 / height + 1 / width: a tile of 128 x 128 has 0.85 of the rate, as it had in Triton
     bandwidth: float = 389.0  # copy engines, each pushing to one peer, all ranks at once: the slope of copies
     start: float = 10.0  # fitted: from the main stream to the copy stream
     transfer: float = 6.5  # a push and its flag, what cutting three of them in two costs
+    stores: float = 0.82  # of bandwidth, by multiprocessors in place of copy engines: fitted to fused RS proj 70b fp8
+    flag: float = 5.0  # from a tile's last byte to its block's flag: a write across the links (docs/performance.md)
     wait: float = 3.0  # a kernel that waits for flags (docs/performance.md)
     nccl_share: float = 0.81  # fitted at tp 4: of bandwidth
     nccl: float = 27.0  # fitted at tp 4, and taken the same at every tp
@@ -148,28 +153,43 @@ def ring(machine: Machine, p: Problem) -> float:
 
 
 def fused(machine: Machine, p: Problem) -> float:
-    """te_lite/overlap/fused.py: the clock of each program of the persistent kernel."""
-    gather = p.op == "AG"
-    config = choose(p.rows, p.tp if gather else 1, p.n, ITEMSIZE[p.dtype], machine.sms)
-    high, wide = config.block_m, config.block_n
-    count, most = tiles(p, p.rows, high, wide), machine.sms * config.per_sm
-    each, half = (tile(machine, p, high, w) * config.per_sm / machine.fused for w in (wide, wide // 2))
-    if gather:
-        rest = p.tp * count % most  # the last round, taken in halves as in te_lite/ops/gemm_gather.py
-        tail = rest if 2 * rest <= most and rest <= (p.tp - 1) * count and wide == 256 else 0
-        clocks = [machine.wait + machine.launch] * most
-        ready = [there for there in (0.0, *pushed(machine, p)) for _ in range(count)]
-        for number, there in enumerate(ready):
-            last = number >= len(ready) - tail
-            walk(clocks, there, 1 + last, half if last else each)
-        return max(clocks)
-    begin, flags = push_others(machine, p)
-    clocks = [begin + machine.launch] * most
-    summed = us(most * high * wide * WIRE * p.tp, machine.memory)  # by all programs at once: the slots and the result
-    across, up = tiles(p, 1, 1, wide), count // tiles(p, 1, 1, wide)
-    for number in range(count):  # rows of tiles in groups, as in te_lite/ops/gemm_tiles.py
-        first = number // (config.group * across) * config.group
-        row = first + number % (config.group * across) % min(up - first, config.group)
-        there = flags[-1][(min((row + 1) * high, p.rows) - 1) * len(flags[-1]) // p.rows]  # from the rank that is last
-        walk(clocks, there - each, 1, each + summed)  # waits after the product
+    """te_lite/overlap/fused.py, pair of tiles by pair; a ring where there is no kernel."""
+    if p.tp > MOST_FUSED_RANKS:
+        return ring(machine, p)
+    return fused_gather(machine, p) if p.op == "AG" else fused_scatter(machine, p)
+
+
+def fused_gather(machine: Machine, p: Problem) -> float:
+    """The clock of each cluster of te_lite/csrc/gemm_fused.cu: pairs of tiles, shard by shard. A tile is stored while
+    the next one is multiplied, but rounded before: it has an end as cuBLAS's has."""
+    clusters = machine.sms // 2
+    wide = gather_columns(p.rows, p.n, p.tp, False, clusters)
+    clocks = [machine.wait + machine.launch] * clusters
+    for arrived in (0.0, *pushed(machine, p)):
+        walk(clocks, arrived, tiles(p, p.rows, ROWS, wide), tile(machine, p, ROWS // 2, wide))
+    return max(clocks)
+
+
+def fused_scatter(machine: Machine, p: Problem) -> float:
+    """The clock of each cluster of te_lite/csrc/gemm_fused.cu. A pair for another rank goes out while the next one is
+    multiplied: three quarters into that its last box leaves, or as soon as the link has room."""
+    clusters = machine.sms // 2
+    wide, count = scatter_columns(p.rows, p.n, p.tp, clusters), blocks(p.rows)
+    pairs = -(-p.rows // ROWS) // count * -(-p.n // wide)  # of one rank's rows in a block
+    others = (p.tp - 1) * pairs
+    behind = lag(others, count, clusters)
+    each = tile(machine, p, ROWS // 2, wide)
+    sent = us(p.shard_bytes / count / pairs, machine.bandwidth * machine.stores)
+    summed = us(clusters * ROWS * wide * WIRE * (p.tp - 1), machine.memory)  # by all at once: the slots
+    clocks, link, flags = [machine.wait + machine.launch] * clusters, 0.0, []
+    for block in range(count + behind):
+        arrived = 0.0
+        for _ in range(others if block < count else 0):
+            done = clocks[0] + each
+            heapreplace(clocks, done)
+            link = max(link, done) + sent
+            arrived = max(link, done + 0.75 * each)
+        flags.append(arrived + machine.flag)
+        if block >= behind:
+            walk(clocks, flags[block - behind] - each, pairs, each + summed)  # waits after the product
     return max(clocks)

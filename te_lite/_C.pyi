@@ -20,12 +20,6 @@ class DriverInfo(TypedDict):
 def driver_info() -> DriverInfo:
     """The CUDA driver and its devices. Raises nothing for a machine without them."""
 
-def can_access_peer(a: int, b: int) -> bool:
-    """Whether device a can reach memory of device b; True for a == b.
-
-    RuntimeError where the driver is unavailable, ValueError for an ordinal that does not exist.
-    """
-
 class Kernel:
     """A compiled kernel with what its launches have in common.
 
@@ -37,28 +31,30 @@ class Kernel:
     def launch(self, programs: int, stream: int, arguments: tuple[int | float | None, ...]) -> None:
         """Launches (programs, 1, 1) on the stream handle. RuntimeError when the driver refuses."""
 
-MOST_SCATTER_RANKS: int
+MOST_FUSED_RANKS: int
 
-class GemmScatter:
-    """csrc/gemm_scatter.cu compiled for one kind of operands, loaded for the current device.
+class FusedGemm:
+    """csrc/gemm_fused.cu compiled for one kind of operands, loaded for the current device.
 
-    element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
+    gather: compiled as an all-gather. element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
     """
 
-    def __init__(self, cubin: _bytes, element_bytes: int, columns: int, transposed: bool) -> None: ...
+    def __init__(self, cubin: _bytes, gather: bool, element_bytes: int, columns: int, transposed: bool) -> None: ...
     def launch(
         self,
         programs: int,
         stream: int,
         a: int,
         b: int,
-        slots: int,
+        other: int,
         to: list[int],
+        act: list[int],
+        act_t: list[int],
         arrived: list[int],
         tensors: list[int],
         numbers: list[int],
     ) -> None:
-        """All but the first two are addresses and numbers of GemmScatterArguments (csrc/gemm_scatter.h), in its order.
+        """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h); the others: those of FusedArguments, and its numbers.
         programs: even. RuntimeError when the driver refuses."""
 
 def dlpack(address: int, bytes: int, device: int, owner: object) -> object:
@@ -109,15 +105,9 @@ class Control:
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        addresses: list[int],
-        owner: object,
-        timeout: float,
-        silence: float = 5.0,
+        self, rank: int, size: int, addresses: list[int], owner: object, timeout: float, silence: float = 5.0,
         names: list[int] = [],
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
     def announce(self, operation: str, value: int) -> int:
         """The next operation begins: its text and a hash of what must agree, 64 bits with sign. Its number.
         GroupBroken."""
@@ -150,6 +140,15 @@ class Program:
 
     def __init__(self, name: str) -> None: ...
     def copy(self, stream: int, dst_arg: int, dst_off: int, src_arg: int, src_off: int, bytes: int) -> None: ...
+    def copy2d(
+        self, stream: int, dst_arg: int, dst_off: int, dst_pitch: int, src_arg: int, src_off: int, src_pitch: int,
+        width: int, rows: int, engine: bool = False,
+    ) -> None:  # fmt: skip
+        """`rows` rows of `width` bytes, each a pitch (bytes) behind the one before. ValueError.
+
+        engine: a single row within one GPU asks for a copy engine in place of multiprocessors, which several rows get
+        anyway. Drivers before CUDA 13, CUDA graphs and the default stream ignore it."""
+
     def set(self, stream: int, flag_address: int, delta: int) -> None:
         """flag = epoch + delta, after what the stream did before."""
 
@@ -175,14 +174,9 @@ class Executor:
 
     def __init__(self, device: int, streams: list[int], control: Control) -> None: ...
     def issue(
-        self,
-        program: Program,
-        segment: int,
-        epoch: int,
-        main_stream: int,
-        arguments: tuple[int, ...],
+        self, program: Program, segment: int, epoch: int, main_stream: int, arguments: tuple[int, ...],
         epoch_word: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """One segment for one epoch. GroupBroken; ValueError for what does not fit the program.
 
         epoch_word: the address of a device word with the epoch, needed under CUDA stream capture, where a number would

@@ -29,7 +29,7 @@ import triton
 
 import te_lite as te
 from te_lite import _C, tune
-from te_lite.ops import gemm_scatter
+from te_lite.ops import gemm_fused
 from te_lite.ops.source import plain
 from te_lite.overlap import arena
 from te_lite.overlap.bootstrap import BootstrapError, Exchange
@@ -120,7 +120,7 @@ def recipes(devices: Sequence[str], support: Any = te.check_recipe_support) -> l
 # GPUs among themselves
 
 
-def peers(devices: int, can_access: Any = _C.can_access_peer) -> list[Finding]:
+def peers(devices: int, can_access: Any = torch.cuda.can_device_access_peer) -> list[Finding]:
     """Which devices reach each other's memory."""
     if devices < 2:
         return []
@@ -139,13 +139,13 @@ def peers(devices: int, can_access: Any = _C.can_access_peer) -> list[Finding]:
     ]
 
 
-def fused_scatter(devices: int, unavailable: Any = gemm_scatter.unavailable) -> list[Finding]:
-    """Whether reduce-scatters can be fused with their GEMMs."""
+def fused(devices: int, unavailable: Any = gemm_fused.unavailable) -> list[Finding]:
+    """Whether exchanges can be fused with their GEMMs."""
     reasons = {i: reason for i in range(devices) if (reason := unavailable(torch.device("cuda", i)))}
     if not reasons:
-        return [Finding("fused reduce-scatter", OK, "can be compiled and run")]
+        return [Finding("fused kernels", OK, "can be compiled and run")]
     text = "; ".join(f"cuda:{i}: {reason}" for i, reason in reasons.items())
-    return [Finding("fused reduce-scatter", NOTE, text, "none needed: rings run in its place")]
+    return [Finding("fused kernels", NOTE, text, "none needed: rings run in its place")]
 
 
 def bandwidth(devices: int) -> list[Finding]:
@@ -293,7 +293,7 @@ def examine() -> list[Finding]:
     found += recipes(["cpu", *(f"cuda:{i}" for i in range(gpus))])
     found += userbuffers("cpu", trial("cpu", 2))
     if gpus:
-        found += peers(gpus) + bandwidth(gpus) + fused_scatter(gpus)
+        found += peers(gpus) + bandwidth(gpus) + fused(gpus)
     if gpus == 1:
         found.append(Finding("userbuffers on cuda", NOTE, "one device: nothing to overlap between"))
     elif gpus and not hasattr(_C, "CudaMemory"):

@@ -26,6 +26,12 @@ class Watch(Protocol):
     def meet(self, text: str) -> None:
         """Every rank runs `text` next."""
 
+    def maximum(self, what: str, partials: Tensor) -> Tensor | None:
+        """The largest of all ranks' partials, as group_max gives it; None: by a collective."""
+
+    def maxima(self, what: str, values: Tensor) -> bool:
+        """Whether values have become the largest of all ranks', one by one; else: by a collective."""
+
     def check(self) -> None:
         """Nothing, or the error."""
 
@@ -54,9 +60,27 @@ def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callabl
 
 
 def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:
-    """values becomes its elementwise maximum over the group."""
+    """values, not negative and no nan, becomes its elementwise maximum over the group."""
     with nvtx_range("te_lite.amax_all_reduce"):
+        watch = _watch(group)
+        if watch is not None and values.numel() and watch.maxima(what, values):
+            return
         collective(what, values, group, partial(dist.all_reduce, values, dist.ReduceOp.MAX, group))
+
+
+def _watch(group: dist.ProcessGroup) -> Watch | None:
+    """Of userbuffers of exactly the group's ranks."""
+    return watches.get(tuple(dist.get_process_group_ranks(group))) if watches else None
+
+
+def group_max(what: str, partials: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """fp32 [1]: the largest of the partials [P] of all ranks of the group, which are not negative and no nan."""
+    watch = _watch(group)
+    largest = None if watch is None else watch.maximum(what, partials)
+    if largest is None:
+        largest = partials.amax().view(1)
+        all_reduce_max(what, largest, group)
+    return largest
 
 
 def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> int:

@@ -338,7 +338,7 @@ def test_timeline_has_every_gemm_and_copy_of_every_rank(tmp_path):
             rows1 = "fc1 rows of all" if method == "bulk" else f"fc1 rows of {1 - rank}"
             copies = {"fc1 gather": 2, "fc2 gather": 1, rows1: 1, f"fc2 rows of {1 - rank}": 1}
             assert count["copy"] == copies and not count["collective"]
-            assert count["reduce"] == {"fc1 sum": 1, "fc2 sum": 1}
+            assert count["reduce"] == {"fc2 sum": 1} | ({} if method == "bulk" else {"fc1 sum": 1})  # or by the norm
             # The other's shard is sent for before this rank is through, and cannot be here before: one clock for all.
             assert named("fc1 gather")[0]["begin_us"] < named("fc1 fprop")[-1]["end_us"]
             sent = next(row for row in ranks[1 - rank] if row["name"] == "fc1 gather")

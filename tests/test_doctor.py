@@ -50,9 +50,9 @@ def test_recipes_that_a_device_lacks_are_named_with_the_reason() -> None:
     assert "mxfp8" in found[0].text and "mxfp8" not in found[1].text and found[2].text == "needs more"
 
 
-def test_fused_scatter() -> None:
-    assert [f.state for f in doctor.fused_scatter(2, lambda device: "")] == [OK]
-    (found,) = doctor.fused_scatter(2, lambda device: "pip install it" if device.index else "")
+def test_fused() -> None:
+    assert [f.state for f in doctor.fused(2, lambda device: "")] == [OK]
+    (found,) = doctor.fused(2, lambda device: "pip install it" if device.index else "")
     assert found.state == NOTE and found.text == "cuda:1: pip install it"
 
 

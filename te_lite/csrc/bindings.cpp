@@ -12,15 +12,9 @@ using namespace py::literals;
 using namespace te_lite;
 
 void bind_userbuffers(py::module_& m);   // userbuffers.cpp
-void bind_gemm_scatter(py::module_& m);  // gemm_scatter.cpp
+void bind_gemm_fused(py::module_& m);  // gemm_fused.cpp
 
 namespace {
-
-int device_count(const Driver& cuda) {
-  int count = 0;
-  TE_LITE_CHECK(cuda, cuDeviceGetCount, &count);
-  return count;
-}
 
 py::dict device_info(const Driver& cuda, int ordinal) {
   CUdevice device = 0;
@@ -55,30 +49,13 @@ py::dict driver_info() {
   }
   if (reason.empty()) {
     const Driver& cuda = driver();
-    for (int ordinal = 0; ordinal < device_count(cuda); ++ordinal) devices.append(device_info(cuda, ordinal));
+    int count = 0;
+    TE_LITE_CHECK(cuda, cuDeviceGetCount, &count);
+    for (int ordinal = 0; ordinal < count; ++ordinal) devices.append(device_info(cuda, ordinal));
     if (devices.empty()) reason = "the driver shows no device: check CUDA_VISIBLE_DEVICES";
   }
   return py::dict("available"_a = reason.empty(), "reason"_a = reason, "driver_version"_a = version,
                   "devices"_a = devices);
-}
-
-bool can_access_peer(int a, int b) {
-  const Driver& cuda = driver();
-  const int count = device_count(cuda);
-  for (int ordinal : {a, b}) {
-    if (ordinal < 0 || ordinal >= count) {
-      throw std::invalid_argument("device ordinal " + std::to_string(ordinal) +
-                                  " does not exist: the driver shows " + std::to_string(count) +
-                                  " device(s), numbered from 0 after CUDA_VISIBLE_DEVICES; pass one of those");
-    }
-  }
-  if (a == b) return true;  // the driver says no for a device and itself
-  CUdevice from = 0, to = 0;
-  int can_access = 0;
-  TE_LITE_CHECK(cuda, cuDeviceGet, &from, a);
-  TE_LITE_CHECK(cuda, cuDeviceGet, &to, b);
-  TE_LITE_CHECK(cuda, cuDeviceCanAccessPeer, &can_access, from, to);
-  return can_access != 0;
 }
 
 uint64_t pack(char kind, PyObject* value) {
@@ -111,12 +88,9 @@ void launch(const Kernel& kernel, unsigned programs, uint64_t stream, const py::
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What Python cannot do. Importing it opens no driver; the first call that needs one does.";
   m.def("driver_info", &driver_info, "The CUDA driver and its devices. See _C.pyi.");
-  m.def("can_access_peer", &can_access_peer, py::arg("a"), py::arg("b"), py::call_guard<py::gil_scoped_release>(),
-        "Whether device a can reach memory of device b. See _C.pyi.");
   py::class_<Kernel>(m, "Kernel", "A compiled kernel, ready to launch. See _C.pyi.")
-      .def(py::init<uint64_t, int, int, std::string>(), py::arg("function"), py::arg("threads"),
-           py::arg("shared_bytes"), py::arg("kinds"))
-      .def("launch", &launch, py::arg("programs"), py::arg("stream"), py::arg("arguments"));
+      .def(py::init<uint64_t, int, int, std::string>(), "function"_a, "threads"_a, "shared_bytes"_a, "kinds"_a)
+      .def("launch", &launch, "programs"_a, "stream"_a, "arguments"_a);
   bind_userbuffers(m);
-  bind_gemm_scatter(m);
+  bind_gemm_fused(m);
 }

@@ -58,6 +58,7 @@ class CudaExecutor final : public Executor {
   void flush(Batch& batch, int stream);
   void flush(Waits& waits, uint64_t epoch_word);
   void issue_one(const Step& step, uint64_t epoch_word);
+  void copy(const Step& step, bool engine);
   void watch();
   void look();
   void find_overdue();
@@ -204,7 +205,7 @@ void CudaExecutor::flush(Waits& waits, uint64_t epoch_word) {
 void CudaExecutor::issue_one(const Step& step, uint64_t epoch_word) {
   void* const stream = streams_[step.stream];
   if (step.kind == Step::kCopy) {
-    TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
+    copy(step, step.engine && !epoch_word);
   } else if (step.kind == Step::kAfter) {
     if (step.other == step.stream) return;
     TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
@@ -215,6 +216,23 @@ void CudaExecutor::issue_one(const Step& step, uint64_t epoch_word) {
                                   " with an epoch word: the word is copied as it is, so only + 0 can be set");
     }
     TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
+  }
+}
+
+void CudaExecutor::copy(const Step& step, bool engine) {
+  void* const stream = streams_[step.stream];
+  if (engine && step.rows == 1 && stream && cuda_.cuMemcpyBatchAsync) {
+    CUdeviceptr to = step.to, from = step.from;
+    size_t bytes = step.bytes, first = 0;
+    CUmemcpyAttributes attributes{kOrderStream, {}, {}, kPreferOverlap};
+    TE_LITE_CHECK(cuda_, cuMemcpyBatchAsync, &to, &from, &bytes, 1, &attributes, &first, 1, stream);
+  } else if (step.rows == 1) {
+    TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
+  } else {
+    const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};
+    const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.to_pitch};
+    const CUmemcpy2D rows{from, to, step.bytes, step.rows};
+    TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
   }
 }
 

@@ -8,9 +8,9 @@ namespace te_lite {
 namespace {
 
 template <typename Function>
-void resolve(void* library, const char* symbol, Function& entry) {
+void resolve(void* library, const char* symbol, Function& entry, bool needed = true) {
   entry = reinterpret_cast<Function>(dlsym(library, symbol));
-  if (!entry) {
+  if (!entry && needed) {
     throw DriverUnavailable(std::string("libcuda.so.1 has no symbol ") + symbol +
                             ": te_lite needs a driver for CUDA 11.7 or newer; update the driver");
   }
@@ -27,6 +27,9 @@ Driver open_library() {
   Driver table{};
 #define TE_LITE_RESOLVE(name, version, parameters) resolve(library, #name version, table.name);
   TE_LITE_ENTRIES(TE_LITE_RESOLVE)
+#undef TE_LITE_RESOLVE
+#define TE_LITE_RESOLVE(name, version, parameters) resolve(library, #name version, table.name, false);
+  TE_LITE_NEWER_ENTRIES(TE_LITE_RESOLVE)
 #undef TE_LITE_RESOLVE
   return table;
 }

@@ -42,6 +42,29 @@ struct CUstreamMemOp {  // a wait or write in CUstreamBatchMemOpParams, a union
   CUdeviceptr alias;
   unsigned long long pad;
 };
+struct CUmemcpyPlace {  // one side of CUDA_MEMCPY2D
+  size_t x;
+  size_t y;
+  int type;
+  const void* host;
+  CUdeviceptr address;
+  void* array;
+  size_t pitch;
+};
+struct CUmemcpy2D {
+  CUmemcpyPlace from;
+  CUmemcpyPlace to;
+  size_t width;  // bytes
+  size_t rows;
+};
+struct CUmemcpyAttributes {
+  int order;
+  CUmemLocation from;  // where managed memory is
+  CUmemLocation to;
+  unsigned flags;
+};
+static_assert(sizeof(CUmemcpyPlace) == 56 && sizeof(CUmemcpy2D) == 128, "CUDA's ABI");
+static_assert(sizeof(CUmemcpyAttributes) == 24, "CUDA's ABI");
 static_assert(sizeof(CUmemAllocationProp) == 32 && offsetof(CUmemAllocationProp, windows) == 16, "CUDA's ABI");
 static_assert(sizeof(CUmemAccessDesc) == 12 && sizeof(CUipcMemHandle) == 64, "CUDA's ABI");
 static_assert(sizeof(CUstreamMemOp) == 48 && offsetof(CUstreamMemOp, value) == 16, "CUDA's ABI");
@@ -55,6 +78,9 @@ constexpr int kHandlePosixFd = 1;
 constexpr int kLocationDevice = 1;
 constexpr int kAccessReadWrite = 3;
 constexpr int kGranularityMinimum = 0;
+constexpr int kMemoryUnified = 4;  // the address says where
+constexpr int kOrderStream = 1;         // the source is read in the stream's order
+constexpr unsigned kPreferOverlap = 1;  // with kernels: by a copy engine
 constexpr unsigned kIpcLazyPeerAccess = 1;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
@@ -64,7 +90,7 @@ constexpr int kMemOpWrite32 = 2;  // with flags 0: after a fence for what the st
 constexpr int kFunctionDynamicShared = 8;  // the most that a launch may ask for
 constexpr int kMapUint8 = 0;
 constexpr int kMapUint16 = 1;
-constexpr int kMapSwizzle128 = 3;
+constexpr int kMapSwizzle64 = 2, kMapSwizzle128 = 3;
 constexpr int kMapPromote128 = 2;  // what a miss brings to L2, bytes
 constexpr int kAttributeMultiprocessorCount = 16;
 constexpr int kAttributeComputeCapabilityMajor = 75;
@@ -89,7 +115,6 @@ class DriverUnavailable : public std::runtime_error {
   X(cuDeviceGetUuid, "_v2", (CUuuid* uuid, CUdevice device)) \
   X(cuDeviceTotalMem, "_v2", (size_t* bytes, CUdevice device)) \
   X(cuDeviceGetAttribute, "", (int* value, int attribute, CUdevice device)) \
-  X(cuDeviceCanAccessPeer, "", (int* can_access, CUdevice device, CUdevice peer)) \
   X(cuCtxGetCurrent, "", (void** context)) \
   X(cuCtxSetCurrent, "", (void* context)) \
   X(cuLaunchKernel, "", \
@@ -127,6 +152,7 @@ class DriverUnavailable : public std::runtime_error {
   X(cuMemFreeHost, "", (void* address)) \
   X(cuMemsetD8, "_v2", (CUdeviceptr address, unsigned char value, size_t bytes)) \
   X(cuMemcpyAsync, "", (CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream)) \
+  X(cuMemcpy2DAsync, "_v2", (const CUmemcpy2D* copy, void* stream)) \
   X(cuMemcpyDtoHAsync, "_v2", (void* to, CUdeviceptr from, size_t bytes, void* stream)) \
   X(cuStreamCreateWithPriority, "", (void** stream, unsigned int flags, int priority)) \
   X(cuStreamDestroy, "_v2", (void* stream)) \
@@ -138,9 +164,16 @@ class DriverUnavailable : public std::runtime_error {
   X(cuEventRecord, "", (void* event, void* stream)) \
   X(cuStreamWaitEvent, "", (void* stream, void* event, unsigned int flags))
 
+// Null where the driver is older than CUDA 13.0. No default stream may be passed, nor one under capture.
+#define TE_LITE_NEWER_ENTRIES(X) \
+  X(cuMemcpyBatchAsync, "_v2", \
+    (CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, CUmemcpyAttributes* attributes, \
+     size_t* attributes_from, size_t attributes_count, void* stream))
+
 struct Driver {
 #define TE_LITE_FIELD(name, version, parameters) CUresult(*name) parameters;
   TE_LITE_ENTRIES(TE_LITE_FIELD)
+  TE_LITE_NEWER_ENTRIES(TE_LITE_FIELD)
 #undef TE_LITE_FIELD
 };
 

@@ -1,6 +1,6 @@
 // Hopper's instructions that C++ has no words for: tensor copies, barriers in shared memory, wgmma. For kernels that are
 // compiled with A_TYPE and B_TYPE (bf16, f16, e4m3, e5m2), the types of operands, B_T, OUT_TYPE (bf16, f16) and COLUMNS
-// (128, 256) of a tile.
+// (128, 192, 224, 256) of a tile.
 #pragma once
 
 using u16 = unsigned short;
@@ -89,15 +89,29 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 apart = 16) {
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
   "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54," \
   "%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_112 \
+  NAMES_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define NAMES_96 \
+  NAMES_64 "," \
+  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89," \
+  "%90,%91,%92,%93,%94,%95"
 #if COLUMNS == 256
 #define ACCUMULATORS D64(0), D64(64)
 #define NAMES \
-  NAMES_64 "," \
-  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89," \
-  "%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112," \
-  "%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+  NAMES_112 "," \
+  "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define BEFORE "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
 #define AFTER "}, %128, %129, p, 1, 1"
+#elif COLUMNS == 224
+#define ACCUMULATORS D64(0), D8(64), D8(72), D8(80), D8(88), D8(96), D8(104)
+#define NAMES NAMES_112
+#define BEFORE "{ .reg .pred p; setp.ne.b32 p, %114, 0;\n"
+#define AFTER "}, %112, %113, p, 1, 1"
+#elif COLUMNS == 192
+#define ACCUMULATORS D64(0), D8(64), D8(72), D8(80), D8(88)
+#define NAMES NAMES_96
+#define BEFORE "{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
+#define AFTER "}, %96, %97, p, 1, 1"
 #else
 #define ACCUMULATORS D64(0)
 #define NAMES NAMES_64
@@ -141,4 +155,23 @@ __device__ __forceinline__ float unpack(u32 half) {
   float v;
   asm("cvt.f32." TEXT(OUT_TYPE) " %0, %1;" : "=f"(v) : "h"((u16)half));
   return v;
+}
+__device__ __forceinline__ void store_shared_16(u32 address, u16 w) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(w) : "memory");
+}
+__device__ __forceinline__ void store_shared_8(u32 address, u32 w) {
+  asm volatile("st.shared.b8 [%0], %1;" ::"r"(address), "r"(w) : "memory");
+}
+__device__ __forceinline__ u16 pack_e4m3(float low, float high) {
+  u16 q;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(q) : "f"(high), "f"(low));
+  return q;
+}
+__device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffff; }
+// x / (1 + exp(-x)), the bits that Triton's own kernels compute (ops/source.py).
+__device__ __forceinline__ float silu(float x) {
+  float e, gate;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(-x, 1.44269502f)));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(gate) : "f"(1.0f), "f"(__fadd_rn(e, 1.0f)));
+  return __fmul_rn(x, gate);
 }

@@ -104,7 +104,10 @@ class HostExecutor final : public Executor {
 
   void run(const Step& step) {
     if (step.kind == Step::kCopy) {
-      std::memcpy(reinterpret_cast<void*>(step.to), reinterpret_cast<const void*>(step.from), step.bytes);
+      for (size_t row = 0; row < step.rows; ++row) {
+        std::memcpy(reinterpret_cast<char*>(step.to) + row * step.to_pitch,
+                    reinterpret_cast<const char*>(step.from) + row * step.from_pitch, step.bytes);
+      }
     } else if (step.kind == Step::kSet) {
       __atomic_store_n(reinterpret_cast<uint32_t*>(step.to), step.value, __ATOMIC_RELEASE);
     } else if (step.kind == Step::kWait) {

@@ -28,7 +28,11 @@ struct Step {
   int from_argument = -1;
   uint64_t to = 0;  // a copy's destination; the flag of a set or wait
   uint64_t from = 0;
-  size_t bytes = 0;
+  size_t bytes = 0;  // of a row
+  size_t rows = 1;
+  size_t to_pitch = 0;  // from one row to the next
+  size_t from_pitch = 0;
+  bool engine = false;  // see Program::copy2d
   uint32_t delta = 0;
   uint32_t value = 0;
   uint64_t operation = 0;  // announced when it was issued
@@ -41,9 +45,19 @@ class Program {
   explicit Program(std::string name) : name_(std::move(name)) {}
 
   void copy(int stream, int to_argument, uint64_t to, int from_argument, uint64_t from, size_t bytes) {
+    copy2d(stream, to_argument, to, bytes, from_argument, from, bytes, bytes, 1);
+  }
+  // engine: by a copy engine, if the driver has the choice; within one GPU it takes multiprocessors otherwise.
+  void copy2d(int stream, int to_argument, uint64_t to, size_t to_pitch, int from_argument, uint64_t from,
+              size_t from_pitch, size_t width, size_t rows, bool engine = false) {
     if (std::min(to_argument, from_argument) < -1) {
       throw std::invalid_argument("a copy between arguments " + std::to_string(from_argument) + " and " +
                                   std::to_string(to_argument) + ": an argument is an index or -1 for an address");
+    }
+    if (rows < 1 || std::min(to_pitch, from_pitch) < width) {
+      throw std::invalid_argument("a copy of " + std::to_string(rows) + " rows of " + std::to_string(width) +
+                                  " bytes, pitches " + std::to_string(from_pitch) + " and " +
+                                  std::to_string(to_pitch) + ": there is a row at least, and none is over a pitch");
     }
     arguments_ = std::max({arguments_, to_argument + 1, from_argument + 1});
     Step& step = add(Step::kCopy, stream);
@@ -51,7 +65,11 @@ class Program {
     step.to = to;
     step.from_argument = from_argument;
     step.from = from;
-    step.bytes = bytes;
+    step.bytes = width;
+    step.rows = rows;
+    step.to_pitch = to_pitch;
+    step.from_pitch = from_pitch;
+    step.engine = engine;
   }
   void set(int stream, uint64_t flag, int64_t delta) { add_flag(Step::kSet, stream, flag, delta); }
   void wait(int stream, uint64_t flag, int64_t delta, int rank, const std::string& kind) {

@@ -6,6 +6,7 @@
 #include "executor.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 using namespace te_lite;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
@@ -68,21 +69,23 @@ std::unique_ptr<Executor> make_executor(int device, const std::vector<uint64_t>&
   return cuda_executor(device, streams, control);
 }
 
-void bind_memory(py::module_& m) {
-  m.def("dlpack", &dlpack, py::arg("address"), py::arg("bytes"), py::arg("device"), py::arg("owner"),
+}  // namespace
+
+void bind_userbuffers(py::module_& m) {
+  // memory
+  m.def("dlpack", &dlpack, "address"_a, "bytes"_a, "device"_a, "owner"_a,
         "A 'dltensor' capsule: uint8 of one dimension over memory that owner keeps; device -1 is the CPU.");
   py::class_<CudaMemory>(m, "CudaMemory", "Device memory that other processes can map. See _C.pyi.")
-      .def_static("vmm", &CudaMemory::vmm, py::arg("device"), py::arg("bytes"), Unlocked())
-      .def_static("import_fd", &CudaMemory::import_fd, py::arg("device"), py::arg("fd"), py::arg("bytes"), Unlocked())
-      .def_static("ipc", &CudaMemory::ipc, py::arg("device"), py::arg("bytes"), Unlocked())
-      .def_static("open_ipc", &CudaMemory::open_ipc, py::arg("device"), py::arg("handle"), py::arg("bytes"), Unlocked())
+      .def_static("vmm", &CudaMemory::vmm, "device"_a, "bytes"_a, Unlocked())
+      .def_static("import_fd", &CudaMemory::import_fd, "device"_a, "fd"_a, "bytes"_a, Unlocked())
+      .def_static("ipc", &CudaMemory::ipc, "device"_a, "bytes"_a, Unlocked())
+      .def_static("open_ipc", &CudaMemory::open_ipc, "device"_a, "handle"_a, "bytes"_a, Unlocked())
       .def("export_fd", &CudaMemory::export_fd)
       .def("ipc_handle", [](const CudaMemory& memory) { return py::bytes(memory.ipc_handle()); })
       .def_property_readonly("address", &CudaMemory::address)
       .def_property_readonly("bytes", &CudaMemory::bytes);
-}
 
-void bind_control(py::module_& m) {
+  // control
   py::register_exception<GroupBroken>(m, "GroupBroken", PyExc_RuntimeError);
   m.attr("CONTROL_BYTES") = sizeof(ControlBlock);
   py::class_<Control>(m, "Control", "What the ranks of a group tell each other beside the work. See _C.pyi.")
@@ -90,46 +93,37 @@ void bind_control(py::module_& m) {
                        double silence, std::vector<int> names) {
              return std::make_unique<Control>(rank, size, addresses, timeout, silence, std::move(names));
            }),
-           py::arg("rank"), py::arg("size"), py::arg("addresses"), py::arg("owner"), py::arg("timeout"),
-           py::arg("silence") = 5.0, py::arg("names") = std::vector<int>(), py::keep_alive<1, 5>())
-      .def("announce", &Control::announce, py::arg("operation"), py::arg("value"))
-      .def("agree", &Control::agree, py::arg("operation"), py::arg("value"), Unlocked())
-      .def("break_group", &Control::break_group, py::arg("message"))
+           "rank"_a, "size"_a, "addresses"_a, "owner"_a, "timeout"_a, "silence"_a = 5.0,
+           "names"_a = std::vector<int>(), py::keep_alive<1, 5>())
+      .def("announce", &Control::announce, "operation"_a, "value"_a)
+      .def("agree", &Control::agree, "operation"_a, "value"_a, Unlocked())
+      .def("break_group", &Control::break_group, "message"_a)
       .def_property_readonly("broken", &Control::broken)
       .def_property_readonly("told", &Control::told)
       .def("check", &Control::check)
       .def("close", &Control::close, Unlocked());
-}
 
-void bind_executor(py::module_& m) {
+  // programs
   py::class_<Program>(m, "Program", "Steps over buffers and flags, written down once. See _C.pyi.")
-      .def(py::init<std::string>(), py::arg("name"))
-      .def("copy", &Program::copy, py::arg("stream"), py::arg("dst_arg"), py::arg("dst_off"), py::arg("src_arg"),
-           py::arg("src_off"), py::arg("bytes"))
-      .def("set", &Program::set, py::arg("stream"), py::arg("flag_address"), py::arg("delta"))
-      .def("wait", &Program::wait, py::arg("stream"), py::arg("flag_address"), py::arg("delta"), py::arg("rank"),
-           py::arg("kind"))
-      .def("expect", &Program::expect, py::arg("flag_address"), py::arg("delta"), py::arg("rank"), py::arg("kind"))
-      .def("after", &Program::after, py::arg("stream"), py::arg("other"))
+      .def(py::init<std::string>(), "name"_a)
+      .def("copy", &Program::copy, "stream"_a, "dst_arg"_a, "dst_off"_a, "src_arg"_a, "src_off"_a, "bytes"_a)
+      .def("copy2d", &Program::copy2d, "stream"_a, "dst_arg"_a, "dst_off"_a, "dst_pitch"_a, "src_arg"_a, "src_off"_a,
+           "src_pitch"_a, "width"_a, "rows"_a, "engine"_a = false)
+      .def("set", &Program::set, "stream"_a, "flag_address"_a, "delta"_a)
+      .def("wait", &Program::wait, "stream"_a, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)
+      .def("expect", &Program::expect, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)
+      .def("after", &Program::after, "stream"_a, "other"_a)
       .def("cut", &Program::cut)
       .def_property_readonly("segments", &Program::segments);
   py::class_<Executor>(m, "Executor", "Issues programs to copy threads or to streams. See _C.pyi.")
-      .def(py::init(&make_executor), py::arg("device"), py::arg("streams"), py::arg("control"), py::keep_alive<1, 4>())
-      .def("issue", &Executor::issue, py::arg("program"), py::arg("segment"), py::arg("epoch"), py::arg("main_stream"),
-           py::arg("arguments"), py::arg("epoch_word") = 0, Unlocked())
+      .def(py::init(&make_executor), "device"_a, "streams"_a, "control"_a, py::keep_alive<1, 4>())
+      .def("issue", &Executor::issue, "program"_a, "segment"_a, "epoch"_a, "main_stream"_a, "arguments"_a,
+           "epoch_word"_a = 0, Unlocked())
       .def("synchronize", &Executor::synchronize, Unlocked())
       .def("close", &Executor::close, Unlocked())
-      .def("set_flags", &Executor::set_flags, py::arg("address"), py::arg("bytes"), Unlocked())
+      .def("set_flags", &Executor::set_flags, "address"_a, "bytes"_a, Unlocked())
       .def_property_readonly("abort_address", &Executor::abort_address)
       .def_property("wait_kernel", nullptr, py::cpp_function(&Executor::set_wait_kernel, py::keep_alive<1, 2>()))
-      .def("set_delays", &Executor::set_delays, py::arg("seed"), py::arg("max_microseconds"))
-      .def("set_ignore_free", &Executor::set_ignore_free, py::arg("ignore"));
-}
-
-}  // namespace
-
-void bind_userbuffers(py::module_& m) {
-  bind_memory(m);
-  bind_control(m);
-  bind_executor(m);
+      .def("set_delays", &Executor::set_delays, "seed"_a, "max_microseconds"_a)
+      .def("set_ignore_free", &Executor::set_ignore_free, "ignore"_a);
 }

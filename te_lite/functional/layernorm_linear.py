@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_lite.functional.linear import Call, as_operand, as_output, close_pass, in_dtype, linear_backward, linear_forward
-from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source
+from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
 from te_lite.functional.saved import load, save, without_amp
 
 
@@ -22,8 +22,9 @@ class LayerNormLinearFunction(torch.autograd.Function):
         ctx: Any, call: Call, spec: NormSpec, x: Tensor, *params: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         (plan,), (gamma, beta, weight, bias) = call.plans, params
-        made, norm_saved, ln = norm_source(spec, call, x, gamma, beta)
-        needs = bool(norm_saved), call.grad and weight.requires_grad
+        need_w = call.grad and weight.requires_grad
+        made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
+        needs = bool(norm_saved), need_w
         y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0])
         if call.grad:
             save(ctx, *kept, weight if any(needs) else None, bias, *norm_saved)
@@ -38,7 +39,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         (plan,) = call.plans
         x, w, weight, bias, *norm_saved = load(ctx)
         dy, needs = as_operand(dy, plan, grad=True), (need_ln, need_w, bias is not None and ctx.needs_input_grad[6])
-        dln, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], dy, needs)
+        take = norm_take(ctx, norm_saved, dln_out)
+        dln, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], dy, needs, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
         return None, None, *below, dw, in_dtype(db, bias)

@@ -9,9 +9,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_lite.functional.linear import Call, as_operand, as_output, close_pass, in_dtype, linear_backward, linear_forward
-from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source
+from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
+from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.source import act, dact
+from te_lite.overlap.schedule import Activated
+
+
+def _then(plan: LinearPlan, activation: str, need_w: bool) -> Activated | None:
+    """What the GEMM before may compute of a linear's input. need_w: whether the linear's dw will be wanted."""
+    quantizer = plan.operands.fprop.a
+    if activation != "swiglu" or quantizer is not plan.operands.wgrad.b:
+        return None
+    want = quantizer.wants_from_gemm(plan.dtype)
+    return Activated(quantizer, want) if want and (need_w or want != "fp8") else None  # fp8 comes with its columns
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -27,11 +38,14 @@ class LayerNormMLPFunction(torch.autograd.Function):
         ctx: Any, call: Call, spec: NormSpec, activation: str, x: Tensor, *params: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         (plan1, plan2), (gamma, beta, w1, b1, w2, b2) = call.plans, params
-        made, norm_saved, ln = norm_source(spec, call, x, gamma, beta)
-        need_ln, need_w1, need_w2 = bool(norm_saved), call.grad and w1.requires_grad, call.grad and w2.requires_grad
+        need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad
+        made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
+        need_ln = bool(norm_saved)
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
-        h, kept1 = linear_forward(plan1, made, w1, b1, (need_ln, need_w1), call.cached[0])
-        y, kept2 = linear_forward(plan2, act(h, activation), w2, b2, (need_h, need_w2), call.cached[1])
+        then = _then(plan2, activation, need_w2)
+        h, kept1 = linear_forward(plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], then)
+        a = act(h, activation) if then is None or then.result is None else then.result
+        y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], own_input=True)
         if call.grad:
             save(ctx, *kept1, w1, b1, *kept2, w2, b2, h if need_h else None, *norm_saved)
             ctx.call, ctx.spec, ctx.activation = call, spec, activation
@@ -51,7 +65,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
         dln = dw1 = db1 = None
         if need_h:
             dh, needs = dact(da, h, ctx.activation), (need_ln, need_w1, b1 is not None and grads[7])
-            dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], dh, needs)
+            take = norm_take(ctx, norm_saved, dln_out)
+            dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], dh, needs, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
         return None, None, None, *below, dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
-from te_lite.overlap.schedule import Backward, Product
+from te_lite.overlap.schedule import Activated, Backward, Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize import delayed
 from te_lite.quantize.qtensor import QTensor
@@ -23,15 +24,19 @@ from te_lite.quantize.tensor import QuantizedTensor
 
 Input = Source | QTensor  # what is quantized for a GEMM, or is already
 # What a linear keeps for backward: its quantized input (a shard where the schedule gathers it again), or None where no
-# weight gradient is wanted; a cached quantized weight, or just the seed to quantize it again.
+# weight gradient is wanted; the quantized weight, cached or its col layout, or just the seed to quantize it again.
 Kept = tuple[QTensor | None, QTensor | None]
+
+
+def keeps_rows(plan: LinearPlan) -> bool:
+    """Whether x is kept for wgrad by row: the shard of this rank, which backward gathers again."""
+    return plan.schedule.regathers and plan.operands.wgrad.b.format.col_from_row
 
 
 def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QTensor | None]:
     """(x for fprop, what is kept of it for wgrad)."""
     quantizer, for_wgrad = plan.operands.fprop.a, plan.operands.wgrad.b
-    keep = keep and not plan.keep_original
-    shard = plan.schedule.regathers and for_wgrad.format.col_from_row
+    keep, shard = keep and not plan.keep_original, keeps_rows(plan)
     layout = "row" if shard else "col"
     if isinstance(x, QTensor):
         return x, x.only(layout) if keep else None
@@ -42,32 +47,49 @@ def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QT
     return quantizer.quantize(x)[0], kept
 
 
+def _keeps_weight(plan: LinearPlan, kept: QTensor | None, weight: Tensor) -> bool:
+    """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where it
+    takes no more memory than is saved by keeping the input at one byte an element, not two or four."""
+    quantizer = plan.operands.fprop.b
+    if kept is None or not kept.format.label or quantizer is not plan.operands.dgrad.b:
+        return False
+    one_byte = quantizer.format.col_from_row and quantizer.format.scales_product
+    return one_byte and kept.shape[0] >= weight.shape[0]
+
+
 def linear_forward(
-    plan: LinearPlan, x: Input, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None
-) -> tuple[Tensor, Kept]:
+    plan: LinearPlan, x: Input, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None,
+    then: Activated | None = None, own_input: bool = False,
+) -> tuple[Tensor, Kept]:  # fmt: skip
     """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N], communication by the plan's schedule.
 
-    needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None.
+    needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None. then: what may be
+    computed of y with it. own_input: nobody else keeps x, so what fp8 saves of it is saved.
     """
     (need_x, need_w), fprop = needs, plan.operands.fprop
     with nvtx_range("te_lite.quantize"):
         xq, kept = _quantize_input(plan, x, need_w)
-        wq = cached if cached is not None else fprop.b.quantize(plain(weight))[0]
+        keeps_w = own_input and need_x and cached is None and _keeps_weight(plan, kept, weight)
+        wq = cached if cached is not None else fprop.b.quantize(plain(weight), row=True, col=keeps_w)[0]
     if bias is not None:
         bias = bias.to(plan.dtype).contiguous()
 
     plan.schedule.rows = xq.shape[0] * (plan.tp.size if plan.tp.gathers_input else 1)
     in_gemm, in_sum = (bias, None) if plan.bias_in_gemm else (None, bias)
-    y = plan.schedule.fprop(Product(wq, "row", plan.dtype, in_gemm, fprop.fast_accum, "te_lite.fprop", in_sum), xq)
+    y = plan.schedule.fprop(
+        Product(wq, "row", plan.dtype, in_gemm, fprop.fast_accum, "te_lite.fprop", in_sum, then), xq
+    )
     if not need_x:
         return y, (kept, None)
+    if keeps_w:
+        return y, (kept, wq.only("col"))
     return y, (kept, wq if cached is not None else wq.seed_only())
 
 
 def _quantize_grad(
-    plan: LinearPlan, dy: Input, need_x: bool, need_w: bool, need_b: bool
+    plan: LinearPlan, dy: Input, columns: int, need_x: bool, need_w: bool, need_b: bool
 ) -> tuple[QTensor | None, QTensor | None, Tensor | None]:
-    """(dy for dgrad, dy for wgrad, column sums of dy)."""
+    """(dy for dgrad, dy for wgrad, column sums of dy). columns: of dx."""
     if isinstance(dy, QTensor):
         return dy, dy, dy.dequantize().sum(0, dtype=torch.float32) if need_b else None
     if not (need_x or need_w):
@@ -75,7 +97,8 @@ def _quantize_grad(
     quantizer, for_wgrad = plan.operands.dgrad.a, plan.operands.wgrad.a
     by_row = plan.tp.gathers_grad and for_wgrad.format.col_from_row  # the gathered rows give the col layout
     if for_wgrad is quantizer:
-        q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and not by_row, bias_grad=need_b)
+        col = not by_row or (need_x and plan.schedule.gathers_columns(quantizer.format, dy.rows, dy.cols, columns))
+        q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and col, bias_grad=need_b)
         return q, q, sums
     q, sums = quantizer.quantize(dy, bias_grad=need_b) if need_x else (None, None)
     if not need_w:
@@ -92,15 +115,17 @@ def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTenso
 
 
 def linear_backward(
-    plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, dy: Input, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, dy: Input, needs: tuple[bool, bool, bool],
+    take_slots: Callable[[Tensor, Tensor, int], Any] | None = None,
+) -> tuple[Any, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32).
 
     weight: its values, as saved. param: the parameter itself, whose gradient dw is. needs: which of the three.
+    take_slots: as of a Product; where the schedule uses it, dx is its result.
     """
     (need_x, need_w, need_b), (x, w) = needs, kept
     with nvtx_range("te_lite.quantize"):
-        dq, dq_wgrad, db = _quantize_grad(plan, dy, need_x, need_w, need_b)
+        dq, dq_wgrad, db = _quantize_grad(plan, dy, weight.shape[1], need_x, need_w, need_b)
         wq = _weight_for_dgrad(plan, w, weight) if need_x else None
     if not (need_x or need_w):
         return None, None, db
@@ -110,7 +135,9 @@ def linear_backward(
             return plan.sink(param, dy_full, x_full, plan.operands.wgrad.fast_accum)
 
     fast_accum = plan.operands.dgrad.fast_accum
-    dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad") if need_x else None
+    dgrad = None
+    if need_x:
+        dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad", take_slots=take_slots)
     dx, dw = plan.schedule.backward(Backward(dgrad, wgrad if need_w else None, dq, dq_wgrad, x))
     return dx, dw, db
 

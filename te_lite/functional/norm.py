@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_lite.functional.linear import Call, as_matrix, as_output, in_dtype
+from te_lite.functional.linear import Call, Input, as_matrix, as_output, in_dtype, keeps_rows
 from te_lite.functional.saved import without_amp
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
 from te_lite.ops.nvtx import nvtx_range
-from te_lite.ops.source import Source
 from te_lite.overlap.collective import all_gather, reduce_scatter
 
 
@@ -33,22 +34,26 @@ class NormSpec:
 
 
 def norm_source(
-    spec: NormSpec, call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None
-) -> tuple[Source, tuple[Tensor | None, ...], Tensor | None]:
+    spec: NormSpec, call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None, need_w: bool
+) -> tuple[Input, tuple[Tensor | None, ...], Tensor | None]:
     """(what the linear reads, what norm_grad needs, y[..., K] where it is an output, of this rank) of x[..., K].
 
-    A fused quantizer normalises as it reads, so y is made only when somebody wants it. The linear reads a view of the
-    y that is returned: autograd then notices when the caller writes to it before backward.
+    A fused quantizer normalises as it reads, so y is made only when somebody wants it; where it can and rows are all
+    that is needed, it computes the statistics in the same read. The linear reads a view of the y that is returned:
+    autograd then notices when the caller writes to it before backward. need_w: whether dw of the linear will be wanted.
     """
     plan, out = call.plans[0], None
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
     formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
+    rows_alone = not need_w or (plan.operands.wgrad.b is quantizer and keeps_rows(plan))
     with nvtx_range("te_lite.norm"):
         if spec.returned or not (quantizer.fused and plan.operands.wgrad.b.fused):
             y, mean, rstd = norm_forward(flat, *formula)
             y = as_output(y, x.shape)
             made = source.plain(y.view(flat.shape))
             out = y if spec.returned else None
+        elif rows_alone and (normed := quantizer.norm_rows(flat, *formula)) is not None:
+            made, mean, rstd = normed
         else:
             mean, rstd, amax = norm_stats(flat, *formula, quantizer.needs_amax)
             made = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered, amax)
@@ -61,21 +66,33 @@ def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:
     return all_gather(y, call.plans[0].tp.group) if spec.gathered and y is not None else y
 
 
+Gradients = tuple[Tensor, Tensor, Tensor | None]  # dx, dgamma, dbeta of norm_backward
+
+
+def _backward(ctx: Any, saved: Sequence[Tensor | None], slots: Tensor | None, dln: Tensor, rank: int) -> Gradients:
+    with nvtx_range("te_lite.norm_backward"):
+        return norm_backward(dln, *saved[:4], ctx.spec.zero_centered, slots, rank)
+
+
+def norm_take(ctx: Any, saved: list[Tensor | None], dln_out: Tensor | None) -> Callable[..., Gradients] | None:
+    """linear_backward's take_slots for a linear behind this norm: dln is summed as it is read."""
+    return partial(_backward, ctx, saved) if saved and dln_out is None else None
+
+
 def norm_grad(
-    ctx: Any, saved: list[Tensor | None], dln: Tensor | None, dln_out: Tensor | None
+    ctx: Any, saved: list[Tensor | None], dln: Tensor | Gradients | None, dln_out: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """(dx, dgamma, dbeta) from the linear's input gradient `dln` plus the gradient `dln_out` of the returned output.
 
-    saved: by norm_source; empty where nothing below wants a gradient, which gives None."""
+    saved: by norm_source; empty where nothing below wants a gradient, which gives None. dln: or what norm_take made."""
     if not saved:
         return None, None, None
-    x, mean, rstd, gamma, beta = saved
+    x, _, _, gamma, beta = saved
     if dln_out is not None:
         dln_out = as_matrix(dln_out, x.dtype)
         dln_out = reduce_scatter(dln_out, ctx.call.plans[0].tp.group) if ctx.spec.gathered else dln_out
         dln = dln_out if dln is None else dln + dln_out
-    with nvtx_range("te_lite.norm_backward"):
-        dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, ctx.spec.zero_centered)
+    dx, dgamma, dbeta = dln if isinstance(dln, tuple) else _backward(ctx, saved, None, dln, 0)
     dx = as_output(dx, ctx.x_shape, ctx.call.grad_input).to(ctx.x_dtype)
     return dx, in_dtype(dgamma, gamma), in_dtype(dbeta, beta)
 
@@ -98,8 +115,7 @@ class NormFunction(torch.autograd.Function):
     @once_differentiable
     @without_amp
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, gamma, beta = ctx.saved_tensors
-        with nvtx_range("te_lite.norm_backward"):
-            dy = as_matrix(dy, x.dtype)
-            dx, dgamma, dbeta = norm_backward(dy, x, mean, rstd, gamma, ctx.spec.zero_centered)
+        saved = ctx.saved_tensors
+        x, _, _, gamma, beta = saved
+        dx, dgamma, dbeta = _backward(ctx, saved, None, as_matrix(dy, x.dtype), 0)
         return None, None, dx.view(ctx.shape), in_dtype(dgamma, gamma), in_dtype(dbeta, beta)

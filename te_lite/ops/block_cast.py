@@ -15,11 +15,10 @@ from torch import Tensor
 
 from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_kernel, dequantize_kernel
 from te_lite.ops.cast import saturate_, scale_from_amax_ref, transform
-from te_lite.ops.cast_kernels import MOST_SPLITS
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
 from te_lite.ops.source import ACTIVATIONS, FLAT, Source, plain, produce_ref, tiled
-from te_lite.ops.sums import column_sums
+from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
 
@@ -111,18 +110,9 @@ def _check(block: int, square: bool, row: bool, col: bool, flat: bool) -> None:
 
 
 def block_cast(
-    source: Source,
-    *,
-    block: int,
-    square: bool = False,
-    pow2: bool = True,
-    eps: float = 0.0,
-    row: bool = True,
-    col: bool = False,
-    flat: bool = False,
-    bias_grad: bool = False,
-    op: Callable[..., None] | None = None,
-) -> Blocks:
+    source: Source, *, block: int, square: bool = False, pow2: bool = True, eps: float = 0.0, row: bool = True,
+    col: bool = False, flat: bool = False, bias_grad: bool = False, op: Callable[..., None] | None = None,
+) -> Blocks:  # fmt: skip
     """Unfused, with v = produce_ref(source), fp32 [M, N], and B = block:
 
         row: blocks of 1 x B, col: blocks of B x 1; square: one scale for B x B in both
@@ -184,10 +174,7 @@ def _block_cast_cuda(
         if bias_grad is not None:
             bias_grad.zero_()
         return
-    splits, partial = tiles_m, None
-    if bias_grad is not None:
-        splits = min(tiles_m, MOST_SPLITS)
-        partial = x.new_empty((splits, bias_grad.shape[0]), dtype=torch.float32)
+    splits, partial = partial_sums(bias_grad, tiles_m)
     strides = (0, 0) if row is None else row_scale.stride()
     strides += (0, 0) if col is None else col_scale.stride()[:: -1 if square else 1]
     cap = 255 - 127 - math.frexp(largest)[1] if pow2 else largest

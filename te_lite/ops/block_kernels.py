@@ -218,9 +218,7 @@ def block_kernel(
     width = cols * 2 if TWO else cols
     source, outputs = (x, dy, mean, rstd, gamma, beta), (row, row_scale, col, col_scale)
     strides = (row_scale_m, row_scale_n, col_scale_m, col_scale_n)
-    tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
-    split = tl.program_id(0) // tiles_n
-    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
+    split, n0, tiles_n = tiles.tile_of_program(cols, BLOCK_N, KIND == "norm")
     if KIND == "words":
         _word_tile(x, outputs, strides, split, n0, eps, rows, cols, padded, CAP, POW2, BLOCK_M, BLOCK_N)
     elif not LOOP:
@@ -251,9 +249,8 @@ def dequantize_kernel(
     """out[m, n] = data[m, n] * scale[m // ROW_B, n // COL_B], E4M3 to bf16, fp16 or fp32; one rounding."""
     MB: tl.constexpr = BLOCK_M // ROW_B
     NB: tl.constexpr = BLOCK_N // COL_B
-    tiles_n = tl.cdiv(cols, BLOCK_N)
-    m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
-    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
+    tile_m, n0, _ = tiles.tile_of_program(cols, BLOCK_N, False)
+    m0 = tile_m * BLOCK_M
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
     mask = (m < rows)[:, None] & (n < cols)[None, :]

@@ -17,7 +17,7 @@ from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
 from te_lite.ops.source import DTYPES, FLAT, Source, produce_ref, tiled
-from te_lite.ops.sums import column_sums
+from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.transpose import transpose as transpose  # part of this family, in its own file for length
 from te_lite.ops.transpose import transpose_ref as transpose_ref
@@ -104,22 +104,11 @@ def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors=
 
 
 def transform(
-    source: Source,
-    *,
-    hp_dtype: torch.dtype | None = None,
-    fp8_dtype: torch.dtype | None = None,
-    row: bool = False,
-    col: bool = False,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    amax_out: Tensor | None = None,
-    pow2: bool = False,
-    eps: float = 0.0,
-    bias_grad: bool = False,
-    row_scale: Tensor | None = None,
-    col_scale: Tensor | None = None,
-    op: Callable[..., None] | None = None,
-) -> Transformed:
+    source: Source, *, hp_dtype: torch.dtype | None = None, fp8_dtype: torch.dtype | None = None, row: bool = False,
+    col: bool = False, scale: Tensor | None = None, amax: Tensor | None = None, amax_out: Tensor | None = None,
+    pow2: bool = False, eps: float = 0.0, bias_grad: bool = False, row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None, op: Callable[..., None] | None = None,
+) -> Transformed:  # fmt: skip
     """Unfused, with v = produce_ref(source), fp32 [M, N]:
 
         s         = scale, or scale_from_amax_ref(max(amax), largest value of fp8_dtype, eps, pow2)
@@ -198,10 +187,7 @@ def _transform_cuda(
         kind, config = "words", kernels.WORD_CONFIGS[row is not None]
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
-    splits, partial = max(1, tiles_m), None
-    if sums:
-        splits = min(splits, kernels.MOST_SPLITS)
-        partial = x.new_empty((splits, bias_grad.shape[0]), dtype=torch.float32)
+    splits, partial = partial_sums(bias_grad, max(1, tiles_m))
     q = col if row is None else row
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
     launch(

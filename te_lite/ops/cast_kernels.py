@@ -27,9 +27,6 @@ class Config(NamedTuple):
     programs_per_sm: int = 0
 
 
-MOST_SPLITS = 512  # rows of column sums; a program of a matrix that is higher does several tiles
-
-
 # Problem: (writes a transposed copy, computes more than a cast, has few elements) -> Config.
 FEW = 1 << 22  # elements; below this, tiles of the larger kind do not fill 132 multiprocessors
 CONFIGS: dict[tuple[bool, bool, bool], Config] = {
@@ -180,12 +177,11 @@ def transform_kernel(
     [width]: scales of rowwise quantization, in place of one scale. A program does one tile, or with LOOP every
     splits-th tile of its columns: straight-line code takes 40 registers fewer (77 against 81 us at 8192 x 8192).
     """
-    program = tl.program_id(0)
     TWO: tl.constexpr = GLU and KIND == "dact"
+    # Maxima, and statistics of a norm, come from a reading of the same source directly before.
+    READ: tl.constexpr = (KIND == "norm" or amax is not None) or (row_scale is not None or col_scale is not None)
     width = cols * 2 if TWO else cols
-    tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
-    split = program // tiles_n
-    n0 = (program % tiles_n) * BLOCK_N
+    split, n0, tiles_n = tiles.tile_of_program(cols, BLOCK_N, READ)
     source, outputs = (x, dy, mean, rstd, gamma, beta), (hp, row, col)
     if KIND == "words":
         largest = _word_tile(
@@ -212,13 +208,7 @@ def transform_kernel(
                 total2 += b
     if partial is not None:
         tiles.store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
-    if amax_out is not None:
-        most = tl.minimum(largest, _INF_BITS)  # nan counts as inf
-        word = amax_out.to(tl.pointer_type(tl.int32))
-        # Thousands of atomics on one word queue up in the L2; after the first few hardly any program has a
-        # larger value. A stale read is a smaller one and costs an atomic, never a lost maximum.
-        if most > tl.load(word, cache_modifier=".cg"):
-            tl.atomic_max(word, most, sem="relaxed")
+    tiles.record_amax(amax_out, largest)
 
 
 # Triton makes an integer that is 1 a constant. With rows = 1 the pad is then a constant too, and ptxas 12.8 folds its

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from te_lite.ops.registry import register
+from te_lite.ops.registry import Op, register
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -20,6 +20,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def _check_fp8(a: Tensor, b: Tensor) -> None:
+    """TypeError, ValueError unless a[M, K] and b[N, K] are what cuBLAS multiplies."""
     if a.dtype not in _FP8 or b.dtype not in _FP8:
         raise TypeError(
             f"fp8 GEMM of {a.dtype} and {b.dtype}: both operands must be float8_e4m3fn or float8_e5m2; "
@@ -44,27 +45,18 @@ def _check_fp8(a: Tensor, b: Tensor) -> None:
 
 
 def gemm_fp8_ref(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None,
     fast_accum: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Oracle of `gemm_fp8`: fp32 throughout, one rounding. fast_accum is the hardware's affair."""
     out = (a.float() @ b.float().t()) * (a_scale_inv.reshape(()) * b_scale_inv.reshape(()))
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 def with_epilogue(
-    multiply: Callable[[Tensor | None, torch.dtype], Tensor],
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fused: tuple[torch.dtype, ...],
-) -> Tensor:
+    multiply: Callable[[Tensor | None, torch.dtype], Tensor], a: Tensor, b: Tensor, out_dtype: torch.dtype,
+    bias: Tensor | None, fused: tuple[torch.dtype, ...],
+) -> Tensor:  # fmt: skip
     """multiply(bias, dtype), a[M, K] @ b[N, K]^T by cuBLAS, for empty operands and any bias too.
 
     fused: types of output and bias that cuBLAS's epilogue adds; any other bias is added in fp32 before rounding.
@@ -92,21 +84,21 @@ def scaled_mm(
     return with_epilogue(multiply, a, b, out_dtype, bias, fused)
 
 
-def product_fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, *rest) -> Tensor:
+def _product_fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, *rest) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def register_product(name: str, cpu: Callable[..., Tensor], cuda: Callable[..., Tensor], more: str = "") -> Op:
+    """The op of a product of scaled operands. more: arguments after those that all have."""
+    scaled = "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, Tensor? bias"
+    return register(f"{name}({scaled}{more}) -> Tensor", cpu=cpu, cuda=cuda, fake=_product_fake)
 
 
 def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, out=None):
     return scaled_mm(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, _LOW, out)
 
 
-_gemm_fp8_op = register(
-    "gemm_fp8(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, ScalarType out_dtype,"
-    " Tensor? bias, bool fast_accum) -> Tensor",
-    cpu=gemm_fp8_ref,
-    cuda=_gemm_fp8_cuda,
-    fake=product_fake,
-)
+_gemm_fp8_op = register_product("gemm_fp8", gemm_fp8_ref, _gemm_fp8_cuda, ", bool fast_accum")
 
 
 def gemm_fp8(

@@ -1,4 +1,4 @@
-"""All-gather + GEMM in one kernel: it multiplies the shards of the other ranks as they arrive.
+"""All-gather + GEMM in one launch, by csrc/gemm_fused.cu: it multiplies the shards of the other ranks as they arrive.
 
     a[R * m, K] = all_gather(own[m, K])                  # here: copies into `gathered`, with flags
     out[R * m, N] = a @ b[N, K]^T * a_scale * b_scale + bias
@@ -6,190 +6,142 @@
     copies    | from rank+1 | from rank+2 | ...
     kernel    | own shard | rank+1 | rank+2 | ...             (polls ready[source, 0] where the source changes)
 
+Of h = out = [gate | up] it also computes silu(gate) * up, of h as rounded, while it multiplies the next tile.
 The kernel occupies every multiprocessor while it waits: what sets the flags must not need one (copy engines do not).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from te_lite.ops import gemm_tiles as tiles
-from te_lite.ops.flags import signed, wait_flags
+from te_lite import _C
+from te_lite.ops import gemm_fused as fused
+from te_lite.ops.gemm_fused import ALIGNED_COLUMNS, ROWS, Kind
 from te_lite.ops.launch import sm_count
-from te_lite.ops.registry import register
+
+_RATES = {256: 1.0, 224: 0.985, 192: 0.97, 128: 0.9}  # of tiles of so many columns: narrow ones load more for a product
 
 
-@triton.jit
-def _store(
-    part, out_desc, a_scale, b_scale, bias, source, row, col, m, n, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr
-):
-    part = tiles.scaled(part, a_scale, b_scale, row, col, m, n, A_SCALE, B_SCALE)
-    part = tiles.plus_bias(part, bias, col, n).to(out_desc.dtype)
-    out_desc.store([source, row, col], part.reshape(1, part.shape[0], part.shape[1]))
+def tile_columns(m: int, n: int, ranks: int, b_t: bool, clusters: int) -> int:
+    """The tile whose rounds over the device take least. A function of the shape and the device alone."""
+
+    def cost(columns: int) -> float:
+        rounds = -(-ranks * -(-m // ROWS) * -(-n // columns) // clusters)
+        return rounds * columns / _RATES[columns]
+
+    return min((columns for columns in _RATES if not (b_t and columns % 64)), key=cost)
 
 
-@triton.jit
-def _finish(
-    part, out_desc, a_scale, b_scale, bias, source, row, col, m, n, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """Stores half a tile, of which PARTS stores make a whole one."""
-    if PARTS == 4:
-        part, right = tiles.halves(part)
-        _store(right, out_desc, a_scale, b_scale, bias, source, row, col + part.shape[1], m, n, A_SCALE, B_SCALE)
-    _store(part, out_desc, a_scale, b_scale, bias, source, row, col, m, n, A_SCALE, B_SCALE)
+class Activation(NamedTuple):
+    """silu(gate) * up [M, F] of h[M, 2F] = [gate | up]; what was not asked for is None.
 
-
-@triton.jit
-def _scale_of(gathered_scale, source, m, A_SCALE: tl.constexpr):
-    """Where the scales of a shard begin."""
-    if A_SCALE == "row":
-        return gathered_scale + source * m
-    elif A_SCALE == "shard":
-        return gathered_scale + source
-    else:
-        return gathered_scale
-
-
-@triton.jit(
-    do_not_specialize=["delta", "m", "rank", "stride", "tail"],
-    do_not_specialize_on_alignment=["ready", "epoch", "abort", "own_scale", "gathered_scale", "b_scale", "bias"],
-)
-def gather_kernel(
-    own, gathered, b_desc, b_tail, out_desc, ready, epoch, abort, own_scale, gathered_scale, b_scale, bias, delta, m, n,
-    k, rank, stride, tail, RANKS: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, PARTS: tl.constexpr,
-    B_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Program p of P takes tiles p, p + P, ... of the walk over the shards of rank, rank+1, rank+2, ... (mod R).
-
-    Two loops, one over the own shard and one over the others', since a loop reads through one descriptor. tail: so many
-    tiles at the end are taken in halves, through b_tail, where that keeps more programs busy.
-    out_desc: [R, m, N], so that no store reaches the next shard. stride: from one source's flag to the next's. PARTS:
-    how many stores finish a tile.
+    data [M, F], of h's type or e4m3; data_t [F, M] e4m3, a transposed copy; scale_inv fp32 [1]; amax fp32 [P],
+    P <= 1024, partial maxima of magnitudes before rounding, nan counting as inf.
     """
-    tl.assume(k > 0)
-    programs = tl.num_programs(0)
-    per_shard = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
-    reached = tl.load(epoch) + delta
-    first = tl.program_id(0)
-    for others in tl.static_range(2):
-        end = per_shard * RANKS - tail if others else per_shard
-        finished = first - programs  # counted a second time: what a tile's end needs must not come from its beginning
-        for tile in tl.range(first, end, programs, flatten=True):
-            step, row, col = tiles.tile_at(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
-            if others:
-                source = (rank + step) % RANKS
-                new = (tile - programs) // per_shard != step  # also at the first: none was before it, or one of step 0
-                wait_flags(ready + source * stride, 0, new.to(tl.int32), reached, abort)
-                row += source * m
-            a_desc = gathered if others else own
-            left, right = tiles.halves(tiles.multiply(a_desc, b_desc, row, col, k, B_T, BLOCK_M, BLOCK_N, BLOCK_K))
-            finished += programs
-            step, row, col = tiles.tile_at(finished, m, n, BLOCK_M, BLOCK_N, GROUP)
-            source = (rank + step) % RANKS
-            scale = own_scale
-            if others and A_SCALE != "none":
-                scale = _scale_of(gathered_scale, source, m, A_SCALE)
-            for half in tl.static_range(2):
-                part, c = left if half == 0 else right, col + half * (BLOCK_N // 2)
-                _finish(part, out_desc, scale, b_scale, bias, source, row, c, m, n, A_SCALE, B_SCALE, PARTS)
-        first += tl.cdiv(max(end - first, 0), programs) * programs
-    if BLOCK_N == 256:
-        half = tl.program_id(0)
-        if half < 2 * tail:
-            step, row, col = tiles.tile_at(per_shard * RANKS - tail + half // 2, m, n, BLOCK_M, BLOCK_N, GROUP)
-            source, col = (rank + step) % RANKS, col + half % 2 * (BLOCK_N // 2)
-            wait_flags(ready + source * stride, 0, 1, reached, abort)
-            part = tiles.multiply(gathered, b_tail, row + source * m, col, k, B_T, BLOCK_M, BLOCK_N // 2, BLOCK_K)
-            scale = gathered_scale
-            if A_SCALE != "none":
-                scale = _scale_of(gathered_scale, source, m, A_SCALE)
-            _finish(part, out_desc, scale, b_scale, bias, source, row, col, m, n, A_SCALE, B_SCALE, PARTS)
+
+    data: Tensor | None = None
+    data_t: Tensor | None = None
+    scale_inv: Tensor | None = None
+    amax: Tensor | None = None
 
 
-def gather_config(own: Tensor, b: Tensor, ranks: int) -> tiles.Config:
-    """The tile that `gemm_gather` takes for these operands."""
-    return tiles.choose(own.shape[0], ranks, b.shape[0], own.element_size(), sm_count(own.device))
+def act_refusal(m: int, n: int, act: str) -> str:
+    """Why gemm_gather of shards of m rows and n columns does not compute an activation, or ""."""
+    if n % 32 or (act == "fp8" and m % 16):
+        return f"{m} rows a rank and {n} columns: must be multiples of 16, for fp8, and 32"
+    return ""
 
 
-def run_gather(config: tiles.Config, own, gathered, b, ready, epoch, delta, abort, rank, own_scale, gathered_scale,
-               b_scale, bias, out_dtype) -> Tensor:  # fmt: skip
-    """`gemm_gather` on a CUDA device with a tile of one's own choice."""
-    (m, k), (n, _), (ranks, stride) = own.shape, b.shape, ready.shape
-    out = own.new_empty((ranks * m, n), dtype=out_dtype)
-    if not out.numel():
-        return out
-    a_kind, b_kind = tiles.scale_kinds(gathered_scale, b_scale, ranks * m, n, ranks)
-    # Four stores a tile where two would take too much shared memory, or too many registers for scales.
-    parts = 4 if out_dtype == torch.float32 or b_kind == "row" else 2
-    block_m, block_n, block_k, warps, stages, group, per_sm = config
-    per_shard, most = -(-m // block_m) * -(-n // block_n), per_sm * sm_count(own.device)
-    rest = ranks * per_shard % most  # tiles of the last round; of the others' shards, if they are to be halved
-    tail = rest if 2 * rest <= most and rest <= (ranks - 1) * per_shard and block_n == 256 else 0
-    gather_kernel[(min(most, ranks * per_shard),)](
-        TensorDescriptor(own, (m, k), (k, 1), [block_m, block_k]),
-        TensorDescriptor(gathered, (ranks * m, k), (k, 1), [block_m, block_k]),
-        tiles.described(b, block_n, block_k),
-        tiles.described(b, block_n // 2, block_k),
-        TensorDescriptor(out, (ranks, m, n), (m * n, n, 1), [1, block_m, block_n // parts]),
-        ready, epoch, abort, own_scale, gathered_scale, b_scale, bias, signed(delta), m, n, k, rank, stride, tail,
-        ranks, a_kind, b_kind, parts, tiles.transposed(b), block_m, block_n, block_k, group,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return out
-
-
-def _gather_cuda(own, gathered, b, ready, *rest) -> Tensor:
-    return run_gather(gather_config(own, b, ready.shape[0]), own, gathered, b, ready, *rest)
-
-
-def gemm_gather_ref(own, gathered, b, ready, epoch, delta, abort, rank, own_scale, gathered_scale, b_scale, bias,
-                    out_dtype) -> Tensor:  # fmt: skip
+def gemm_gather_ref(
+    own: Tensor, gathered: Tensor, b: Tensor, rank: int, own_scale: Tensor | None, gathered_scale: Tensor | None,
+    b_scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Oracle of `gemm_gather`, of data that has arrived: fp32 throughout, one rounding."""
-    ranks, a, a_scale = ready.shape[0], gathered.clone(), own_scale
+    ranks, a, a_scale = gathered.shape[0] // own.shape[0], gathered.clone(), own_scale
     a.view(ranks, *own.shape)[rank] = own
     if own_scale is not None and gathered_scale.numel() == ranks * own_scale.numel():
         a_scale = gathered_scale.clone()
         a_scale.view(ranks, -1)[rank] = own_scale
-    out = tiles.scaled_product_ref(a, b, a_scale, b_scale)
+    out = fused.scaled_product_ref(a, b, a_scale, b_scale)
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-_gather_op = register(
-    "gemm_gather(Tensor own, Tensor(a!) gathered, Tensor b, Tensor(b!) ready, Tensor epoch, int delta, Tensor abort,"
-    " int rank, Tensor? own_scale, Tensor? gathered_scale, Tensor? b_scale, Tensor? bias, ScalarType out_dtype)"
-    " -> Tensor",
-    cpu=gemm_gather_ref,
-    cuda=_gather_cuda,
-    fake=lambda own, gathered, b, ready, *rest: own.new_empty(
-        (own.shape[0] * ready.shape[0], b.shape[0]), dtype=rest[-1]
-    ),
-)
-
-
 def gemm_gather(
-    own: Tensor, gathered: Tensor, b: Tensor, ready: Tensor, epoch: Tensor, delta: int, abort: Tensor, rank: int,
-    own_scale: Tensor | None = None, gathered_scale: Tensor | None = None, b_scale: Tensor | None = None,
-    bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:  # fmt: skip
-    """out[R * m, N] = all shards [R * m, K] @ b[N, K]^T * scales + bias[N], rounded once to bf16, fp16 or fp32.
+    own: Tensor, gathered: Tensor, b: Tensor, ready: Tensor, counters: Tensor, epoch: Tensor, delta: int, abort: Tensor,
+    rank: int, own_scale: Tensor | None = None, gathered_scale: Tensor | None = None, b_scale: Tensor | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, act: str = "", act_scale: Tensor | None = None,
+    act_amax: Tensor | None = None,
+) -> tuple[Tensor, Activation]:  # fmt: skip
+    """out[R * m, N] = all shards [R * m, K] @ b[N, K]^T * scales + bias[N], rounded once to bf16 or fp16.
 
-    own[m, K]: this rank's shard. gathered[R * m, K]: the others', in rank order; its rows of this rank are not read.
+    own[m, K]: this rank's shard. gathered[R * m, K]: the others', in rank order; its rows of this rank do not count.
     ready int32 [R, P]: shard s with its scales is there once ready[s, 0] has reached epoch[0] + delta (ops/flags.py).
-    Result garbage if abort[0] becomes nonzero.
+    counters: int32, at least one zero, zero again at the end. Result garbage if abort[0] becomes nonzero.
     Scales, fp32 inverses, all three or none. A scale of a for all: own_scale [1], gathered_scale the same tensor; one a
-    shard: [1], [R]; one a row: [m], [R * m]. b_scale: [1] or [N]. gathered_scale is read after the flags.
+    shard: [1], [R]; one a row: [m], [R * m]. b_scale: [1], or [N] but not beside one a shard. gathered_scale is read
+    after the flags.
+    act: "", or of the activation: "high precision", "amax" alone, or "fp8": e4m3, twice, at act_scale fp32 [1] and
+    clamped; act_amax, fp32 [1], then becomes the largest of itself and all magnitudes, if it is given.
     a, b: both bf16, both fp16, where b may also lie as [K, N]; or fp8 with at most one E5M2, with fast accumulation
-    (ops/gemm.py).
-    Waits on CUDA devices only; CPU tensors are taken as they are. Errors: ValueError, TypeError.
+    (ops/gemm.py). On CUDA devices of compute capability 9.0. Errors: ValueError, TypeError.
     """
-    tiles.check("gather and GEMM", gathered, b, own.shape[0], ready.shape[0])
-    if b.shape[0] * out_dtype.itemsize % tiles.ALIGNMENT:
-        raise ValueError(f"N={b.shape[0]}: a row of the output must be a multiple of {tiles.ALIGNMENT} bytes; pad N")
-    return _gather_op(
-        own, gathered, b, ready, epoch, delta, abort, rank, own_scale, gathered_scale, b_scale, bias, out_dtype,
+    (m, k), (n, _), ranks = own.shape, b.shape, ready.shape[0]
+    fused.check("gather and GEMM", gathered, b, m, ranks)
+    if ranks > _C.MOST_FUSED_RANKS or n % ALIGNED_COLUMNS or out_dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{ranks} ranks, N={n}, output of {out_dtype}: must be at most {_C.MOST_FUSED_RANKS}, a multiple of "
+            f"{ALIGNED_COLUMNS}, bf16 or fp16; take a ring"
+        )
+    kinds = fused.scale_kinds(gathered_scale, b_scale, ranks * m, n, ranks)
+    if m == 1 and kinds[0] == "shard":  # and one a row: the same
+        kinds = ("row", kinds[1])
+    if kinds == ("shard", "row"):
+        raise ValueError("a scale a shard of a beside one a row of b: must be one for all of b; take a ring")
+    scales = fused.widest(*kinds)
+    if scales == "row":
+        own_scale, b_scale = own_scale.expand(m).contiguous(), b_scale.expand(n).contiguous()
+        gathered_scale = gathered_scale.expand(ranks * m).contiguous() if kinds[0] == "tensor" else gathered_scale
+    apart = {"row": m, "tensor": int(kinds[0] == "shard"), "none": 0}[scales]
+    out = own.new_empty((ranks * m, n), dtype=out_dtype)
+    bias = None if bias is None else bias.float()
+    if act and (refusal := act_refusal(m, n, act)):
+        raise ValueError(f"an activation of {refusal}; compute it apart")
+    for name, value in (("act_scale", act_scale), ("act_amax", act_amax)):
+        given = value is not None and (value.dtype, value.numel(), value.device) == (torch.float32, 1, own.device)
+        if not given and (value is not None or (act == "fp8" and name == "act_scale")):
+            raise ValueError(f"{name} for act {act!r}: must be one fp32 on {own.device}; pass a view of one element")
+    clusters = sm_count(own.device) // 2
+    wide = 256 if act else tile_columns(m, n, ranks, fused.transposed(b), clusters)
+    pairs, columns = -(-m // ROWS), -(-n // wide)
+    clusters = min(clusters, ranks * pairs * columns)
+    made = _activation(out, act, clusters)
+    peak = made.amax if act == "amax" else act_amax
+    fused.launch(
+        Kind(True, own.dtype, b.dtype, scales, out_dtype, ranks, fused.transposed(b), wide, act),
+        clusters, gathered, b, own, _shards(out, ranks, m * n), (),
+        (ready, None, counters, epoch, abort, gathered_scale, own_scale, b_scale, bias, act_scale, made.scale_inv,
+         peak),
+        (delta, m, n, k, rank, ready.shape[1], 1, 0, pairs, columns, apart),
+        _shards(made.data, ranks, m * n // 2), _shards(made.data_t, ranks, m),
     )  # fmt: skip
+    return out, made
+
+
+def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[int]:
+    """Where each rank's begin, so many elements apart."""
+    if whole is None:
+        return []
+    return [whole.data_ptr() + rank * elements * whole.element_size() for rank in range(ranks)]
+
+
+def _activation(out: Tensor, act: str, clusters: int) -> Activation:
+    rows, columns = out.shape[0], out.shape[1] // 2
+    if act == "amax":
+        return Activation(amax=out.new_empty(4 * clusters, dtype=torch.float32))
+    if act == "fp8":
+        data, data_t = (out.new_empty(shape, dtype=fused.FP8[0]) for shape in ((rows, columns), (columns, rows)))
+        return Activation(data, data_t, out.new_empty(1, dtype=torch.float32))
+    return Activation(out.new_empty((rows, columns))) if act else Activation()

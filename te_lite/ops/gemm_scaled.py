@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_lite.ops.gemm import FP8_ALIGNMENT, gemm_ref, product_fake, scaled_mm, with_epilogue
-from te_lite.ops.registry import register
+from te_lite.ops.gemm import _check_fp8, gemm_ref, register_product, scaled_mm, with_epilogue
 
 BLOCK = 128
 _FUSED = (torch.bfloat16,)
@@ -19,14 +18,12 @@ _ROWS_OF_SCALES = 4  # cuBLAS reads the scales of 1 x 128 blocks in 16-byte step
 
 
 def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, shapes: tuple) -> None:
-    (m, k), (n, k_b) = a.shape, b.shape
-    if a.dtype != torch.float8_e4m3fn or b.dtype != torch.float8_e4m3fn or k != k_b:
+    if a.dtype != torch.float8_e4m3fn or b.dtype != torch.float8_e4m3fn:
         raise ValueError(
-            f"fp8 GEMM of a {a.dtype} [{m}, {k}] and b {b.dtype} [{n}, {k_b}]: both must be float8_e4m3fn with equal "
-            "last dimensions; quantize both along the dimension to sum over"
+            f"fp8 GEMM of a {a.dtype} and b {b.dtype}: both must be float8_e4m3fn; quantize both along the dimension "
+            "to sum over"
         )
-    if k % FP8_ALIGNMENT or n % FP8_ALIGNMENT:
-        raise ValueError(f"fp8 GEMM with K={k}, N={n}: must be multiples of {FP8_ALIGNMENT}; pad the features")
+    _check_fp8(a, b)
     if tuple(a_scale.shape) not in shapes[0] or tuple(b_scale.shape) not in shapes[1]:
         raise ValueError(
             f"scales of shape {tuple(a_scale.shape)} and {tuple(b_scale.shape)}: must be one of {shapes[0]} and one of "
@@ -52,13 +49,7 @@ def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum, out=None)
     return scaled_mm(a, b, *scales, out_dtype, bias, fast_accum, _FUSED, out)
 
 
-_rowwise_op = register(
-    "gemm_fp8_rowwise(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, Tensor? bias,"
-    " bool fast_accum) -> Tensor",
-    cpu=gemm_fp8_rowwise_ref,
-    cuda=_rowwise_cuda,
-    fake=product_fake,
-)
+_rowwise_op = register_product("gemm_fp8_rowwise", gemm_fp8_rowwise_ref, _rowwise_cuda, ", bool fast_accum")
 
 
 def gemm_fp8_rowwise(
@@ -134,13 +125,7 @@ def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias):
     return with_epilogue(multiply, a, b, out_dtype, bias, _FUSED)
 
 
-_blockwise_op = register(
-    "gemm_fp8_blockwise(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, Tensor? bias)"
-    " -> Tensor",
-    cpu=gemm_fp8_blockwise_ref,
-    cuda=_blockwise_cuda,
-    fake=product_fake,
-)
+_blockwise_op = register_product("gemm_fp8_blockwise", gemm_fp8_blockwise_ref, _blockwise_cuda)
 
 
 def gemm_fp8_blockwise(

@@ -34,15 +34,9 @@ def sm_count(device: torch.device) -> int:
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    unaligned: Sequence[Tensor | None],
-    tensors: Sequence[Tensor | None],
-    numbers: tuple[int | float, ...],
-    constants: tuple[Any, ...],
-    num_warps: int,
-    registers: int | None = None,
-) -> None:
+    kernel: Any, programs: int, unaligned: Sequence[Tensor | None], tensors: Sequence[Tensor | None],
+    numbers: tuple[int | float, ...], constants: tuple[Any, ...], num_warps: int, registers: int | None = None,
+) -> None:  # fmt: skip
     """kernel[(programs,)](*unaligned, *tensors, *numbers, *constants) on their device's current stream.
 
     The kernel's parameters come in that order. unaligned: pointers that it declares with

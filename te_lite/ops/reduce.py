@@ -66,12 +66,8 @@ _reduce_op = register(
 )
 
 
-def reduce_slots(staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, out_dtype: torch.dtype) -> Tensor:
-    """out[m, N]: staging[R, m, N] but for staging[rank], own[m, N] and bias[N], added as the module says.
-
-    staging: the wire's type, in the arena: filled by others, so declared as mutated. own: fp32 or the wire's type.
-    One pass at copy speed, no flags. The same bits on every run and on the CPU. Errors: ValueError.
-    """
+def check_slots(staging: Tensor, own: Tensor) -> None:
+    """ValueError unless they are [R, m, N] and [m, N], contiguous, and a kernel can count the elements of a slot."""
     shape = (staging.shape[0], *own.shape)
     if own.dim() != 2 or tuple(staging.shape) != shape or not (staging.is_contiguous() and own.is_contiguous()):
         raise ValueError(
@@ -80,4 +76,13 @@ def reduce_slots(staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, o
         )
     if own.numel() >= 2**31 - _STEP * _PER_SM * 256:
         raise ValueError(f"{own.numel()} elements a slot: must be below 2^31; reduce by pieces")
+
+
+def reduce_slots(staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, out_dtype: torch.dtype) -> Tensor:
+    """out[m, N]: staging[R, m, N] but for staging[rank], own[m, N] and bias[N], added as the module says.
+
+    staging: the wire's type, in the arena: filled by others, so declared as mutated. own: fp32 or the wire's type.
+    One pass at copy speed, no flags. The same bits on every run and on the CPU. Errors: ValueError.
+    """
+    check_slots(staging, own)
     return _reduce_op(staging, own, bias, rank, out_dtype)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from te_lite.ops.cast_kernels import Config, scale_of
 from te_lite.ops.source import produce
-from te_lite.ops.tiles import magnitude_bits, to_fp8_bytes
+from te_lite.ops.tiles import magnitude_bits, tile_of_program, to_fp8_bytes
 
 VECTOR_AMAX_CONFIG = Config(16, 128, 1)
 MOST_COLUMNS = 32768  # a row that one program holds
@@ -30,13 +30,11 @@ def vector_amax_kernel(
 ):  # fmt: skip
     """row_amax[m], col_amax[n] = max with the largest |value| of each row and column, as bits; one tile a program."""
     TWO: tl.constexpr = GLU and KIND == "dact"
-    tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
-    m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
-    n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
+    tile_m, n0, _ = tile_of_program(cols, BLOCK_N, False)
+    m0 = tile_m * BLOCK_M
     source = (x, dy, mean, rstd, gamma, beta)
     v, v2 = produce(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1)
-    v = magnitude_bits(v)
-    v2 = magnitude_bits(v2)
+    v, v2 = magnitude_bits(v), magnitude_bits(v2)
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
     if row_amax is not None:
@@ -56,7 +54,7 @@ def row_kernel(
     """E4M3 with one scale a row, in one read: a program holds BLOCK_M whole rows, BLOCK_N >= cols."""
     TWO: tl.constexpr = GLU and KIND == "dact"
     width = cols * 2 if TWO else cols
-    m0 = tl.program_id(0) * BLOCK_M
+    m0 = tile_of_program(cols, BLOCK_N, KIND == "norm")[0] * BLOCK_M
     source = (x, dy, mean, rstd, gamma, beta)
     v, v2 = produce(source, m0, 0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1)
     bits = tl.max(magnitude_bits(v), axis=1)

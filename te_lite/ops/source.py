@@ -109,14 +109,9 @@ def plain(x: Tensor, amax: Tensor | None = None) -> Source:
 
 
 def norm(
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None = None,
-    zero_centered: bool = False,
-    amax: Tensor | None = None,
-) -> Source:
+    x: Tensor, mean: Tensor | None, rstd: Tensor, gamma: Tensor, beta: Tensor | None = None,
+    zero_centered: bool = False, amax: Tensor | None = None,
+) -> Source:  # fmt: skip
     """(x [M, N] - mean [M]) * rstd [M] * (gamma [N] + zero_centered) + beta [N]; no mean is RMSNorm.
 
     mean and rstd are fp32. amax: as for `plain`, of the normalised output.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from te_lite.ops.launch import launch
 
+MOST_SPLITS = 512  # rows of partial sums; a program of a matrix that is higher does several tiles
 _ROWS, _COLUMNS = 64, 32  # 128 bytes of a row; small blocks, so that a few thousand columns occupy many programs
 
 
@@ -20,6 +21,14 @@ def _column_sums_kernel(partial, out, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C
         mask = (r < rows)[:, None] & (n < cols)[None, :]
         total += tl.load(partial + r[:, None] * cols + n[None, :], mask=mask, other=0.0)
     tl.store(out + n, tl.sum(total, 0).to(out.dtype.element_ty), mask=n < cols)
+
+
+def partial_sums(out: Tensor | None, tiles_m: int) -> tuple[int, Tensor | None]:
+    """(rows of programs for a matrix of tiles_m rows of tiles, their partial [P, N] of out[N], None without one)."""
+    if out is None:
+        return tiles_m, None
+    splits = min(tiles_m, MOST_SPLITS)
+    return splits, out.new_empty((splits, out.shape[0]))
 
 
 def column_sums(partial: Tensor, out: Tensor) -> Tensor:

@@ -52,10 +52,8 @@ def to_fp8_bytes(q, E5M2: tl.constexpr):
     """
     if INTERPRETED:
         q8 = _byte(q, E5M2)
-    elif E5M2:
-        q8 = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [q], tl.uint8, False, 4)
     else:
-        q8 = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [q], tl.uint8, False, 4)
+        q8 = tl.inline_asm_elementwise(_PACK_E5M2 if E5M2 else _PACK_E4M3, "=r,r,r,r,r", [q], tl.uint8, False, 4)
     return q8
 
 
@@ -66,11 +64,23 @@ def to_fp8_words(q, E5M2: tl.constexpr):
         w = _byte(q[0], E5M2).to(tl.int32)
         for r in tl.static_range(1, 4):
             w = w | (_byte(q[r], E5M2).to(tl.int32) << (8 * r))
-    elif E5M2:
-        w = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", q, tl.int32, False, 1)
     else:
-        w = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", q, tl.int32, False, 1)
+        w = tl.inline_asm_elementwise(_PACK_E5M2 if E5M2 else _PACK_E4M3, "=r,r,r,r,r", q, tl.int32, False, 1)
     return w
+
+
+@triton.jit
+def tile_of_program(cols, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(row of tiles, first column, tiles in a row of tiles) of this program's tile; programs start in their order.
+
+    LAST_FIRST: for a source that a kernel has read directly before, from its first row to its last: the end of what
+    does not fit into the L2 cache is still there, and a reading that starts there finds it.
+    """
+    program, tiles_n = tl.program_id(0), tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
+    tile_m = program // tiles_n
+    if LAST_FIRST:
+        tile_m = tl.num_programs(0) // tiles_n - 1 - tile_m
+    return tile_m, (program % tiles_n) * BLOCK_N, tiles_n
 
 
 @triton.jit
@@ -127,6 +137,18 @@ def largest_of(v):
     """Elementwise largest magnitude of four tiles, as bits."""
     a = tl.maximum(magnitude_bits(v[0]), magnitude_bits(v[1]))
     return tl.maximum(a, tl.maximum(magnitude_bits(v[2]), magnitude_bits(v[3])))
+
+
+@triton.jit
+def record_amax(amax_out, largest):
+    """amax_out = max(amax_out, largest), given as bits; nan counts as inf. Nothing where amax_out is None."""
+    if amax_out is not None:
+        most = tl.minimum(largest, 0x7F800000)
+        word = amax_out.to(tl.pointer_type(tl.int32))
+        # Thousands of atomics on one word queue up in the L2; after the first few hardly any program has a
+        # larger value. A stale read is a smaller one and costs an atomic, never a lost maximum.
+        if most > tl.load(word, cache_modifier=".cg"):
+            tl.atomic_max(word, most, sem="relaxed")
 
 
 @triton.jit

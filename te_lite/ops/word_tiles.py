@@ -60,15 +60,6 @@ def _larger(a, b):
 
 
 @triton.jit
-def _largest_along(w, axis: tl.constexpr):
-    if INTERPRETED:
-        w = (tl.max(w >> 16, axis=axis) << 16) | tl.max(w & 0xFFFF, axis=axis)
-    else:
-        w = tl.reduce(w, axis, _larger)
-    return w
-
-
-@triton.jit
 def largest_words(w):
     """Elementwise largest magnitudes of four tiles, still two a word."""
     if INTERPRETED:
@@ -89,13 +80,13 @@ def largest_bits(w, FP16: tl.constexpr):
 @triton.jit
 def row_bits(w, FP16: tl.constexpr):
     """magnitude_bits of the largest value of each row."""
-    return largest_bits(_largest_along(w & 0x7FFF7FFF, 1), FP16)
+    return largest_bits(tl.reduce(w & 0x7FFF7FFF, 1, _larger), FP16)
 
 
 @triton.jit
 def column_bits(w, FP16: tl.constexpr):
     """magnitude_bits of the largest value of each even column, of each odd one."""
-    even, odd = _values(_largest_along(largest_words(w), 0), FP16)
+    even, odd = _values(tl.reduce(largest_words(w), 0, _larger), FP16)
     return magnitude_bits(even), magnitude_bits(odd)
 
 
@@ -106,10 +97,9 @@ def to_fp8_pairs(w, s, FP16: tl.constexpr, E5M2: tl.constexpr):
     even, odd = even * s, odd * s
     if INTERPRETED:
         h = to_fp8_words((even, odd, even, odd), E5M2).to(tl.int16)
-    elif E5M2:
-        h = tl.inline_asm_elementwise(_PAIRS_E5M2, "=r,r,r,r,r", [even, odd], tl.int16, False, 2)
     else:
-        h = tl.inline_asm_elementwise(_PAIRS_E4M3, "=r,r,r,r,r", [even, odd], tl.int16, False, 2)
+        asm: tl.constexpr = _PAIRS_E5M2 if E5M2 else _PAIRS_E4M3
+        h = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [even, odd], tl.int16, False, 2)
     return h
 
 

@@ -182,10 +182,10 @@ class Doorway:
 
     def __init__(self, size: int) -> None:
         self.name = f"\0te_lite-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(SOCKET_TIMEOUT_S)
-        self._socket.bind(self.name)
-        self._socket.listen(size)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(SOCKET_TIMEOUT_S)
+        self.socket.bind(self.name)
+        self.socket.listen(size)
 
     def send(self, rank: int, names: list[str], fds: list[int]) -> None:
         """This rank's descriptors to every other rank's doorway."""
@@ -200,34 +200,25 @@ class Doorway:
     def receive(self, count: int, received: list[list[int]]) -> None:
         """`count` descriptors from each other rank into its list in `received`; the caller closes them."""
         for _ in received[1:]:
-            connection, _ = self._socket.accept()
+            connection, _ = self.socket.accept()
             with connection:
                 connection.settimeout(SOCKET_TIMEOUT_S)
-                self._check_owner(connection)
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+                _, user, _ = struct.unpack("3i", credentials)  # process, user, group
+                if user != os.getuid():
+                    raise PermissionError(f"a process of user {user} connected to the ranks of user {os.getuid()}")
                 message, fds, _, _ = socket.recv_fds(connection, 4, count)
                 (peer,) = struct.unpack("i", message)
                 received[peer] = list(fds)
                 if len(fds) != count:
                     raise RuntimeError(f"rank {peer} sent {len(fds)} file descriptors, expected {count}")
 
-    @staticmethod
-    def _check_owner(connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, user, _ = struct.unpack("3i", credentials)  # process, user, group
-        if user != os.getuid():
-            raise PermissionError(f"a process of user {user} connected to the ranks of user {os.getuid()}")
-
-    def close(self) -> None:
-        self._socket.close()
-
 
 def share_fds(exchange: Exchange, fds: list[int], received: list[list[int]]) -> None:
     """This rank's file descriptors to all ranks of the group, and theirs into `received`, one list a rank (its own
     stays empty). Collective. The caller closes what is there, also where this fails."""
     doorway = exchange.step("opening a Unix socket", lambda: Doorway(exchange.size))
-    try:
+    with doorway.socket:
         names = exchange.all(doorway.name)
         exchange.step("sending file descriptors", lambda: doorway.send(exchange.rank, names, fds))
         exchange.step("receiving file descriptors", lambda: doorway.receive(len(fds), received))
-    finally:
-        doorway.close()

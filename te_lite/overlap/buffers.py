@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAIN, COPY = 0, 1  # streams of a program: the caller's, and that of the copy engine
+OWN = COPY, True  # what copies a rank's own shard to its slot: the stream, and whether it asks for a copy engine
+OWN_IN_GRAPH = MAIN, False  # where there is no asking
 WORD = 4  # bytes of a flag
 MOST_PROGRAMS = 512  # kept; each token count makes some, and a run with ever new ones must not fill the memory
 
@@ -117,13 +119,15 @@ def gathered_bytes(sizes: Sequence[int], ranks: int) -> int:
     return sum(aligned(size * ranks) for size in sizes)
 
 
-def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], own: bool) -> _C.Program:
-    """Segments: 0 push the shard to the others; i = 1 .. R-1 wait for rank + i; R wait for all and copy the own shard,
-    where that is wanted; R+1 free all; R+2 a kernel of the caller's waits.
+def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], rows: int, own: bool) -> _C.Program:
+    """Segments: 0 push the shard to the others, and to this rank's own slot where that is wanted; i = 1 .. R-1 wait for
+    rank + i; R wait for all; R+1 free all; R+2 a kernel of the caller's waits.
 
-    sizes: bytes of each part of a shard; argument i is part i of the own.
+    sizes: bytes of each part of a shard; argument i is part i of the own. rows: in how many rows it is put beside the
+    others' parts; 1: it follows them.
 
-    The own shard is copied by the caller's stream: multiprocessors do that, which a GEMM beside it would keep waiting.
+    The own shard goes last: it may have to wait for multiprocessors, and a kernel that occupies all of them while it
+    waits for others, on any rank, must find their pushes under way.
     """
     arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
     program = _C.Program(f"all-gather in {buffer.name}[{slot}]")
@@ -132,24 +136,20 @@ def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], own: bool
     for peer in [*readers, rank]:
         program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
     program.after(COPY, MAIN)
-
-    def push(stream: int, peer: int) -> None:
+    own_by = OWN if buffer.words is None else OWN_IN_GRAPH
+    for peer, stream, engine in [*((peer, COPY, False) for peer in readers), *[(rank, *own_by)] * own]:
         base = arena.address(buffer.name, slot, peer)
         for part, (offset, n) in enumerate(zip(part_offsets(sizes, size), sizes, strict=True)):
+            width, to = n // rows, base + offset + rank * (n // rows)
             if n:
-                program.copy(stream, -1, base + offset + rank * n, part, 0, n)
-
-    for peer in readers:
-        push(COPY, peer)
-        program.set(COPY, buffer.ready(slot, peer, rank), 0)
+                program.copy2d(stream, -1, to, width * size, part, 0, width, width, rows, engine)
+        program.set(stream, buffer.ready(slot, peer, rank), 0)
     for source in following(rank, size):
         program.cut()
         program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
     program.cut()
-    for source in following(rank, size):
+    for source in [*following(rank, size), *[rank] * own]:
         program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
-    if own:
-        push(MAIN, rank)
     program.cut()
     _free(program, [buffer.free(slot, source, rank) for source in range(size)], buffer)
     _expect(program, buffer, slot, 0)
@@ -180,7 +180,7 @@ class Gather:
 
     own: this rank's shard is wanted in the buffer too (else it is used where it is). A shard has arrived once the first
     flag of its source is set. Between the constructor and close() the data may be read; QTensors made from it are
-    borrowed.
+    borrowed. Where the format gathers_columns, shards of the col layout are put side by side as they arrive.
     """
 
     def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool) -> None:
@@ -190,7 +190,8 @@ class Gather:
         sizes = tuple(part.nbytes for part in self._wire)
         self.offsets = part_offsets(sizes, group.size)
         self.slot, self.epoch = self.buffer.take()
-        self.program = self.buffer.cached(_gather_program, self.slot, sizes, own)
+        self._dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are put together
+        self.program = self.buffer.cached(_gather_program, self.slot, sizes, q.shape[1] if self._dim else 1, own)
         self.own = own
         self.sent = sum(sizes) * (group.size - 1)  # bytes
         self._addresses = tuple(part.data_ptr() for part in self._wire)
@@ -204,26 +205,24 @@ class Gather:
         memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
         views = []
         for part, offset in zip(self._wire, self.offsets, strict=True):
-            count = 1 if source is not None else self.group.size
-            start = offset + part.nbytes * (source or 0)
-            view = memory[start : start + part.nbytes * count]
-            shape = (part.shape[0] * count, *part.shape[1:])
+            shape, own = list(part.shape), part.shape[self._dim]
+            shape[self._dim] *= self.group.size
+            whole = memory[offset : offset + part.nbytes * self.group.size].view(part.dtype).view(shape)
+            view = whole if source is None else whole.narrow(self._dim, source * own, own)
             # A vector of scales of an odd number of rows begins where no GEMM may read it.
-            views.append((view if start % 16 == 0 else view.clone()).view(part.dtype).view(shape))
+            views.append(view if view.data_ptr() % 16 == 0 else view.clone())
         return tuple(views)
 
     def shard(self, source: int) -> QTensor:
         """The shard of another rank, once it has arrived."""
         self._issue((source - self.group.rank) % self.group.size)
-        q = self.q.from_wire(self.parts(source), self.layout, self.q.shape[0])
-        return replace(q, borrowed=True)
+        return replace(self.q.from_wire(self.parts(source), self.layout, self.q.shape[0]), borrowed=True)
 
     def whole(self) -> QTensor:
         """The gathered tensor, once all of it has arrived."""
         assert self.own
         self._issue(self.group.size)
-        q = self.q.from_wire(self.parts(), self.layout, self.q.shape[0] * self.group.size)
-        return replace(q, borrowed=True)
+        return replace(self.q.from_wire(self.parts(), self.layout, self.q.shape[0] * self.group.size), borrowed=True)
 
     def expect(self) -> None:
         """A kernel that is to come waits for the shards: should it wait for too long, the group breaks."""
@@ -331,11 +330,12 @@ class Scatter:
     def targets(self) -> tuple[list[int], list[int]]:
         return self.buffer.cached(_targets, self.slot, self.bytes)
 
-    def reduce(self, own: Tensor, bias: Tensor | None = None) -> Tensor:
+    def reduce(self, own: Tensor, bias: Tensor | None = None, take: Callable[[Tensor, Tensor, int], Any] | None = None):
         """The sum of all ranks' partials of this rank's rows and bias[N], in the wire's dtype; own[m, N] may be wider.
-        Closes."""
+        take: what reads them instead; its result is returned. Closes."""
         self._issue(self._wait)
-        out = reduce_slots(self.staging, own, bias, self.group.rank, self.dtype)
+        rank = self.group.rank
+        out = take(self.staging, own, rank) if take else reduce_slots(self.staging, own, bias, rank, self.dtype)
         self.close()
         return out
 

@@ -21,7 +21,7 @@ import triton
 from te_lite.overlap.bootstrap import Exchange
 from te_lite.watch import all_reduce_max
 
-SCHEDULES = 4  # to be raised when a schedule changes its speed: what was measured before is then forgotten
+SCHEDULES = 5  # to be raised when a schedule changes its speed: what was measured before is then forgotten
 ROUNDS = 5
 HOLD_CYCLES = 2_000_000  # about 1 ms, in which the host issues what is timed, as one that runs ahead has
 MOST = 512  # problems that one group times; a run with ever new token counts follows the rule from then on
@@ -75,12 +75,9 @@ class Choices:
         self.measures, self._known = exchange.all((measures, _load() if self._first and measures else {}))[0]
 
     def choose(
-        self,
-        problem: str,
-        ways: Mapping[str, Callable[[], object]],
-        group: dist.ProcessGroup,
+        self, problem: str, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup,
         check: Callable[[], None],
-    ) -> tuple[str, str]:
+    ) -> tuple[str, str]:  # fmt: skip
         """(the fastest of `ways`, what was measured), timed now unless it is known. Collective; "collective" is one.
         check() may raise while this rank waits."""
         key = self._key(problem)
@@ -116,7 +113,9 @@ class Choices:
                 times[name].append(_time_us(run, self._device, group, check))
         own = torch.tensor([statistics.median(values[1:]) for values in times.values()], device=self._device)
         all_reduce_max("auto's times", own, group)
-        return dict(zip(ways, own.tolist(), strict=True))
+        slowest = own.tolist()
+        check()  # of a broken group they are garbage, not to be kept
+        return dict(zip(ways, slowest, strict=True))
 
     @staticmethod
     def _store(key: str, found: dict[str, float]) -> None:

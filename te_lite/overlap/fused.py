@@ -8,19 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_lite._C import MOST_SCATTER_RANKS
-from te_lite.ops.gemm_gather import gemm_gather
+from te_lite._C import MOST_FUSED_RANKS
+from te_lite.ops import source
+from te_lite.ops.gemm_fused import ALIGNMENT, transposed
+from te_lite.ops.gemm_gather import Activation, act_refusal, gemm_gather
 from te_lite.ops.gemm_scatter import blocks
 from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
-from te_lite.ops.gemm_tiles import ALIGNMENT, transposed
+from te_lite.ops.source import Source
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.group import Group
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.quantizer import Quantizer
 
 
-def refusal(gemm: Product, a: QTensor) -> str:
-    """Why the fused kernels do not take this product, or ""."""
+def refusal(gemm: Product, a: QTensor, group: Group) -> str:
+    """Why the fused kernels do not take this product, or "". The same on every rank."""
     data, other = a.operand("row")[0], gemm.b.operand(gemm.b_layout)[0]
     if not data.is_cuda:
         return "fused kernels need a GPU"
@@ -30,13 +33,15 @@ def refusal(gemm: Product, a: QTensor) -> str:
         return "split accumulation by hand is slower than a ring"
     if a.shape[0] % a.format.shard_multiple:
         return f"a rank's tokens are not a multiple of {a.format.shard_multiple}"
-    if data.dtype == torch.float32:
+    if torch.float32 in (data.dtype, gemm.dtype):
         return "no fused kernel for fp32"
     if not (data.is_contiguous() and (other.is_contiguous() or transposed(other))):
         return "an operand of the fused kernel is transposed"
     if data.shape[1] * data.element_size() % ALIGNMENT or gemm.columns * gemm.dtype.itemsize % ALIGNMENT:
         return f"rows are not multiples of {ALIGNMENT} bytes"
-    return ""
+    if group.size > MOST_FUSED_RANKS:
+        return f"fused kernels take at most {MOST_FUSED_RANKS} ranks"
+    return group.no_fused
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -63,18 +68,25 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
     scale = scales[0].reshape(-1) if scales else own_scale
     a, b = data.view(own.row.dtype), _aligned(gemm.b.operand(gemm.b_layout)[0])
     ready, _, *rest = _flags(gather)
-    return gemm_gather(_aligned(own.row), a, b, ready, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype)
+    counters = gather.buffer.counters[gather.slot]
+    act = "" if gemm.then is None or act_refusal(own.shape[0], gemm.columns, gemm.then.want) else gemm.then.want
+    act_scale, act_amax = gemm.then.take_scale() if act else (None, None)
+    out, made = gemm_gather(
+        _aligned(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype, act,
+        act_scale, act_amax,
+    )  # fmt: skip
+    if act:
+        gemm.then.result = _result(gemm.then.quantizer, out, made, act_scale)
+    return out
 
 
-def scatter_refusal(gemm: Product, a: QTensor, group: Group) -> str:
-    """As refusal, for gemm_scatter."""
-    if reason := refusal(gemm, a):
-        return reason
-    if gemm.dtype not in (torch.bfloat16, torch.float16):
-        return f"no fused reduce-scatter of {gemm.dtype}"
-    if group.size > MOST_SCATTER_RANKS:
-        return f"the fused reduce-scatter takes at most {MOST_SCATTER_RANKS} ranks"
-    return group.no_fused_scatter
+def _result(quantizer: Quantizer, h: Tensor, made: Activation, scale: Tensor | None) -> Source | QTensor:
+    if made.amax is not None:
+        return source.act(h, "swiglu")._replace(amax=made.amax)
+    if made.data_t is None:
+        return source.plain(made.data)
+    inverse = made.scale_inv
+    return QTensor(quantizer.format, tuple(made.data.shape), h.dtype, made.data, inverse, made.data_t, inverse, scale)
 
 
 def begin_scatter(gemm: Product, a: QTensor, group: Group) -> Scatter:

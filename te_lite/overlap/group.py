@@ -9,15 +9,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops.flags import compiled_wait, signed
-from te_lite.ops.gemm_scatter import MOST_BLOCKS, unavailable
+from te_lite.ops.gemm_fused import unavailable
+from te_lite.ops.gemm_scatter import MOST_BLOCKS
+from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.overlap.arena import Arena, share_host_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
 from te_lite.overlap.buffers import Buffer, Gather, Scatter, gathered_bytes
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.config import LayerMethods
+from te_lite.overlap.maximum import Maximum
 from te_lite.quantize.qtensor import Layout, QTensor
 
 SLOTS = 2  # a second use may fill while the first is read
@@ -63,7 +67,7 @@ class Group:
             )
         self.closed = False
         # Of all ranks: one that took a ring where the others do not would wait for them, and they for it.
-        self.no_fused_scatter = next(filter(None, exchange.all(unavailable(device))), "")
+        self.no_fused = next(filter(None, exchange.all(unavailable(device))), "")
         self.choices = Choices(exchange, device)
         self.arena = Arena(self.rank, self.size, device)
         whole = tokens * hidden * dtype.itemsize
@@ -72,7 +76,9 @@ class Group:
             room = whole + whole // SCALE_SHARE + 4096 * self.size if name.startswith("gather") else whole
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
         flags = {name: Buffer.flags_needed(self.size, SLOTS, PIECES) for name in names}
-        self.arena.reserve("flags", 4 * sum(flags.values()))
+        self._maximum_words = Maximum.words_needed(self.size)
+        maxima = 2 * self._maximum_words + Maximum.words_needed(self.size, many=True)
+        self.arena.reserve("flags", 4 * (sum(flags.values()) + maxima))
         self.arena.commit(exchange)
         self._control_memory = share_host_memory(exchange, _C.CONTROL_BYTES)
         self._start(exchange, flags, first_epoch)
@@ -85,7 +91,10 @@ class Group:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._buffers: dict[str, Buffer] = {}
-        at = 0
+        self._first_epoch = first_epoch
+        self._maxima: dict[bool, Maximum] = {}  # captured in a CUDA graph or not; none on CPU ranks
+        self._many: Maximum | None = None
+        at = 2 * self._maximum_words + Maximum.words_needed(self.size, many=True)
         for name, count in flags.items():
             epochs = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device)
             graph = epochs if name.endswith(".graph") else None
@@ -115,6 +124,11 @@ class Group:
         self.executor.wait_kernel = compiled_wait(self.device)
         word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
         self.abort = torch.from_dlpack(word).view(torch.int32)
+        if self.size > MOST_RANKS:
+            return
+        for graph in (False, True) if "gather.graph" in self._buffers else (False,):
+            self._maxima[graph] = Maximum(self.arena, graph * self._maximum_words, self._first_epoch, graph)
+        self._many = Maximum(self.arena, 2 * self._maximum_words, self._first_epoch, False, many=True)
 
     # one call
 
@@ -159,6 +173,24 @@ class Group:
         the same, since gloo hangs or ends the process where ranks differ; NCCL's hosts go on."""
         meet = self.control.agree if self.device.type == "cpu" else self.control.announce
         meet(text, zlib.crc32(text.encode()))
+
+    def maximum(self, what: str, partials: Tensor) -> Tensor | None:
+        """fp32 [1], the largest of all ranks' partials, which are not negative; None on CPU ranks, and under a capture
+        without cuda_graphs."""
+        maximum = self._maxima.get(self.capturing())
+        if maximum is None or partials.device != self.device:
+            return None
+        with self.operation(f"{what} through userbuffers"):
+            return maximum.of(partials, self)
+
+    def maxima(self, what: str, values: Tensor) -> bool:
+        """values, not negative, become the largest of all ranks', one by one; False where a collective must do that."""
+        fits = values.numel() <= MOST_VALUES and values.is_contiguous() and values.dtype == torch.float32
+        if self._many is None or values.device != self.device or not fits or self.capturing():
+            return False
+        with self.operation(f"{what} through userbuffers, {list(values.shape)}"):
+            self._many.of(values, self)
+        return True
 
     def check(self) -> None:
         """RuntimeError once the group is broken."""
@@ -214,6 +246,8 @@ class Group:
             if part is not None:
                 part.close()
         self._buffers.clear()
+        self._maxima.clear()
+        self._many = None
         self.arena.release()
         if self.control is not None and self.control.broken and not self.control.told:
             text = f"results may be wrong: userbuffers were broken when they ended: {self.control.broken}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from te_lite.overlap import fused, ring
@@ -14,7 +16,11 @@ from te_lite.overlap.collective import Collective
 from te_lite.overlap.group import Group
 from te_lite.overlap.schedule import Backward, Gradients, Note, Product
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.qtensor import QTensor, TensorFormat
+
+# Where dgrad hides a second gather of dy: it computes long enough (columns of dx), and more than a push's own price is
+# moved (bytes of a shard).
+COLUMNS_HIDE, COLUMNS_FROM = 3072, 4 << 20
 
 
 class Overlapped(Collective):
@@ -109,16 +115,23 @@ class Overlapped(Collective):
         problem = f"{'scatter' if scatters else 'gather'} {a.format.label or a.dtype} {list(a.shape)} x {gemm.columns} "
         bias = gemm.bias is not None or gemm.sum_bias is not None
         problem += f"{gemm.b_layout} to {gemm.dtype}, bias {bias}, fast {gemm.fast_accum}"
+        problem += f", then {gemm.then.want}" if gemm.then else ""
 
         def run(way: str) -> object:
+            then = gemm.then and replace(gemm.then, timed=True, some_scale=some_scale)
             with self.group.operation(f"auto: {way}, {problem}"):
-                return self._run(name, "" if way == "collective" else way, gemm, a, scatters=scatters)
+                timed, method = replace(gemm, then=then), "" if way == "collective" else way
+                out = self._run(name, method, timed, a, scatters=scatters)
+            if then and then.result is None:
+                then.apart(out)
+            return out
 
-        names = ("collective", "ring", *(() if self._fused_refusal(gemm, a, scatters=scatters) else ("fused",)))
+        names = ("collective", "ring", *(() if fused.refusal(gemm, a, self.group) else ("fused",)))
         if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
             self._measured.pop(name, None)
             return method
         self.group.announce(f"auto: {problem}")
+        some_scale = torch.ones(1, device=gemm.b.operand(gemm.b_layout)[0].device)
         ways = {way: partial(run, way) for way in names}
         way, measured = choices.choose(problem, ways, self.tp.group, self.group.control.check)
         self._measured[name] = measured
@@ -126,19 +139,16 @@ class Overlapped(Collective):
             self.notes[name] = Note("collective", 0, measured)
         return "" if way == "collective" else way
 
-    def _fused_refusal(self, gemm: Product, a: QTensor, *, scatters: bool) -> str:
-        return fused.scatter_refusal(gemm, a, self.group) if scatters else fused.refusal(gemm, a)
-
-    def _way(self, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> tuple[Any, str]:
+    def _way(self, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
         if method not in ("fused", "auto"):
             return ring, ""
-        refusal = self._fused_refusal(gemm, a, scatters=scatters)
+        refusal = fused.refusal(gemm, a, self.group)
         return (ring if refusal else fused), refusal if method == "fused" else ""
 
     def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
         """The gather of `own` for gemm, begun, and the module that multiplies it. whole: wgrad reads it too."""
-        way, reason = self._way(method, gemm, own, scatters=False)
+        way, reason = self._way(method, gemm, own)
         gather = Gather(self.group, own, "row", own=whole)
         self._note_way(name, method, way, gather.sent, reason)
         return gather, way
@@ -154,7 +164,7 @@ class Overlapped(Collective):
         return out
 
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
-        way, reason = self._way(method, gemm, a, scatters=True)
+        way, reason = self._way(method, gemm, a)
         scatter = way.begin_scatter(gemm, a, self.group)
         self._note_way(name, method, way, scatter.sent, reason)
         return way.gemm_scatter(gemm, a, scatter)
@@ -202,7 +212,7 @@ class Overlapped(Collective):
         x_at, dx_at = ("dgrad", "wgrad") if bulk else ("wgrad", "dgrad")
         gather = scatter = dx = dw = None
         if gather_by:
-            gather = Gather(self.group, x, x.regather_layout, own=True)
+            gather = Gather(self.group, x, x.wgrad_layout, own=True)
             self.notes[x_at] = Note(gather_by, gather.sent)
         if dgrad is not None and scatter_by and not self._bulk:
             dx = self._gemm_scatter("dgrad", scatter_by, dgrad, dy)
@@ -222,23 +232,29 @@ class Overlapped(Collective):
         if gather is not None:
             gather.close()
         if scatter is not None:
-            dx = scatter.reduce(partial[self.group.rank * m : (self.group.rank + 1) * m])
+            dx = scatter.reduce(partial[self.group.rank * m : (self.group.rank + 1) * m], take=dgrad.take_slots)
         return dx, dw
 
+    def gathers_columns(self, format: TensorFormat, rows: int, width: int, columns: int) -> bool:
+        """Of a row-parallel linear, where dgrad hides both gathers: the transposition of the whole dy is spared."""
+        hides = columns >= COLUMNS_HIDE and rows * width >= COLUMNS_FROM
+        return self.tp.mode == "row" and "wgrad" in self.methods and hides and format.gathers_columns(rows)
+
     def _row_ways(self, of: Backward) -> tuple[str, str]:
-        """Methods of the gather of dy for dgrad, and of one for wgrad where that needs its own."""
+        """Methods of the gather of dy for dgrad, and of one for wgrad where that needs, or had better have, its own."""
         dgrad, wgrad, dy, dy_wgrad, _ = of
         rows = columns = ""
         if dy is not None:
             rows = self._asked("dgrad", self.group.gather_refusal(dy, "row"), dy.shape[0])
             rows = rows if dgrad is None else self._settled("dgrad", rows, dgrad, dy, scatters=False)
-        if wgrad is not None and not of.one_gather:
-            refusal = self.group.gather_refusal(dy_wgrad, dy_wgrad.regather_layout)
+        apart = dgrad is not None and self.gathers_columns(dy.format, *dy.shape, dgrad.columns)
+        if wgrad is not None and (apart or not of.one_gather):
+            refusal = self.group.gather_refusal(dy_wgrad, dy_wgrad.wgrad_layout)
             columns = self._asked("wgrad", refusal, dy_wgrad.shape[0])
         return rows, columns
 
     def _row_backward(self, of: Backward, rows_by: str, columns_by: str) -> Gradients:
-        (dgrad, wgrad, dy, dy_wgrad, x), one = of, of.one_gather
+        (dgrad, wgrad, dy, dy_wgrad, x), one = of, of.one_gather and not columns_by
         rows = columns = dx = dw = None
         if dgrad is not None or one:
             if not rows_by:
@@ -249,7 +265,7 @@ class Overlapped(Collective):
                 rows = Gather(self.group, dy, "row", own=True)
                 self.notes["dgrad"] = Note("external", rows.sent)
         if columns_by:
-            columns = Gather(self.group, dy_wgrad, dy_wgrad.regather_layout, own=True)
+            columns = Gather(self.group, dy_wgrad, dy_wgrad.wgrad_layout, own=True)
             self.notes["wgrad"] = Note(columns_by, columns.sent)
         if dgrad is not None:
             dx = way.gather_gemm(dgrad, dy, rows)

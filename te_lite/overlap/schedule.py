@@ -9,13 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from te_lite.ops.cast import amax, transform
 from te_lite.ops.nvtx import nvtx_range
-from te_lite.quantize.qtensor import Layout, QTensor, matmul
+from te_lite.ops.source import Source, act
+from te_lite.quantize.qtensor import Layout, QTensor, TensorFormat, matmul
+from te_lite.quantize.quantizer import Quantizer
+
+
+@dataclass(slots=True)
+class Activated:
+    """swiglu of a GEMM's product h[M, 2F], which the GEMM may compute at its end as `quantizer` wants it.
+
+    want: "high precision", "amax" or "fp8", see ops/gemm_gather.py. result: what the next linear takes in place of it,
+    set by the GEMM if it did. timed: only the time counts, so no state of the quantizer is touched.
+    """
+
+    quantizer: Quantizer
+    want: str
+    timed: bool = False
+    result: Source | QTensor | None = None
+    some_scale: Tensor | None = None  # fp32 [1], where timed
+
+    def take_scale(self) -> tuple[Tensor | None, Tensor | None]:
+        """For "fp8" the scale, and where the amax goes."""
+        if self.want != "fp8":
+            return None, None
+        return (self.some_scale, None) if self.timed else self.quantizer.take_scale()
+
+    def apart(self, h: Tensor) -> None:
+        """What the GEMM spares, by kernels of its own, to be timed."""
+        source = act(h, "swiglu")
+        if self.want == "high precision":
+            transform(source, hp_dtype=h.dtype)
+        elif self.want == "amax":
+            amax(source)
+        else:
+            fp8 = self.quantizer.format.dtype
+            transform(source, fp8_dtype=fp8, row=True, col=True, scale=self.some_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +58,9 @@ class Product:
     """A GEMM with its second operand in place: product(a) = a.row[M, k] @ b^T[k, n] (+ bias[n]), in `dtype`.
 
     b_layout: the layout of b whose last dimension is k. label: of its range in profilers. sum_bias[n]: what a schedule
-    that sums products over ranks adds to the sum.
+    that sums products over ranks adds to the sum. then: an activation of the product that may be computed with it.
+    take_slots(slots, own, rank): what may take the place of reduce_slots where the sum is the last thing a schedule
+    does; its result is then handed on in place of the sum.
     """
 
     b: QTensor
@@ -33,6 +70,8 @@ class Product:
     fast_accum: bool
     label: str
     sum_bias: Tensor | None = None
+    then: Activated | None = None
+    take_slots: Callable[[Tensor, Tensor, int], Any] | None = None
 
     @property
     def columns(self) -> int:
@@ -94,6 +133,11 @@ class Schedule:
     def planned(self, gemm: str) -> str:
         """What overlap_report() calls the communication of a GEMM that has not run."""
         return self.name
+
+    def gathers_columns(self, format: TensorFormat, rows: int, width: int, columns: int) -> bool:
+        """Whether dy[rows, width] of this rank had better be quantized by column too, to be gathered so for wgrad.
+        columns: of dx."""
+        return False
 
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         """y of this rank from x of this rank; gemm(x) is x.row @ w.row^T."""

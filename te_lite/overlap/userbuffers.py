@@ -193,14 +193,9 @@ def _methods(
 
 
 def schedule_for(
-    tp: TensorParallel,
-    flags: Mapping[str, bool],
-    layer: str,
-    name: str | None,
-    device: torch.device,
-    strict: bool,
+    tp: TensorParallel, flags: Mapping[str, bool], layer: str, name: str | None, device: torch.device, strict: bool,
     recipe: str = "",
-) -> tuple[Schedule, str]:
+) -> tuple[Schedule, str]:  # fmt: skip
     """(the schedule of one linear, why it does not overlap as asked or ""). name: of its module. device: of its
     activations. strict: that is an error. recipe: in words, on which the ranks must agree."""
     schedule: Schedule = Collective(tp) if tp.active else Local()

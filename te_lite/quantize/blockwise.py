@@ -6,6 +6,7 @@ Scheme: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3; scales by 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from te_lite.ops.block_cast import BLOCK, block_cast, dequantize_blocks
 from te_lite.ops.gemm_scaled import gemm_fp8_blockwise
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
-from te_lite.quantize.mxfp8 import unpadded
+from te_lite.quantize.identity import HIGH_PRECISION
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Float8BlockScaling, QParams
@@ -32,17 +33,19 @@ class BlockFormat(TensorFormat):
     col_from_row: bool = False
     square: bool = False
     flat: bool = False
+    block: ClassVar[int] = BLOCK
 
     @property
     def label(self) -> str:
         return "e4m3 128x128" if self.square else "e4m3 1x128"
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+        block = self.block
         if layout == "row":
-            return dequantize_blocks(q.row, q.row_scale, BLOCK if self.square else 1, BLOCK, q.dtype)
+            return dequantize_blocks(q.row, q.row_scale, block if self.square else 1, block, q.dtype)
         if self.flat:
-            return dequantize_blocks(q.col, q.col_scale, BLOCK, 1, q.dtype)
-        v_t = dequantize_blocks(q.col, q.col_scale, BLOCK if self.square else 1, BLOCK, q.dtype)
+            return dequantize_blocks(q.col, q.col_scale, block, 1, q.dtype)
+        v_t = dequantize_blocks(q.col, q.col_scale, block if self.square else 1, block, q.dtype)
         return v_t[:, : q.shape[0]].t().contiguous()
 
     def multiplies(self, other: TensorFormat) -> bool:
@@ -55,13 +58,24 @@ class BlockFormat(TensorFormat):
         data, scale, shape = parts[0].view(torch.float8_e4m3fn), parts[1], (rows, like.shape[1])
         if layout == "row":
             return QTensor(VECTORS, shape, like.dtype, data, scale)
-        if like.shape[0] % BLOCK:
-            return unpadded(QTensor(self, shape, like.dtype, col=data, col_scale=scale), like)
-        return QTensor(VECTORS, shape, like.dtype, col=transpose(data), col_scale=scale.t())
+        q = unpadded(QTensor(self, shape, like.dtype, col=data, col_scale=scale), like)
+        return q if q.format != self else QTensor(VECTORS, shape, like.dtype, col=transpose(data), col_scale=scale.t())
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias)
+
+
+def unpadded(whole: QTensor, like: QTensor) -> QTensor:
+    """Gathered flat columns; in high precision where the shards [m, K] do not end with a block: each has blocks of its
+    own, so the scales do not lie over the rows of `whole` as they would in one tensor.
+    """
+    if like.shape[0] % whole.format.block == 0:
+        return whole
+    shards = whole.shape[0] // like.shape[0]
+    parts = zip(whole.col.chunk(shards), whole.col_scale.chunk(shards), strict=True)
+    values = [QTensor(like.format, like.shape, like.dtype, col=data, col_scale=scale) for data, scale in parts]
+    return QTensor(HIGH_PRECISION, whole.shape, whole.dtype, torch.cat([value.dequantize("col") for value in values]))
 
 
 VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True, shard_multiple=BLOCK)
@@ -79,7 +93,7 @@ class Blocks(Quantizer):
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         square, flat = self.format.square, self.format.flat
         data, scale, col_data, col_scale, sums = block_cast(
-            source, block=BLOCK, square=square, pow2=self.pow2, eps=self.eps, row=row, col=col, flat=flat,
+            source, block=self.format.block, square=square, pow2=self.pow2, eps=self.eps, row=row, col=col, flat=flat,
             bias_grad=bias_grad,
         )  # fmt: skip
         if col and not (square or flat):

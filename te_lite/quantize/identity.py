@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,8 +47,13 @@ HIGH_PRECISION = HighPrecisionFormat()
 class Identity(Quantizer):
     """v in `target` precision; the input itself when it is there already."""
 
+    from_gemm: ClassVar[str] = "high precision"
+
     format: TensorFormat = HIGH_PRECISION
     target: torch.dtype = torch.bfloat16
+
+    def wants_from_gemm(self, dtype: torch.dtype) -> str:
+        return Quantizer.wants_from_gemm(self, dtype) if dtype == self.target else ""
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         if source.kind == "plain":
@@ -65,6 +71,8 @@ class Identity(Quantizer):
 @dataclass(frozen=True, slots=True)
 class Calibrating(Identity):
     """High precision that records the amax a delayed-scaling quantizer would have seen."""
+
+    from_gemm: ClassVar[str] = ""
 
     state: ScaleState | None = None
     slot: int = 0

@@ -12,55 +12,34 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from te_lite.ops.block_cast import MX_BLOCK, block_cast, dequantize_blocks
-from te_lite.ops.source import Source
-from te_lite.quantize.identity import HIGH_PRECISION
+from te_lite.ops.block_cast import MX_BLOCK
+from te_lite.quantize.blockwise import BlockFormat, Blocks, unpadded
 from te_lite.quantize.qtensor import Layout, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
+from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Site
 from te_lite.recipe import MXFP8BlockScaling
 
 
 @dataclass(frozen=True, slots=True)
-class MXFormat(TensorFormat):
+class MXFormat(BlockFormat):
     """row: data [M, K], scale uint8 [M, K/32]. col: data [M, K] (not transposed), scale uint8 [M/32, K]."""
 
     label: ClassVar[str] = "mxfp8"
-    col_from_row: bool = False
-
-    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
-        if layout == "row":
-            return dequantize_blocks(q.row, q.row_scale, 1, MX_BLOCK, q.dtype)
-        return dequantize_blocks(q.col, q.col_scale, MX_BLOCK, 1, q.dtype)
+    block: ClassVar[int] = MX_BLOCK
+    gemm: str = ""
+    flat: bool = True
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        data, scale = parts[0].view(torch.float8_e4m3fn), parts[1]
+        data, scale, shape = parts[0].view(torch.float8_e4m3fn), parts[1], (rows, like.shape[1])
         if layout == "row":
-            return QTensor(self, (rows, like.shape[1]), like.dtype, data, scale)
-        whole = QTensor(self, (rows, like.shape[1]), like.dtype, col=data, col_scale=scale)
-        return whole if like.shape[0] % MX_BLOCK == 0 else unpadded(whole, like)
-
-
-def unpadded(whole: QTensor, like: QTensor) -> QTensor:
-    """Gathered columns of blocks whose shards [m, K] do not end with a block, in high precision.
-
-    Each shard has blocks of its own, so the scales of `whole` do not lie over its rows as they would in one tensor.
-    """
-    shards = whole.shape[0] // like.shape[0]
-    parts = zip(whole.col.chunk(shards), whole.col_scale.chunk(shards), strict=True)
-    values = [QTensor(like.format, like.shape, like.dtype, col=data, col_scale=scale) for data, scale in parts]
-    return QTensor(HIGH_PRECISION, whole.shape, whole.dtype, torch.cat([value.dequantize("col") for value in values]))
+            return QTensor(self, shape, like.dtype, data, scale)
+        return unpadded(QTensor(self, shape, like.dtype, col=data, col_scale=scale), like)
 
 
 @dataclass(frozen=True, slots=True)
-class MX(Quantizer):
+class MX(Blocks):
     """Each block of 32 by its own amax, by row and by column from the same high-precision values."""
 
     format: TensorFormat = MXFormat()
-    fused: bool = True
-
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        *tensors, sums = block_cast(source, block=MX_BLOCK, row=row, col=col, flat=True, bias_grad=bias_grad)
-        return QTensor(self.format, (source.rows, source.cols), source.dtype, *tensors), sums
 
 
 def operands(recipe: MXFP8BlockScaling, site: Site) -> GemmOperands:

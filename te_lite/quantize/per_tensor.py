@@ -6,7 +6,7 @@ Formulas: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_fp8
+from te_lite.ops.norm import norm_cast
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import PAD, transpose
 from te_lite.parallel import TensorParallel
@@ -23,8 +24,9 @@ from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
 from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
-from te_lite.watch import all_reduce_max
+from te_lite.watch import group_max
 
+LEAST_COLUMNS = 256  # tokens of a shard: rows of so many bytes are pushed at the links' rate (docs/performance.md)
 INPUTS_PER_GEMM = 3  # forward slots: input, weight, output (Transformer Engine's order)
 GRADS_PER_GEMM = 2  # backward slots: grad_output, grad_input
 
@@ -52,12 +54,17 @@ class PerTensorFormat(TensorFormat):
     def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale
 
+    def gathers_columns(self, rows: int) -> bool:
+        return rows % PAD == 0 and rows >= LEAST_COLUMNS
+
     def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
-        return (q.row.view(torch.uint8),)
+        return (q.operand(layout)[0].view(torch.uint8),)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        data = parts[0].view(self.dtype)
-        return QTensor(self, (rows, like.shape[1]), like.dtype, row=data, row_scale=like.row_scale)
+        data, shape = parts[0].view(self.dtype), (rows, like.shape[1])
+        if layout == "col":
+            return QTensor(self, shape, like.dtype, col=data, col_scale=like.col_scale)
+        return QTensor(self, shape, like.dtype, row=data, row_scale=like.row_scale)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
@@ -103,6 +110,9 @@ class PerShardFormat(PerTensorFormat):
     def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale.view(1, -1)
 
+    def gathers_columns(self, rows: int) -> bool:
+        return False
+
     def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
         return q.row.view(torch.uint8), q.row_scale
 
@@ -128,6 +138,8 @@ def per_tensor_cast(format: PerTensorFormat, source: Source, seed: Tensor, **how
 class Current(Quantizer):
     """scale = fp8_max / amax(v), the amax reduced over `amax_group` where v is about to be gathered."""
 
+    from_gemm: ClassVar[str] = "amax"
+
     fused: bool = True
     needs_amax: bool = True
     pow2: bool = False
@@ -140,8 +152,7 @@ class Current(Quantizer):
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         seed = source.amax if source.amax is not None else amax(source)
         if self.amax_group is not None:
-            seed = seed.amax().view(1)
-            all_reduce_max("amax for current scaling", seed, self.amax_group)
+            seed = group_max("amax for current scaling", seed, self.amax_group)
         return self._cast(source, seed, row=row, col=col, bias_grad=bias_grad)
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
@@ -152,15 +163,31 @@ class Current(Quantizer):
 class Delayed(Quantizer):
     """scale from the state's history; the amax of v is recorded there in the same pass."""
 
+    from_gemm: ClassVar[str] = "fp8"
+
     fused: bool = True
     state: ScaleState | None = None
     slot: int = 0
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def wants_from_gemm(self, dtype: torch.dtype) -> str:
+        return Quantizer.wants_from_gemm(self, dtype) if self.format.dtype == torch.float8_e4m3fn else ""
+
+    def take_scale(self) -> tuple[Tensor, Tensor | None]:
         state, slot = self.state, self.slot
         scale = state.scale_for_forward(slot) if state.key.direction == "forward" else state.scale_at(slot)
+        return scale, state.amax_at(slot)
+
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+        scale, amax_out = self.take_scale()
         wanted = {"row": row, "col": col, "bias_grad": bias_grad}
-        return per_tensor_cast(self.format, source, scale, scale=scale, amax_out=state.amax_at(slot), **wanted)
+        return per_tensor_cast(self.format, source, scale, scale=scale, amax_out=amax_out, **wanted)
+
+    def norm_rows(self, x: Tensor, *formula: Any) -> tuple[QTensor, Tensor | None, Tensor] | None:
+        if x.dtype == torch.float32:
+            return None  # norm_cast may sum in another order than norm_stats
+        scale, amax_out = self.take_scale()
+        row, scale_inv, mean, rstd = norm_cast(x, *formula, scale, self.format.dtype, amax_out)
+        return QTensor(self.format, tuple(x.shape), x.dtype, row, scale_inv, seed=scale), mean, rstd
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         return per_tensor_cast(self.format, source, earlier.seed, scale=earlier.seed, col=True)[0]

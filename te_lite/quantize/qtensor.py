@@ -53,8 +53,13 @@ class TensorFormat:
         """(data, scale) of the col layout from the row layout; only where col_from_row."""
         raise NotImplementedError
 
+    def gathers_columns(self, rows: int) -> bool:
+        """Whether wire("col") of shards of `rows` rows is put together along dim 1: [K, rows] to [K, R*rows]."""
+        return False
+
     def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
-        """The tensors, sharded along dim 0, that a peer needs to use `q` in `layout`; scales included.
+        """The tensors, sharded along dim 0 (but see gathers_columns), that a peer needs to use `q` in `layout`; scales
+        included.
 
         Here: bytes of data and their scale."""
         data, scale = q.operand(layout)
@@ -106,6 +111,11 @@ class QTensor:
     def regather_layout(self) -> Layout:
         """The layout in which a shard that wgrad will read is kept and gathered."""
         return "row" if self.format.col_from_row else "col"
+
+    @property
+    def wgrad_layout(self) -> Layout:
+        """The layout in which a shard that wgrad alone will read is gathered, of as many bytes as regather_layout."""
+        return "col" if self.format.gathers_columns(self.shape[0]) else self.regather_layout
 
     def operand(self, layout: Layout) -> Operand:
         """The GEMM operand in `layout`; a missing col layout is made from the row layout where the format can."""

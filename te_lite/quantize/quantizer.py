@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,10 @@ class Quantizer:
     format: the number format of the result.
     fused: quantize() reads any Source in one pass, so that v itself never needs to exist in memory.
     needs_amax: a pass that computes v's statistics anyway should leave partial maxima in Source.amax.
+    from_gemm: what the GEMM of h should leave of v = swiglu(h) where it can, as in ops/gemm_gather.py; "": nothing.
     """
+
+    from_gemm: ClassVar[str] = ""
 
     format: TensorFormat
     fused: bool = False
@@ -35,6 +39,20 @@ class Quantizer:
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         """(quantized v, fp32 [K] column sums of v if bias_grad else None)."""
         raise NotImplementedError
+
+    def take_scale(self) -> tuple[Tensor, Tensor | None]:
+        """Where from_gemm is "fp8": (scale, fp32 [1] to take the amax into) of what will be quantized now."""
+        raise NotImplementedError
+
+    def wants_from_gemm(self, dtype: torch.dtype) -> str:
+        """from_gemm, where this quantizer's quantize() would give just that of values in `dtype`; else ""."""
+        defined = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("from_gemm", "quantize")]
+        return self.from_gemm if defined[0] is defined[1] else ""
+
+    def norm_rows(self, x: Tensor, *formula: Any) -> tuple[QTensor, Tensor | None, Tensor] | None:
+        """(norm of x[M, K] quantized by row, its mean, its rstd) from one read of x, the bits of quantize() after
+        norm_stats(x, *formula, False); None where that takes two."""
+        return None
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         """The col layout that quantize() would have given with `earlier`, from the same source; bit for bit the numbers

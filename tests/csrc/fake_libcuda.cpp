@@ -41,6 +41,22 @@ void log(const char* what, void* stream, unsigned long long number) {
 }
 int copy(void* to, const void* from, size_t bytes) { return std::memcpy(to, from, bytes), 0; }
 void* at(unsigned long long address) { return reinterpret_cast<void*>(address); }
+struct Place {
+  size_t x, y;
+  int type;
+  void* host;
+  char* address;
+  void* array;
+  size_t pitch;
+};
+struct Copy2D {
+  Place from, to;
+  size_t width, rows;
+};
+struct Attributes {
+  int order, locations[4];
+  unsigned flags;
+};
 struct MemOp {
   int operation;
   unsigned* address;
@@ -81,10 +97,6 @@ int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = size_t{141} << 30,
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == 16 ? 132 : attribute == 75 ? 9 : attribute == 76 ? 0 : -1;
   return needs_init("cuDeviceGetAttribute");
-}
-int cuDeviceCanAccessPeer(int* can, int device, int peer) {
-  *can = device == 100 && peer == 101;  // one way only, so that swapped arguments show
-  return needs_init("cuDeviceCanAccessPeer");
 }
 thread_local void* current_context = reinterpret_cast<void*>(0x70);
 int cuCtxGetCurrent(void** context) {
@@ -207,6 +219,22 @@ int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
   log("copy", stream, bytes);
   return copy(to, from, bytes);
 }
+int cuMemcpy2DAsync_v2(const Copy2D* c, void* stream) {
+  log("copy2d", stream, c->rows);
+  for (size_t i = 0; i < c->rows; ++i) {
+    copy(c->to.address + i * c->to.pitch, c->from.address + i * c->from.pitch, c->width);
+  }
+  return c->from.type == 4 && c->to.type == 4 && !(c->from.x | c->from.y | c->to.x | c->to.y) ? 0 : 1;
+}
+#ifndef OLD_DRIVER
+int cuMemcpyBatchAsync_v2(void** to, void** from, size_t* bytes, size_t count, const Attributes* attributes,
+                          const size_t* first, size_t attributes_count, void* stream) {
+  log("engine copy", stream, *bytes);
+  copy(*to, *from, *bytes);
+  return count == 1 && attributes_count == 1 && *first == 0 && attributes->order == 1 && attributes->flags == 1 &&
+                 stream && !capturing ? 0 : 1;
+}
+#endif
 int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
 int cuStreamCreateWithPriority(void** stream, unsigned, int) {
   return give("cuStreamCreateWithPriority", stream, at(0x900));

@@ -131,6 +131,20 @@ def test_segments_and_negative_deltas(alone) -> None:
     assert word(flag + 4).value == 4
 
 
+@pytest.mark.parametrize("stream", [0, 1])
+def test_a_copy_of_rows_leaves_what_is_between(alone, stream: int) -> None:
+    memory, _, executor = alone
+    source, target = bytes(range(1, 41)), (ctypes.c_char * 60)()
+    place = memory.arenas[0]
+    ctypes.memmove(place, source, 40)
+    steps = program(("copy2d", stream, 0, 2, 20, -1, place + 1, 13, 5, 3), ("after", 0, 1))
+    executor.issue(steps, 0, 0, 0, (ctypes.addressof(target),))
+    want = bytearray(60)
+    for row in range(3):
+        want[2 + 20 * row : 7 + 20 * row] = source[1 + 13 * row : 6 + 13 * row]
+    assert target.raw == want
+
+
 @pytest.mark.parametrize(
     "flag, epoch, there",
     [(5, 5, True), (4, 5, False), (0, START, True), (START, 0, False), (2**31 - 1, 0, True), (2**31, 0, False)],
@@ -154,6 +168,9 @@ REFUSED = {
     "arguments": (lambda e: e.issue(program(("copy", 0, 2, 0, -1, 0, 1)), 0, 0, 0, (1, 2)), "takes 3 arguments"),
     "negative stream": (lambda e: program(("set", -1, 0, 0)), "count from 0"),
     "negative argument": (lambda e: program(("copy", 0, -2, 0, 0, 0, 1)), "index or -1"),
+    "no rows": (lambda e: program(("copy2d", 0, -1, 0, 8, -1, 0, 8, 8, 0)), "0 rows of 8 bytes"),
+    "destination pitch": (lambda e: program(("copy2d", 0, -1, 0, 7, -1, 0, 9, 8, 2)), "pitches 9 and 7:"),
+    "source pitch": (lambda e: program(("copy2d", 0, -1, 0, 9, -1, 0, 7, 8, 2)), "pitches 7 and 9:"),
     "ranks": (lambda e: _C.Control(2, 2, [1, 2], None, 1.0), "rank 2 of 2"),
 }
 

@@ -130,6 +130,7 @@ p.wait(1, at, -1, 1, "room at")
 p.wait(1, at + 40, -1, 1, "room at")
 p.wait(1, at + 24, -1, 1, "room at")  # three flags 24 and 40 bytes apart: one launch, 8 bytes a bit
 p.copy(1, 0, 8, 1, 0, 16)
+p.copy2d(1, 0, 4, 8, 1, 0, 1, 1, 2)  # x to bytes 4 and 12
 p.set(1, at + 4, 0)
 p.set(1, at + 8, 1)
 p.wait(2, at, 0, 1, "data from")
@@ -139,11 +140,11 @@ p.cut()
 p.after(0, 1)
 p.set(0, at + 12, 0)
 word(0).value = word(6).value = word(10).value = 2**32 - 1
-source = ctypes.create_string_buffer(b"x" * 16)
+source = ctypes.create_string_buffer(b"xy" * 8)
 target = ctypes.create_string_buffer(24)
 executor.issue(p, 0, 2**32 - 1, 0x5, (ctypes.addressof(target), ctypes.addressof(source)))
 executor.issue(p, 1, 2**32 - 1, 0x7, (0, 0))
-assert target.raw == bytes(8) + b"x" * 16
+assert target.raw == bytes(4) + b"x" + bytes(3) + b"xyxyyyxyxyxyxyxy"
 assert [word(i).value for i in (1, 2, 3)] == [2**32 - 1, 0, 2**32 - 1]
 print(fake.fake_calls().decode(), end="")
 outside = _C.Program("buffer")
@@ -164,6 +165,7 @@ def test_a_program_as_the_driver_sees_it(fake_driver: Path) -> None:
         f"await {0x11} {0x800}",
         f"wait {0x11} {0b101001}",
         f"copy {0x11} 16",
+        f"copy2d {0x11} 2",
         f"batch {0x11} 2",
         f"wait {0x22} 1",
         f"wait {0x22} 1",
@@ -173,6 +175,32 @@ def test_a_program_as_the_driver_sees_it(fake_driver: Path) -> None:
         "ValueError: a wait for the flag at A, outside of the 64 bytes at B that set_flag",
         "ValueError: the flags of this executor are set already: set them once",
     ]
+
+
+# Both kinds of copy, each on a stream of its own and on the default stream, eagerly and captured.
+ENGINE = """
+control, executor = group()
+p = _C.Program("buffer")
+for stream in (1, 0):
+    p.copy2d(stream, 0, 0, 4, 1, 0, 4, 4, 1, engine=True)
+    p.copy2d(stream, 0, 4, 4, 1, 1, 2, 1, 3, engine=True)
+word(40).value = 77
+for captured in (False, True):
+    fake.fake_capture(captured)
+    source, target = ctypes.create_string_buffer(b"abcdefgh"), ctypes.create_string_buffer(16)
+    executor.issue(p, 0, 9, 0, (ctypes.addressof(target), ctypes.addressof(source)), at + 160 if captured else 0)
+    assert target.raw[:13] == b"abcdb" + bytes(3) + b"d" + bytes(3) + b"f", target.raw
+print(fake.fake_calls().decode(), end="")
+"""
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_who_is_asked_for_a_copy_engine(tmp_path: Path, old: bool) -> None:
+    """The newer calls, but where the driver lacks them or would refuse the stream."""
+    folder = build(tmp_path, FAKE_SOURCE, *(["-DOLD_DRIVER"] if old else []))
+    plain = [f"copy {0x11} 4", f"copy2d {0x11} 3", "copy 0 4", "copy2d 0 3"]
+    asked = plain if old else [f"engine {plain[0]}", *plain[1:]]  # of rows with a pitch an engine takes care anyway
+    assert script(PREAMBLE + ENGINE, folder).splitlines() == asked + plain
 
 
 CAPTURE = """

@@ -96,6 +96,26 @@ def test_copies_and_flags_between_two_mappings() -> None:
     assert g.control.broken is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("width", [1024, 48, 5])
+def test_a_copy_of_rows_on_a_gpu(width: int, engine: bool) -> None:
+    g = OnGpu(1)
+    source = torch.randint(0, 255, (100, width), dtype=torch.uint8, device="cuda")
+    use = _C.Program("buffer")
+    use.after(1, 0)
+    use.copy2d(1, -1, g.there + 4096 + 2 * width, 4 * width, 0, 0, width, width, 100, engine)
+    n, flat = source.numel(), 500 * width
+    use.copy2d(1, -1, g.there + 4096 + flat, n, 0, 0, n, n, 1, engine)
+    use.after(0, 1)
+    g.executor.issue(use, 0, 1, torch.cuda.current_stream().cuda_stream, (source.data_ptr(),))
+    data = g.data.view(torch.uint8)
+    got = data[: 400 * width].view(100, 4, width)
+    assert torch.equal(got[:, 2], source) and not got[:, [0, 1, 3]].any()
+    assert torch.equal(data[flat : flat + n], source.view(-1)) and not data[flat + n :].any()
+    g.close()
+
+
 ON_GPU_RELEASE = """
 import os, sys, time, torch
 import te_lite._C as _C

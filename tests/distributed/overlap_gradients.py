@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 import te_lite as te
+from te_lite.overlap import overlapped
+from te_lite.overlap.buffers import Gather
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.distributed.overlapping import (
     COLUMN,
@@ -115,4 +119,24 @@ def ended_between(device) -> None:
         assert any("destroy_ub() has ended" in reason for reason in reasons), reasons
 
 
-GRADIENTS = [checkpointed, weight_gradients, ended_between]
+def gradients_travel_by_columns_too(device) -> None:
+    """As where dgrad is long enough to hide it: dy of a row-parallel linear is gathered a second time, transposed."""
+    size, seen = dist.get_world_size(), []
+    begin(32 * size, 128, dist.group.WORLD, device)
+    init = Gather.__init__
+
+    def watched(gather: Gather, group, q, layout, *, own: bool) -> None:
+        seen.append((layout, own))
+        init(gather, group, q, layout, own=own)
+
+    enough = mock.patch.multiple(overlapped, COLUMNS_HIDE=1, COLUMNS_FROM=1)
+    with enough, mock.patch.object(Gather, "__init__", watched):
+        for recipe in ("bf16", "delayed", "current"):
+            seen.clear()
+            pair = pair_of(ROW, recipe, device, "ring_exchange")
+            check_pass(pair, 4, 32)
+            check_pass(pair, 5, 8)  # too few tokens for columns that lie side by side
+            assert (("col", True) in seen) == (recipe != "bf16"), f"{recipe}: {seen}"
+
+
+GRADIENTS = [checkpointed, weight_gradients, ended_between, gradients_travel_by_columns_too]

@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 
 import te_lite as te
+from te_lite.functional import norm
 from te_lite.overlap import ring
 from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.group import Group
 from te_lite.testing.numerics import assert_bitwise_equal
+from te_lite.watch import group_max
 from tests.distributed.overlapping import (
     COLUMN,
     LAYERS,
     MLP,
+    NORMED,
     ROW,
     assert_same,
     begin,
@@ -257,7 +260,66 @@ def partials_in_pieces(device) -> None:
             check_pass(pair_of(ROW, recipe, device, "pipeline"), 2, 64)  # whole again, in the same slots
 
 
+def maxima_over_ranks(device) -> None:
+    """Bit for bit those of an all-reduce, of any number of partials; on GPUs captured ones and others in turn."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = begin(16 * size, 128, dist.group.WORLD, device, cuda_graphs=device.type == "cuda")
+    generator = torch.Generator().manual_seed(rank)
+    graph, held, captured = None, torch.zeros(7, device=device), None
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = group_max("captured maxima", held, dist.group.WORLD)
+    for i in range(60):
+        partials = torch.rand(7 if i % 3 == 0 else 1 + 41 * i, generator=generator).to(device) * 2.0 ** (i - 30)
+        if i % 10 == 5 and i % size == rank:
+            partials[-1] = float("inf")
+        want = partials.amax().view(1)
+        dist.all_reduce(want, dist.ReduceOp.MAX)
+        if i % 3 == 0 and graph is not None:
+            held.copy_(partials)
+            graph.replay()
+            assert_bitwise_equal(f"captured maximum {i}", captured, want)
+        assert_bitwise_equal(f"maximum {i}", group_max("maxima", partials, dist.group.WORLD), want)
+    assert group.control.broken is None and bool(group._maxima) == (device.type == "cuda")
+
+
+def norms_sum_the_slots(device) -> None:
+    """Behind a bulk reduce-scatter, and only there, a norm's backward reads the slots themselves; not where its output
+    is returned, whose gradient is added before."""
+    size, seen = dist.get_world_size(), []
+    begin(32 * size, 128, dist.group.WORLD, device)
+    backward = norm.norm_backward
+
+    def watched(*args):
+        seen.append(args[6] is not None)
+        return backward(*args)
+
+    with mock.patch.object(norm, "norm_backward", watched):
+        for recipe in RECIPES:
+            for which in (NORMED, MLP):
+                for method in ("bulk", "pipeline"):
+                    seen.clear()
+                    pair = pair_of(which, recipe, device, method)
+                    check_pass(pair, 3, 32)
+                    assert any(seen) == (method == "bulk"), pair.label
+        seen.clear()
+        module = te.LayerNormLinear(
+            128, 128, parallel_mode="column", tp_group=dist.group.WORLD, tp_size=size, sequence_parallel=True,
+            ub_name="qkv", params_dtype=torch.bfloat16, device=device, ub_bulk_dgrad=True, ub_bulk_wgrad=True,
+            return_layernorm_output=True,
+        )  # fmt: skip
+        x = torch.ones(32, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+        y, normed = module(x)
+        (y.sum() + normed.sum()).backward()
+        assert seen == [False]
+
+
 SIZES = [
+    maxima_over_ranks,
+    norms_sum_the_slots,
     partials_in_pieces,
     epochs_wrap_around,
     token_counts_change,

@@ -17,6 +17,7 @@ from te_lite.overlap.buffers import Gather, following
 from te_lite.overlap.collective import Collective, all_gather
 from te_lite.overlap.group import Group
 from te_lite.overlap.schedule import Backward
+from te_lite.quantize import per_tensor
 from te_lite.quantize.qtensor import QTensor
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
@@ -129,10 +130,13 @@ def specified() -> Iterator[None]:
 
 
 class Gathered:
-    """While open, every gather through userbuffers is compared with Collective's: data and scales, shards and whole."""
+    """While open, every gather through userbuffers is compared with Collective's: data and scales, shards and whole.
+
+    compared: shards. columns: gathers whose shards of the col layout are put side by side.
+    """
 
     def __init__(self) -> None:
-        self.compared = 0
+        self.compared = self.columns = 0
         self._originals = Gather.__init__, Gather.shard, Gather.whole, Gather.close
 
     def __enter__(self) -> Gathered:
@@ -141,6 +145,7 @@ class Gathered:
 
         def start(gather: Gather, group: Group, q: QTensor, *args: Any, **options: Any) -> None:
             ranks = group.process_group
+            watch.columns += args[0] == "col" and q.format.gathers_columns(q.shape[0])
             gather.want = [all_gather(part.contiguous(), ranks) for part in q.wire(args[0])]
             init(gather, group, q, *args, **options)
 
@@ -194,7 +199,9 @@ class Pair:
     ) -> None:
         self.tp_group, self.device, self.recipe, self.sizes = tp_group, device, recipe, sizes
         self.size, self.rank = dist.get_world_size(tp_group), dist.get_rank(tp_group)
-        self.spec = Spec(kind, mode=mode, tp=self.size, sequence_parallel=True, bias=options.pop("bias", True))
+        activation = "swiglu" if method in ("fused", "auto") else "gelu"  # the one that a fused gather computes itself
+        layout = {"mode": mode, "tp": self.size, "sequence_parallel": True}
+        self.spec = Spec(kind, activation=activation, bias=options.pop("bias", True), **layout)
         self.label = f"{kind} {mode or ''} {recipe} {method} tp {self.size}"
         features, seed = (sizes.k, sizes.n, sizes.ffn), options.pop("seed", 3)
         full = reference.make_parameters(self.spec, *features, seed=seed, dtype=torch.bfloat16)
@@ -288,6 +295,7 @@ def settle() -> None:
 
 def begin(tokens: int, hidden: int, tp_group, device, method: str = "bulk", **options: Any) -> Group:
     """initialize_ub for one group, which is returned."""
+    per_tensor.LEAST_COLUMNS = 16  # shards are small here
     size = dist.get_world_size(tp_group)
     cfgs = options.pop("ub_cfgs", METHODS[method][1])
     te.initialize_ub([tokens, hidden], size, ub_cfgs=cfgs, tp_group=tp_group, device=device, **options)

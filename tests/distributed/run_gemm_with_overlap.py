@@ -123,11 +123,7 @@ class Problem:
             why = self.group.gather_refusal(self.x, "row")
         else:
             why = self.group.scatter_refusal(self.x.shape[0] // self.tp.size, self.gemm.columns, self.dtype)
-        if why or method != "fused":
-            return why
-        if self.mode == "column":
-            return fused.refusal(self.gemm, self.x)
-        return fused.scatter_refusal(self.gemm, self.x, self.tp.size)
+        return why or (fused.refusal(self.gemm, self.x, self.group) if method == "fused" else "")
 
     def hidden(self, method: str) -> Tensor:
         """The same as unhidden(), with its communication behind the GEMM."""

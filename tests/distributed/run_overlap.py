@@ -180,6 +180,8 @@ class Combination:
                 with Gathered() as gathered:
                     self.iterate(iteration, group)
                 assert gathered.compared > 10
+                if iteration == HOOKED[1]:  # 32 tokens a rank are among them
+                    assert bool(gathered.columns) == (self.recipe in ("delayed", "current"))
             else:
                 self.iterate(iteration, group)
             if iteration < (2 if self.recipe in STATEFUL else 1):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_lite.ops import block_cast, cast, cast_kernels, row_cast
+from te_lite.ops import block_cast, cast, cast_kernels, row_cast, sums
 from te_lite.ops import source as S
 from te_lite.ops.transpose import _transpose_cuda
 from te_lite.ops.word_tiles import words_fit
@@ -23,8 +23,7 @@ def test_cast_kernels_in_the_interpreter():
 def _few_programs(monkeypatch):
     """At most two programs for a column of tiles, so that each has several tiles to go through."""
     monkeypatch.setattr(cast, "sm_count", lambda device: 1)
-    monkeypatch.setattr(cast_kernels, "MOST_SPLITS", 2)
-    monkeypatch.setattr(block_cast, "MOST_SPLITS", 2)
+    monkeypatch.setattr(sums, "MOST_SPLITS", 2)
 
 
 def _small(*shape: int) -> Tensor:
@@ -123,6 +122,19 @@ def test_interpreted_words(shape, dtype, row, monkeypatch):
     want = block_cast.block_cast_ref(source, block=128, row=row, col=True)
     for field, got, expected in zip(out._fields, out, want, strict=True):
         assert (got is None and expected is None) or torch.equal(got.float(), expected.float()), field
+
+
+@only_interpreted
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(300, 150, "many tiles along m")], ids=lambda s: s.why)
+def test_interpreted_last_tile_first(shape):
+    """With partial maxima, and for a norm, tiles are taken from the last row of them on: no bit changes."""
+    for name, source in _sources(shape.m, shape.n).items():
+        outs = []
+        for given in ((torch.tensor([2.0]), None), (None, torch.tensor([1.0, 224.0]))):
+            outs.append(_poison(cast._allocate(source, torch.float32, E4M3, True, True, True)))
+            cast._transform_cuda(*source[:-1], *given, None, None, 0.0, False, *outs[-1], None)
+        for field, got, expected in zip(outs[0]._fields, *outs, strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), f"{name}: {field} differs"
 
 
 @only_interpreted

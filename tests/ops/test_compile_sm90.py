@@ -130,6 +130,10 @@ def test_transform(case, tmp_path):
     assert re.search(rf"cvt\.rn\.satfinite\.{name}\.f32", ptx), "the hardware's own fp8 conversion is not used"
     assert "div.rn.f32" in ptx and "div.rn.ftz" not in ptx, "1 / scale must be an IEEE division"
     assert ("atom" in ptx or "red.global" in ptx) == (not case.current), "only amax_out needs an atomic"
+    backwards = case.current or case.kind == "norm"
+    assert ("%nctaid.x" in ptx) == backwards, (
+        "the last rows first, where they have just been read: from the last program"
+    )
     # 16 bytes a thread both ways; a transposed store that is not along m would write single bytes.
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v[24]\.b32", ptx)
     assert not re.search(r"st\.global\S*\.b8", ptx), "fp8 is stored byte by byte"

@@ -5,33 +5,41 @@ import torch
 
 from te_lite.ops import flags
 from te_lite.ops import gemm_gather as G
-from te_lite.ops.gemm_tiles import Config
+from te_lite.ops.cast import amax, transform
+from te_lite.ops.source import act
 from te_lite.overlap.buffers import following
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
 from tests.ops.fused import BF16, E4M3, E5M2, FP16, FP32, Case, Late
-from tests.ops.interpreted import only_interpreted, run_interpreted
-from tests.ops.paths import DEVICES
 from tests.ops.test_gemm import fp8_accumulation, within
 
 CASES = [
     Case(2, 7, 64, 48),
     Case(2, 130, 72, 264, FP16, out=FP16, bias=FP16, pieces=2),
-    Case(4, 130, 136, 80, out=FP32, bias=BF16, pieces=2),
+    Case(4, 300, 136, 80, bias=BF16, pieces=2),
     Case(4, 7, 96, 64, E4M3, scale="row", bias=BF16),
     Case(2, 130, 400, 272, E4M3, scale="tensor", pieces=2),
     Case(2, 130, 400, 272, E4M3, scale="row", bias=FP32),
-    Case(4, 130, 272, 144, E5M2, E4M3, out=FP32, scale="shard", pieces=2),
+    Case(4, 130, 272, 144, E5M2, E4M3, out=FP16, scale="shard", pieces=2),
     Case(4, 130, 272, 144, E4M3, E5M2, out=FP16, scale="none"),
     Case(4, 1000, 512, 512, bias=BF16, pieces=2),
     Case(2, 1000, 1040, 1296, E4M3, scale="row", pieces=2),
     Case(2, 130, 72, 264, FP16, out=FP16, bias=FP16, turned=True),
     Case(4, 1100, 136, 1040, bias=BF16, turned=True),
-    Case(1, 130, 64, 48),
-    # The last tiles of these are halved on a GPU of 132 multiprocessors.
-    Case(4, 1100, 128, 1040, bias=BF16),
-    Case(3, 1400, 256, 1040, E4M3, scale="row", bias=BF16),
+    Case(8, 300, 64, 528, E4M3, scale="shard", bias=FP32),
+    Case(3, 2570, 256, 1040, E4M3, scale="row", bias=BF16),  # eleven pairs of tiles a shard: two groups
 ]
+READY, COUNTERS, WORD, DELTA, ABORT, SCALE = 3, 4, 5, 6, 7, 10  # places in what arguments() gives
+
+
+@pytest.fixture(params=[128, 192, 224, 256])
+def columns(request, monkeypatch):
+    """Of a tile, whatever gemm_gather would choose."""
+    monkeypatch.setattr(
+        G,
+        "tile_columns",
+        lambda m, n, ranks, b_t, clusters: request.param if not b_t or request.param % 64 == 0 else 192,
+    )
 
 
 def arguments(case: Case, p: fused.Problem, rank: int, device: str) -> list:
@@ -49,9 +57,27 @@ def arguments(case: Case, p: fused.Problem, rank: int, device: str) -> list:
         scale = p.a_scale.clone()
         scale.view(case.ranks, -1)[rank] = float("nan")
     return [
-        p.a[mine].clone(), gathered, p.b, ready, word, 2, fused.words(1, device=device), rank, own_scale, scale,
-        p.b_scale, p.bias, case.out,
+        p.a[mine].clone(), gathered, p.b, ready, fused.words(1, device=device), word, 2, fused.words(1, device=device),
+        rank, own_scale, scale, p.b_scale, p.bias, case.out,
     ]  # fmt: skip
+
+
+def run_with(args: list, act: str, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None):
+    out, made = G.gemm_gather(*args, act, scale, amax)
+    fused.finish(args[ABORT])
+    assert not args[COUNTERS].any()
+    return out, made
+
+
+def oracle(args: list) -> torch.Tensor:
+    own, gathered, b, *_ = args
+    return G.gemm_gather_ref(own, gathered, b, *args[ABORT + 1 :])
+
+
+def run(args: list) -> torch.Tensor:
+    out, made = run_with(args, "")
+    assert made == (None,) * 4
+    return out
 
 
 def accumulation(case: Case, device: str) -> float:
@@ -60,57 +86,72 @@ def accumulation(case: Case, device: str) -> float:
     return (case.k + 4) * 2.0**-23
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_fp64(case, device):
-    p = fused.problem(case, device)
+def test_against_fp64(case, columns):
+    p = fused.problem(case, "cuda")
     want, magnitude = fused.truth(case, p)
     if p.bias is not None:
         want, magnitude = want + p.bias.cpu().double(), magnitude + p.bias.cpu().double().abs()
     for rank in {0, case.ranks - 1}:
-        args = arguments(case, p, rank, device)
-        out = G.gemm_gather(*args)
-        if device == "cuda":
-            fused.finish(args[6])
+        out = run(arguments(case, p, rank, "cuda"))
         assert out.dtype == case.out and out.shape == want.shape
-        assert within(out, want, magnitude, accumulation(case, device)), f"rank {rank}"
+        assert within(out, want, magnitude, accumulation(case, "cuda")), f"rank {rank}"
         # A shard of another rank would be noticed.
-        assert case.ranks == 1 or not within(out.roll(case.m, 0), want, magnitude, accumulation(case, device))
+        assert not within(out.roll(case.m, 0), want, magnitude, accumulation(case, "cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_is_exact(case):
-    """Where no sum is rounded, every bit is the oracle's, with every tile."""
+def test_the_kernel_is_exact(case, columns):
+    """Where no sum is rounded, every bit is the oracle's, and on every run."""
     p = fused.problem(case, "cuda", exact=True)
     args = arguments(case, p, case.ranks - 1, "cuda")
-    want = G.gemm_gather_ref(*args)
-    block_k = 128 // p.a.element_size()
-    for config in fused.CONFIGS:
-        block_m, block_n, warps, stages, group = config
-        got = G.run_gather(Config(block_m, block_n, block_k, warps, stages, group), *args)
-        fused.finish(args[6])
-        assert_bitwise_equal(f"gemm_gather with {config}", got, want)
+    want = oracle(args)
+    for _ in range(3):
+        assert_bitwise_equal("gemm_gather", run(args), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clusters", [1, 3])
+@pytest.mark.parametrize("case", [CASES[8], CASES[11], CASES[13]], ids=str)
+def test_few_clusters_do_all_tiles(case, clusters, columns, monkeypatch):
+    """As where others hold the device: each then takes many more tiles than it remembers."""
+    monkeypatch.setattr(G, "sm_count", lambda device: 2 * clusters)
+    args = arguments(case, fused.problem(case, "cuda", exact=True), 1, "cuda")
+    assert_bitwise_equal("gemm_gather", run(args), oracle(args))
+
+
+@pytest.mark.gpu
+def test_a_scale_a_row_beside_one_for_all():
+    args = arguments(CASES[5], fused.problem(CASES[5], "cuda"), 0, "cuda")
+    args[SCALE + 1] = args[SCALE + 1][:1]
+    out = run(args)
+    args[SCALE + 1] = args[SCALE + 1].expand(CASES[5].n).contiguous()
+    assert_bitwise_equal("b's", out, run(args))
+    args[SCALE - 1] = args[SCALE] = args[SCALE][-1:]
+    out = run(args)
+    args[SCALE - 1], args[SCALE] = (args[SCALE].expand(n).contiguous() for n in (CASES[5].m, 2 * CASES[5].m))
+    assert_bitwise_equal("a's", out, run(args))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("epoch", fused.EPOCHS)
 @pytest.mark.parametrize("case", [CASES[2], CASES[9], Case(2, 256, 512, 256, E4M3, scale="shard")], ids=str)
-def test_it_waits(case, epoch):
+def test_it_waits(case, epoch, columns):
     """Shards, scales and flags come late and out of order, by a copy engine, over what an earlier epoch left."""
     p = fused.problem(case, "cuda", exact=True)
     rank = case.ranks - 1
     args = arguments(case, p, rank, "cuda")
-    want = G.gemm_gather_ref(*args)
-    gathered, ready, scale = p.a, args[3], args[9]
+    want = oracle(args)
+    gathered, ready, scale = p.a, args[READY], args[SCALE]
     shards, scales = gathered.cpu().view(case.ranks, case.m, -1), None if scale is None else scale.cpu()
     args[1] = fused.poisoned(*gathered.shape, dtype=FP32, device="cuda").to(case.a)
-    args[4].zero_()
-    args[5] = epoch
+    args[WORD].zero_()
     ready.fill_(fused.as_int32(epoch - 1))
     if scale is not None:
         scale.fill_(float("nan"))
-    G.run_gather(G.gather_config(args[0], p.b, case.ranks), *_past(args, epoch))  # compiled before anything waits
+    G.gemm_gather(*args[:DELTA], epoch - 1, *args[DELTA + 1 :])  # compiled before anything waits
     torch.cuda.synchronize()
     late = Late()
     for source in reversed(following(rank, case.ranks)):
@@ -119,33 +160,75 @@ def test_it_waits(case, epoch):
         late.copy(args[1].view(case.ranks, case.m, -1)[source], shards[source])
         late.copy(ready[source, :1], fused.as_int32(epoch))
     late.start()
-    got = G.gemm_gather(*args)
+    got, _ = G.gemm_gather(*args[:DELTA], epoch, *args[DELTA + 1 :])
     early = torch.cuda.Event()
     early.record()
     assert not early.query(), "it ended before the last flag"
-    fused.finish(args[6])
+    fused.finish(args[ABORT])
     assert_bitwise_equal("gemm_gather", got, want)
 
 
-def _past(args: list, epoch: int) -> list:
-    """The same call for an epoch that the flags have reached."""
-    return [*args[:5], epoch - 1, *args[6:]]
+GATED = [
+    Case(4, 300, 136, 544, bias=BF16, pieces=2),
+    Case(2, 7, 64, 32, FP16, out=FP16),
+    Case(2, 1104, 400, 1056, E4M3, scale="tensor"),
+    Case(3, 512, 1040, 2080, E4M3, scale="row", bias=FP32),
+    Case(4, 640, 64, 4096, turned=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clusters", [3, 66])
+@pytest.mark.parametrize("case", GATED, ids=str)
+def test_swiglu_of_the_output(case, clusters, monkeypatch):
+    """All bits are those of the kernels that read h, whoever does the tiles; h is the same with and without."""
+    monkeypatch.setattr(G, "sm_count", lambda device: 2 * clusters)
+    args = arguments(case, fused.problem(case, "cuda"), case.ranks - 1, "cuda")
+    h = run(args)
+    source = act(h, "swiglu")
+    out, made = run_with(args, "high precision")
+    assert_bitwise_equal("h beside its activation", out, h)
+    assert_bitwise_equal("activation", made.data, transform(source, hp_dtype=h.dtype).hp)
+    out, made = run_with(args, "amax")
+    assert_bitwise_equal("h beside the amax", out, h)
+    assert_bitwise_equal("amax", made.amax.amax(), amax(source).amax())
+    if case.m % 16:
+        with pytest.raises(ValueError, match="multiples of 16, for fp8.*apart"):
+            run_with(args, "fp8", torch.ones(1, device="cuda"))
+        return
+    scale, seen = torch.rand(1, device="cuda") * 20, torch.zeros(1, device="cuda")
+    want = transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, amax_out=seen)
+    for start in (0.0, 1e9):
+        largest = torch.full((1,), start, device="cuda")
+        out, made = run_with(args, "fp8", scale, largest)
+        assert_bitwise_equal("h beside fp8", out, h)
+        assert_bitwise_equal("rows", made.data, want.row)
+        assert_bitwise_equal("columns", made.data_t, want.col)
+        assert_bitwise_equal("inverse scale", made.scale_inv, want.scale_inv)
+        assert largest.item() == max(start, seen.item())
+
+
+@pytest.mark.gpu
+def test_swiglu_of_what_is_not_a_number():
+    args = arguments(GATED[0], fused.problem(GATED[0], "cuda"), 0, "cuda")
+    args[0][3, 5] = float("nan")
+    h, made = run_with(args, "amax")
+    assert h.isnan().any() and made.amax.amax().isinf() and not made.amax.isnan().any()
 
 
 @pytest.mark.gpu
 def test_abort_ends_the_wait():
-    case = CASES[2]
-    args = arguments(case, fused.problem(case, "cuda"), 0, "cuda")
-    args[3].zero_()
-    G.gemm_gather(*[*args[:5], -3, *args[6:]])
-    torch.cuda.synchronize()
-    stop = Late().copy(args[6], 1)
+    args = arguments(CASES[2], fused.problem(CASES[2], "cuda"), 0, "cuda")
+    run(args)
+    args[READY].zero_()
+    stop = Late().copy(args[ABORT], 1)
     G.gemm_gather(*args)
     ended = torch.cuda.Event()
     ended.record()
     assert not fused.finished_within(0.05, ended)
     stop.start(0.0)
     assert fused.finished_within(fused.PATIENCE_S, ended)
+    assert not args[COUNTERS].any()
 
 
 @pytest.mark.gpu
@@ -176,47 +259,37 @@ def test_errors_name_value_rule_and_remedy():
         G.gemm_gather(args[0][:129], *args[1:])
     with pytest.raises(TypeError, match="float16 and torch.bfloat16.*cast"):
         G.gemm_gather(*args[:2], args[2].bfloat16(), *args[3:])
-    with pytest.raises(ValueError, match="N=263.*multiple of 16 bytes"):
+    with pytest.raises(ValueError, match="N=263.*multiple of 8"):
         G.gemm_gather(*args[:2], args[2][:263], *args[3:])
+    with pytest.raises(ValueError, match="float32.*bf16 or fp16; take a ring"):
+        G.gemm_gather(*args[:-1], FP32)
     with pytest.raises(ValueError, match=r"\[260, 68\].*row a multiple of 16 bytes"):
         G.gemm_gather(args[0], args[1][:, :68].contiguous(), args[2][:, :68].contiguous(), *args[3:])
-    turned = args[2][:260].t().contiguous().t()
+    nine = arguments(Case(9, 7, 64, 48), fused.problem(Case(9, 7, 64, 48), "cpu"), 0, "cpu")
+    with pytest.raises(ValueError, match="9 ranks.*at most 8"):
+        G.gemm_gather(*nine)
+    shards = arguments(CASES[12], fused.problem(CASES[12], "cpu"), 0, "cpu")
+    shards[SCALE + 1] = torch.ones(CASES[12].n)
+    with pytest.raises(ValueError, match="a scale a shard.*ring"):
+        G.gemm_gather(*shards)
+
+
+def test_operands_that_the_kernels_refuse():
+    p = fused.problem(CASES[1], "cpu")
+    turned = p.b[:260].t().contiguous().t()
     with pytest.raises(ValueError, match=r"b \[260, 72\] has strides \(1, 260\).*multiple of 16 bytes"):
-        G.tiles.check("a gather", args[1], turned, 130, 2)
+        G.fused.check("a gather", p.a, turned, 130, 2)
     fp8 = fused.problem(Case(2, 128, 64, 64, E4M3, scale="tensor", turned=True), "cpu")
     with pytest.raises(ValueError, match=r"contiguous"):
-        G.tiles.check("a gather", fp8.a, fp8.b, 128, 2)
+        G.fused.check("a gather", fp8.a, fp8.b, 128, 2)
     with pytest.raises(ValueError, match="scales of a.*so many elements"):
-        G.tiles.scale_kinds(torch.ones(3), torch.ones(1), 260, 264, 2)
+        G.fused.scale_kinds(torch.ones(3), torch.ones(1), 260, 264, 2)
     with pytest.raises(ValueError, match="scales of b: None.*both or none"):
-        G.tiles.scale_kinds(torch.ones(1), None, 260, 264, 2)
+        G.fused.scale_kinds(torch.ones(1), None, 260, 264, 2)
 
 
-@pytest.mark.parametrize("case", [*CASES[1:4], next(case for case in CASES if case.turned)], ids=str)
-def test_registration(case):
-    args = arguments(case, fused.problem(case, "cpu"), 1, "cpu")
-    # test_schema multiplies its inputs, which fp8 tensors cannot
-    checks = ("test_faketensor",) if case.a in fused.FP8 else ("test_schema", "test_faketensor")
-    torch.library.opcheck(G._gather_op.overload, tuple(args), test_utils=checks)
-
-
-def test_gather_in_the_interpreter():
-    run_interpreted(__file__)
-
-
-@only_interpreted
-@pytest.mark.parametrize("case", [
-    Case(2, 7, 40, 24, FP16, out=FP32, bias=FP16),
-    Case(2, 7, 40, 24, FP16, out=FP32, bias=FP16, turned=True),
-    Case(3, 130, 72, 136, FP16, out=FP16, scale="row", bias=FP32, pieces=2),
-    Case(2, 200, 40, 264, FP16, out=FP32, scale="shard", pieces=2),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("group, columns, programs", [(1, 64, 3), (3, 64, 3), (2, 256, 7)])
-def test_interpreted_indexing(case, group, columns, programs, monkeypatch):
-    """Tiles of 256 columns: of 9 or 16 on 7 programs two are halved."""
-    monkeypatch.setattr(G, "sm_count", lambda device: programs)
-    p = fused.problem(case, "cpu", exact=True)
-    for rank in range(case.ranks):
-        args = arguments(case, p, rank, "cpu")
-        got = G.run_gather(Config(64, columns, 32, 4, 4, group), *args)
-        assert_bitwise_equal("gemm_gather", got, G.gemm_gather_ref(*args))
+def test_tiles_of_the_shapes_that_were_measured():
+    """132 multiprocessors, 4 ranks: qkv and fc1 of 70b, fc1 of 8b, small."""
+    shapes = ((2048, 2560), (2048, 14336), (2048, 7168), (512, 7168))
+    assert [G.tile_columns(m, n, 4, False, 66) for m, n in shapes] == [256, 256, 256, 224]
+    assert G.tile_columns(512, 7168, 4, True, 66) == 192

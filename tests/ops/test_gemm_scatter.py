@@ -1,14 +1,12 @@
 """GEMM + reduce-scatter in one launch: one rank on one GPU, with slots and flags as the others would leave them."""
 
-import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 
 from te_lite.ops import gemm_scatter as S
-from te_lite.ops.gemm_tiles import scaled_product_ref
+from te_lite.ops.gemm_fused import scaled_product_ref
 from te_lite.ops.reduce import reduce_slots_ref
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
@@ -272,20 +270,3 @@ def test_tiles_and_lag_of_the_shapes_that_were_measured():
     """132 multiprocessors, 4 ranks: proj and fc2 of 70b, fc2 of 8b, small."""
     assert [S.tile_columns(m, n, 4, 66) for m, n in ((2048, 8192), (2048, 4096), (512, 4096))] == [256, 256, 128]
     assert [S.lag(others, blocks, 66) for others, blocks in ((96, 8), (48, 8), (96, 2))] == [2, 3, 2]
-
-
-@pytest.mark.parametrize(("a", "b", "scales", "out", "ranks", "b_t"), [
-    (BF16, BF16, "none", BF16, 4, False), (FP16, FP16, "none", FP16, 8, True), (E4M3, E4M3, "tensor", BF16, 4, False),
-    (E4M3, E5M2, "row", FP16, 2, False), (E4M3, E4M3, "row", BF16, 8, False), (BF16, BF16, "none", BF16, 4, True),
-])  # fmt: skip
-@pytest.mark.parametrize("columns", [128, 256])
-def test_it_compiles(a, b, scales, out, ranks, b_t, columns, tmp_path):
-    """By nvcc, on a machine without NVRTC: no wgmma waits for the one before, and hardly a register is spilled."""
-    if not (nvcc := shutil.which("nvcc")):
-        pytest.skip("no nvcc")
-    command = [nvcc, "-std=c++17", *S.macros(a, b, scales, out, ranks, b_t, columns), "-cubin", "-Xptxas=-v"]
-    command += ["-gencode=arch=compute_90a,code=sm_90a", "-o", tmp_path / "x.cubin", S._SOURCES / "gemm_scatter.cu"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "serialized" not in said
-    spilled = int(said.split(" bytes spill stores")[0].split()[-1])
-    assert spilled <= 96, said

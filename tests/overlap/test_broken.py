@@ -86,7 +86,7 @@ def test_a_wait_that_is_overdue_names_whom_it_waits_for(monkeypatch):
         assert part in first, first
 
 
-def test_a_fused_scatter_that_one_rank_cannot_run_is_refused_on_all(monkeypatch):
+def test_fused_kernels_that_one_rank_cannot_run_are_refused_on_all(monkeypatch):
     """It and a ring wait for different flags. Where all can, nobody refuses."""
     here = threading.local()
     monkeypatch.setattr("te_lite.overlap.group.unavailable", lambda device: here.reason)
@@ -96,7 +96,7 @@ def test_a_fused_scatter_that_one_rank_cannot_run_is_refused_on_all(monkeypatch)
             here.reason = reasons[rank]
             group = make_group(exchange)
             group.close()
-            return group.no_fused_scatter
+            return group.no_fused
 
         return on_threads(3, start)
 

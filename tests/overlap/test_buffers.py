@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from te_lite.functional.saved import load, save
+from te_lite.ops.reduce import reduce_slots
+from te_lite.ops.transpose import transpose
 from te_lite.overlap.arena import ALIGNMENT, Arena, aligned
 from te_lite.overlap.buffers import Gather, Scatter, following, gathered_bytes, part_offsets
 from te_lite.overlap.group import SLOTS
+from te_lite.quantize.identity import HIGH_PRECISION
 from te_lite.quantize.mxfp8 import MXFormat
+from te_lite.quantize.per_tensor import FORMATS, PerShardFormat
 from te_lite.quantize.qtensor import QTensor
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.overlap.threads import LIMIT_S, in_group, on_threads, plain, poison
@@ -46,7 +50,8 @@ def scatter(group, use: int) -> torch.Tensor:
     exchange.expect()  # which does nothing on CPU ranks
     if use % 3 == 0:
         exchange.push_all(torch.cat([partial(group.rank, peer, use).bfloat16() for peer in range(group.size)]))
-        return exchange.reduce(partial(group.rank, group.rank, use))
+        own = partial(group.rank, group.rank, use)
+        return exchange.reduce(own, take=lambda slots, own, rank: reduce_slots(slots, own, None, rank, slots.dtype))
     for peer, cut in zip(following(group.rank, group.size), exchange.cuts, strict=True):
         for i, piece in enumerate(partial(group.rank, peer, use).bfloat16().chunk(cut)):
             exchange.push(piece.contiguous(), peer, i)
@@ -188,6 +193,49 @@ def test_scales_travel_with_odd_sizes():
         gather.close()
 
     in_group(3, run)
+
+
+@pytest.mark.parametrize("size, m, k", [(2, 16, 32), (3, 32, 5), (4, 16, 33)])
+def test_columns_are_put_side_by_side(size, m, k, monkeypatch):
+    """The gathered col layout is the transposed one of the gathered rows, without rows to transpose."""
+    monkeypatch.setattr("te_lite.quantize.per_tensor.LEAST_COLUMNS", 16)
+
+    def bytes_of(rank, use):
+        gen = torch.Generator().manual_seed(10 * use + rank)
+        return torch.randint(0, 120, (m, k), generator=gen, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+    def run(group):
+        group.executor.set_delays(group.rank + 1, 500)
+        scale = torch.tensor([0.5])
+        for use in range(2 * SLOTS + 1):
+            q = QTensor(FORMATS[torch.float8_e4m3fn], (m, k), torch.bfloat16, bytes_of(group.rank, use), scale)
+            gather = Gather(group, q, q.wgrad_layout, own=True)
+            whole = gather.whole()
+            want = transpose(torch.cat([bytes_of(rank, use) for rank in range(size)]))
+            assert whole.row is None and whole.borrowed and whole.shape == (size * m, k)
+            assert_bitwise_equal(f"use {use}", whole.col, want)
+            assert_bitwise_equal("scale", whole.col_scale, scale)
+            for source in range(size):
+                (part,) = gather.parts(source)
+                assert_bitwise_equal(f"from {source}", part, want.view(torch.uint8).chunk(size, 1)[source])
+            gather.close()
+
+    in_group(size, run, tokens=size * m)
+
+
+def test_which_layout_is_gathered_for_wgrad():
+    """Columns lie side by side only where one scale serves all ranks, shards need no padding and are not small."""
+    e5m2, per_shard = FORMATS[torch.float8_e5m2], PerShardFormat(shard_multiple=16)
+    cases = [
+        (e5m2, 256, "col"),
+        (e5m2, 264, "row"),
+        (e5m2, 240, "row"),
+        (per_shard, 256, "row"),
+        (MXFormat(), 32, "col"),
+    ]
+    for format, m, layout in [*cases, (HIGH_PRECISION, 32, "row")]:
+        assert QTensor(format, (m, 32), torch.bfloat16).wgrad_layout == layout
+        assert format.gathers_columns(m) == (format is e5m2 and m == 256)
 
 
 def test_what_is_kept_for_backward_may_not_lie_in_the_arena():

@@ -14,10 +14,19 @@ class Recorder:
     """Notes what it is told; breaks after `checks` questions."""
 
     def __init__(self, seen: list, checks: int = 10**9) -> None:
-        self.seen, self.left = seen, checks
+        self.seen, self.left, self.has_maximum = seen, checks, True
 
     def meet(self, text: str) -> None:
         self.seen.append(text)
+
+    def maximum(self, what: str, partials: torch.Tensor) -> torch.Tensor | None:
+        self.seen.append(f"maximum of {what}")
+        return partials.amax().view(1) * 2 if self.has_maximum else None
+
+    def maxima(self, what: str, values: torch.Tensor) -> bool:
+        self.seen.append(f"maxima of {what}")
+        values.mul_(1 + self.has_maximum)
+        return self.has_maximum
 
     def check(self) -> None:
         self.left -= 1
@@ -73,6 +82,24 @@ def test_a_rank_that_failed_is_named_in_place_of_the_broken_connection(seen) -> 
     watch.watches[0, 1] = Recorder(seen, checks=3)  # it takes a while until its silence is noticed
     with pytest.raises(Broken, match="rank 1 has stopped"):
         watch.collective("amax", torch.zeros(1), (0, 1), fail)
+
+
+@pytest.mark.parametrize("group, has_maximum, by", [
+    ((0, 1), True, ["maximum of amax"]),
+    ((0, 1), False, ["maximum of amax", "maxima of amax", "amax, float32 [1]", "all-reduce"]),
+    ((0, 1, 2), True, ["amax, float32 [1]", "all-reduce"]),  # userbuffers of fewer ranks
+    ((2, 3), True, ["all-reduce"]),
+])  # fmt: skip
+def test_a_maximum_goes_through_userbuffers_of_exactly_its_ranks(seen, monkeypatch, group, has_maximum, by) -> None:
+    monkeypatch.setattr(watch.dist, "all_reduce", lambda values, *_: (seen.append("all-reduce"), values.mul_(2)))
+    watch.watches[0, 1] = recorder = Recorder(seen)
+    recorder.has_maximum = has_maximum
+    assert watch.group_max("amax", torch.tensor([1.0, 3.0, 2.0]), group).tolist() == [6.0]
+    assert seen == by
+    seen.clear()
+    watch.all_reduce_max("amax", values := torch.tensor([1.0, 3.0]), group)
+    assert values.tolist() == [2.0, 6.0]
+    assert seen == list(dict.fromkeys(line.replace("maximum", "maxima").replace("[1]", "[2]") for line in by))
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -14,6 +14,8 @@ import te_lite as te
 from examples import stochastic_rounding as example
 from te_lite import recipe as recipes
 from te_lite.ops.source import Source, plain, produce_ref
+from te_lite.quantize.identity import Calibrating, Identity
+from te_lite.quantize.per_tensor import FORMATS, Delayed
 from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import CustomRecipe
@@ -313,3 +315,20 @@ def test_int8_weight_gradients_accumulate():
     assert within_accumulation(
         module.weight.main_grad, torch.cat((dyv.t(), one), 1), torch.cat((xv.t(), before.t()), 1)
     )
+
+
+def test_a_gemm_makes_nothing_for_a_quantizer_with_a_quantize_of_its_own():
+    """What a fused GEMM may leave counts where it is what quantize() would have given."""
+
+    class Own(Identity):
+        def quantize(self, source, **wanted):
+            return Identity.quantize(self, source, **wanted)
+
+    class Named(Identity):
+        pass
+
+    assert Identity().wants_from_gemm(torch.bfloat16) == Named().wants_from_gemm(torch.bfloat16) == "high precision"
+    assert Own().wants_from_gemm(torch.bfloat16) == Identity().wants_from_gemm(torch.float16) == ""
+    assert Calibrating().wants_from_gemm(torch.bfloat16) == ""
+    delayed = {dtype: Delayed(FORMATS[dtype]).wants_from_gemm(torch.bfloat16) for dtype in FORMATS}
+    assert delayed == {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: ""}

@@ -1,0 +1,130 @@
+// Host side of gemm_fused.cu.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "gemm_fused.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "check.h"
+#include "launch.h"
+
+namespace py = pybind11;
+using namespace te_lite;
+
+namespace {
+
+TensorMap encode(uint64_t address, unsigned bytes, int rows, int columns, unsigned long long stride, unsigned box_rows,
+                 unsigned box_columns, unsigned swizzle) {
+  TensorMap map;
+  const unsigned long long sizes[] = {static_cast<unsigned long long>(columns), static_cast<unsigned long long>(rows)};
+  const unsigned box[] = {box_columns, box_rows}, steps[] = {1, 1};
+  const Driver& cuda = driver();
+  TE_LITE_CHECK(cuda, cuTensorMapEncodeTiled, &map, bytes == 1 ? kMapUint8 : kMapUint16, 2, address, sizes, &stride, box,
+                steps, 0, swizzle, kMapPromote128, 0);
+  return map;
+}
+
+// Boxes of [rows, columns] that are 128 bytes wide, as wgmma wants them.
+TensorMap tensor_map(uint64_t address, unsigned bytes, int rows, int columns, unsigned box_rows) {
+  return encode(address, bytes, rows, columns, 1ull * columns * bytes, box_rows, kBoxBytes / bytes, kMapSwizzle128);
+}
+
+// gemm_fused.cu compiled for one kind of operands. Built and launched where the device's context is current.
+class FusedGemm {
+ public:
+  FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed)
+      : kernel_(load(cubin, gather ? "gemm_gather" : "gemm_scatter"), kFusedThreads, kFusedShared, ""),
+        gather_(gather),
+        bytes_(element_bytes),
+        columns_(columns),
+        transposed_(transposed) {}
+
+  // As in FusedMaps.
+  void launch(unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other,
+              const std::vector<uint64_t>& to, const std::vector<uint64_t>& act, const std::vector<uint64_t>& act_t,
+              FusedArguments& p) const {
+    const int rows = static_cast<int>(to.size()) * p.m;
+    FusedMaps maps{};
+    maps.a = tensor_map(a, bytes_, rows, p.k, kTileRows);
+    maps.b = transposed_ ? tensor_map(b, bytes_, p.k, p.n, kBoxBytes / bytes_)
+                         : tensor_map(b, bytes_, p.n, p.k, columns_ / 2);
+    maps.other = gather_ ? tensor_map(other, bytes_, p.m, p.k, kTileRows) : tensor_map(other, 2, rows, p.n, kTileRows);
+    const unsigned wide = BOX_COLUMNS(columns_);
+    for (size_t i = 0; i < to.size(); ++i) {
+      maps.to[i] = encode(to[i], 2, p.m, p.n, 2ull * p.n, kTileRows / 2, wide, wide == 64 ? kMapSwizzle128 : kMapSwizzle64);
+    }
+    const unsigned act_bytes = act_t.empty() ? 2 : 1;
+    for (size_t i = 0; i < act.size(); ++i) maps.act[i] = tensor_map(act[i], act_bytes, p.m, p.n / 2, kTileRows / 2);
+    for (size_t i = 0; i < act_t.size(); ++i) {
+      maps.act_t[i] = encode(act_t[i], 1, p.n / 2, p.m, rows, kBoxBytes, kTileRows / 2, kMapSwizzle64);
+    }
+    void* parameters[] = {&maps, &p};
+    kernel_.launch(programs, stream, parameters);
+  }
+
+ private:
+  static uint64_t load(const std::string& cubin, const char* name) {  // for the life of the process
+    const Driver& cuda = driver();
+    void *module = nullptr, *function = nullptr;
+    TE_LITE_CHECK(cuda, cuModuleLoadData, &module, cubin.data());
+    TE_LITE_CHECK(cuda, cuModuleGetFunction, &function, module, name);
+    TE_LITE_CHECK(cuda, cuFuncSetAttribute, function, kFunctionDynamicShared, kFusedShared);
+    return reinterpret_cast<uint64_t>(function);
+  }
+
+  Kernel kernel_;
+  bool gather_;
+  unsigned bytes_, columns_;
+  bool transposed_;  // b
+};
+
+template <typename T>
+T pointer(uint64_t address) {
+  return reinterpret_cast<T>(address);
+}
+
+void launch(const FusedGemm& kernel, unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other,
+            const std::vector<uint64_t>& to, const std::vector<uint64_t>& act, const std::vector<uint64_t>& act_t,
+            const std::vector<uint64_t>& arrived, const std::vector<uint64_t>& tensors,
+            const std::vector<int>& numbers) {
+  if (to.size() > kMostFusedRanks || std::max({arrived.size(), act.size(), act_t.size()}) > to.size() ||
+      tensors.size() != 12 || numbers.size() != 11) {
+    throw std::invalid_argument("a launch with " + std::to_string(to.size()) + " ranks, " +
+                                std::to_string(tensors.size()) + " tensors and " + std::to_string(numbers.size()) +
+                                " numbers: at most " + std::to_string(kMostFusedRanks) + ", 12 and 11 are taken");
+  }
+  FusedArguments p{};
+  std::transform(arrived.begin(), arrived.end(), p.arrived, pointer<int*>);
+  p.ready = pointer<const int*>(tensors[0]);
+  p.free = pointer<const int*>(tensors[1]);
+  p.counters = pointer<unsigned*>(tensors[2]);
+  p.word = pointer<const int*>(tensors[3]);
+  p.abort = pointer<const int*>(tensors[4]);
+  p.a_scale = pointer<const float*>(tensors[5]);
+  p.own_scale = pointer<const float*>(tensors[6]);
+  p.b_scale = pointer<const float*>(tensors[7]);
+  p.bias = pointer<const float*>(tensors[8]);
+  p.act_scale = pointer<const float*>(tensors[9]);
+  p.act_scale_inv = pointer<float*>(tensors[10]);
+  p.peak = pointer<unsigned*>(tensors[11]);
+  int* const fields[] = {&p.delta, &p.m, &p.n, &p.k, &p.rank, &p.flags, &p.blocks, &p.lag, &p.pairs, &p.columns,
+                         &p.scales};
+  for (size_t i = 0; i < numbers.size(); ++i) *fields[i] = numbers[i];
+  kernel.launch(programs, stream, a, b, other, to, act, act_t, p);
+}
+
+}  // namespace
+
+void bind_gemm_fused(py::module_& m) {
+  m.attr("MOST_FUSED_RANKS") = kMostFusedRanks;
+  py::class_<FusedGemm>(m, "FusedGemm", "csrc/gemm_fused.cu, compiled. See _C.pyi.")
+      .def(py::init([](const py::bytes& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed) {
+             return std::make_unique<FusedGemm>(std::string(cubin), gather, element_bytes, columns, transposed);
+           }),
+           py::arg("cubin"), py::arg("gather"), py::arg("element_bytes"), py::arg("columns"), py::arg("transposed"))
+      .def("launch", &launch, py::arg("programs"), py::arg("stream"), py::arg("a"), py::arg("b"), py::arg("other"),
+           py::arg("to"), py::arg("act"), py::arg("act_t"), py::arg("arrived"), py::arg("tensors"), py::arg("numbers"),
+           py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,44 @@
+// What gemm_fused.cpp hands to the kernel in gemm_fused.cu; read by both compilers. For a reduce-scatter; for an
+// all-gather where it says so.
+#pragma once
+
+namespace te_lite {
+
+constexpr int kTileRows = 128;
+constexpr int kBoxBytes = 128;   // a row of every box that the tensor-copy unit moves: elements of K, or of a row
+#define BOX_COLUMNS(columns) ((columns) % 64 ? 32 : 64)  // of the output's, of a tile's columns; a function would be the host's
+constexpr int kMostFusedRanks = 8;
+constexpr int kFusedThreads = 384;  // two warpgroups that multiply, one that loads and stores
+constexpr int kFusedShared = 227 << 10;  // all that a block can have
+
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+struct FusedMaps {
+  TensorMap a, b;                  // [ranks * m, k]; [n, k] or, transposed, [k, n]
+  TensorMap other;                 // [ranks * m, n]: what the others store here; all-gather: own rows of a [m, k]
+  TensorMap to[kMostFusedRanks];   // [m, n]: in each rank's memory, where this one's rows for it go; its own, and all of
+                                   // an all-gather's: out
+  TensorMap act[kMostFusedRanks];  // of each rank's rows of h the activation: [m, n / 2], bytes or of out's type
+  TensorMap act_t[kMostFusedRanks];  // bytes [n / 2, m] in [n / 2, ranks * m]
+};
+struct FusedArguments {
+  int* arrived[kMostFusedRanks];      // in each rank's memory: flags [blocks], set to epoch once a block is stored
+  const int* ready;                   // [ranks, flags]
+  const int* free;                    // [ranks]: set to epoch by those who have read what was stored there
+  unsigned* counters;                 // [1 + ranks * blocks] zeros, and zeros again at the end; all-gather: [1]
+  const int* word;                    // epoch = *word + delta
+  const int* abort;
+  const float* a_scale;               // [1], [ranks] or [ranks * m]
+  const float* own_scale;             // all-gather: [1] or [m], in place of those of this rank
+  const float* b_scale;               // [1] or [n]
+  const float* bias;                  // [n] or null
+  const float* act_scale;             // [1]
+  float* act_scale_inv;               // [1], written
+  unsigned* peak;                     // fp32, [2 * blocks of the launch], each written; or [1], raised; or null
+  int delta, m, n, k, rank, flags, blocks, lag;
+  int pairs, columns;                 // a block has so many pairs of tiles, one below the other, in each column
+  int scales;                         // of a, from rank to rank: 0, 1 or m
+};
+
+}  // namespace te_lite

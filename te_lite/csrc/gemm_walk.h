@@ -1,0 +1,126 @@
+// The tiles of gemm_fused.cu: their sizes, who takes which, and what the warps of a block share.
+#pragma once
+
+#include "gemm_fused.h"
+#include "hopper.h"
+
+using namespace te_lite;
+using Arguments = FusedArguments;
+using Maps = FusedMaps;
+
+constexpr int kStep = kBoxBytes >> !IS_BYTE(A_TYPE);  // elements of K in a stage
+constexpr u32 kABytes = kTileRows * kBoxBytes, kBBytes = COLUMNS * kBoxBytes, kStageBytes = kABytes + kBBytes;
+constexpr int kStages = COLUMNS == 128 ? 6 : 4;
+constexpr int kTogether = kStageBytes / kABytes;      // slots in a stage
+constexpr int kHalfRows = kTileRows / 2;              // of a warpgroup
+constexpr int kBoxColumns = BOX_COLUMNS(COLUMNS), kWords = kBoxColumns / 4;  // words: a thread's, of a box
+constexpr int kBoxes = COLUMNS / kBoxColumns;         // of these rows, side by side; with ACT half of them of each half
+constexpr int kHalfColumns = COLUMNS / 2;
+constexpr int kUses = kBoxes + (ACT == 1 || ACT == 3 ? 2 : 0);  // boxes of output of a tile
+constexpr int kParts = kBoxes + (ACT ? 4 : 0);        // in which a tile is handed over, while the next is multiplied
+constexpr u32 kOutputBytes = kHalfRows * kBoxBytes;   // one of them
+// Tiles taken and not forgotten. A cluster takes one when it begins to load the one before, some stages before that is
+// multiplied: with one step a tile, the oldest that anybody still has to look up.
+constexpr int kTaken = 16;
+constexpr int kGroup = 8;                             // pairs of rows of an all-gather's tiles, in work at once
+
+struct Place {
+  int owner, block, row, col;  // row: within the owner's
+};
+
+// The walk. All-gather: shard by shard, a few rows of tiles at a time column by column. Reduce-scatter: block by block; in a
+// block column by column, and there the others' rows and then own ones, `lag` blocks back.
+__device__ __forceinline__ Place place_of(const Arguments& p, int pair) {
+  if (GATHER) {
+    const int shard = p.pairs * p.columns, left = pair % shard, first = left / (kGroup * p.columns) * kGroup;
+    const int rows = min(p.pairs - first, kGroup), in_group = left % (kGroup * p.columns);
+    return {(p.rank + pair / shard) % RANKS, 0, ((first + in_group % rows) * 2 + cluster_rank()) * kTileRows,
+            in_group / rows * (ACT ? kHalfColumns : COLUMNS)};
+  }
+  const int pairs = p.pairs, own = pairs * p.columns, others = (RANKS - 1) * own, early = p.lag * others;
+  const int middle = (p.blocks - p.lag) * (others + own);
+  int block, sharers;
+  if (pair < early) {
+    block = pair / others, pair %= others, sharers = RANKS - 1;
+  } else if (pair < early + middle) {
+    pair -= early, block = p.lag + pair / (others + own), pair %= others + own, sharers = RANKS;
+  } else {
+    pair -= early + middle, block = p.blocks + pair / own, pair %= own, sharers = 1;
+  }
+  const int who = block < p.blocks ? pair % (sharers * pairs) / pairs : RANKS - 1;
+  if (who == RANKS - 1) block -= p.lag;
+  return {(p.rank + 1 + who) % RANKS, block, ((block * pairs + pair % pairs) * 2 + cluster_rank()) * kTileRows,
+          pair / (sharers * pairs) * COLUMNS};
+}
+
+// Where a box of a tile lies in h. With ACT a tile has as many columns of each half. Gates beyond their half are the first
+// columns of the other: two tiles then store the same columns with the same bits, for everything goes by the column.
+__device__ __forceinline__ int column(const Arguments& p, const Place& at, int box) {
+  if (!ACT || box < kBoxes / 2) return at.col + box * kBoxColumns;
+  return p.n / 2 + at.col + (box - kBoxes / 2) * kBoxColumns;
+}
+
+// Addresses in shared memory.
+struct Shared {
+  u32 stages;            // operands, or slots
+  u32 output;            // for each warpgroup two boxes, used by turns
+  u32 full, empty;       // barriers of stages
+  u32 filled, drained;   // of boxes of output
+  u32 checked;           // a tile's flags, if it is an own one, were there
+  u32 taken, pair_of;    // of the tiles that this cluster has taken: barriers, and the tiles
+  u32 peaks;             // of each warp that multiplies
+
+  __device__ __forceinline__ explicit Shared(void* raw) {
+    stages = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;  // the swizzle's period
+    output = stages + kStages * kStageBytes;
+    full = output + 4 * kOutputBytes, empty = full + 8 * kStages;
+    filled = empty + 8 * kStages, drained = filled + 32, checked = drained + 32;
+    taken = checked + 8, pair_of = taken + 8 * kTaken, peaks = pair_of + 4 * kTaken;
+  }
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kStages; i++) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, 4);  // 4 warpgroups in a cluster
+    for (int i = 0; i < 4; i++) bar_init(filled + 8 * i, 128), bar_init(drained + 8 * i, 1);
+    bar_init(checked, 32);
+    for (int i = 0; i < kTaken; i++) bar_init(taken + 8 * i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  // The i-th tile that this cluster has taken; false: there is none.
+  __device__ __forceinline__ bool tile(const Arguments& p, int i, Place& at) const {
+    bar_wait(taken + 8 * (i % kTaken), i / kTaken & 1);
+    const int pair = load_shared(pair_of + 4 * (i % kTaken));
+    if (pair >= RANKS * p.blocks * p.pairs * p.columns) return false;
+    at = place_of(p, pair);
+    return true;
+  }
+};
+
+struct Ring {
+  int stage = 0;
+  u32 phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ int before() const { return stage ? stage - 1 : kStages - 1; }
+};
+
+// The next pair of tiles; the last cluster to find none leaves the counter as it was.
+__device__ __forceinline__ int take(const Arguments& p) {
+  int pair;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(pair) : "l"(p.counters) : "memory");
+  if (pair == RANKS * p.blocks * p.pairs * p.columns + (int)gridDim.x / 2 - 1) *p.counters = 0;
+  return pair;
+}
+
+// Until a flag has reached the epoch of this use, or, with -1, that of the one before.
+__device__ __forceinline__ void await(const Arguments& p, const int* flag, int distance) {
+  const u32 epoch = (u32)*p.word + p.delta + distance;  // which wraps around
+  for (u32 polls = 1;; polls++) {
+    u32 seen;
+    asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+    if ((int)(seen - epoch) >= 0) return;
+    __nanosleep(64);
+    if (polls % 4096) continue;  // the word of abort lies in host memory
+    asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(p.abort) : "memory");
+    if (seen) return;
+  }
+}

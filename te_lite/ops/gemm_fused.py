@@ -1,0 +1,174 @@
+"""What the fused GEMMs share: csrc/gemm_fused.cu, compiled when it is first used, and what its kernels take.
+
+CUDA and not Triton 3.6, which has neither clusters that share an operand nor warps that store one tile, piece by piece,
+while others multiply the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_lite import _C
+from te_lite.ops.flags import signed
+from te_lite.ops.gemm import _check_fp8
+
+SOURCES = Path(__file__).resolve().parents[1] / "csrc"
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
+ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
+_TENSORS = 12  # of FusedArguments
+ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8[0]: "e4m3", FP8[1]: "e5m2"}
+_SCALES = ("none", "tensor", "row")
+_ACTS = ("", "high precision", "amax", "fp8")
+
+
+class Kind(NamedTuple):
+    """What the kernel is compiled for. scales: "none", "tensor" (of a also one a rank) or "row". b_t: b[N, K] lies as
+    [K, N]. columns: of a tile. act: what becomes of swiglu of a gather's output, see ops/gemm_gather.py."""
+
+    gather: bool
+    a: torch.dtype
+    b: torch.dtype
+    scales: str
+    out: torch.dtype
+    ranks: int
+    b_t: bool
+    columns: int
+    act: str = ""
+
+    @property
+    def macros(self) -> list[str]:
+        values = {"A_TYPE": _TYPES[self.a], "B_TYPE": _TYPES[self.b], "OUT_TYPE": _TYPES[self.out]}
+        values |= {"SCALES": _SCALES.index(self.scales), "RANKS": self.ranks, "COLUMNS": self.columns}
+        values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "ACT": _ACTS.index(self.act)}
+        return [f"-D{name}={value}" for name, value in values.items()]
+
+
+@cache
+def unavailable(device: torch.device) -> str:
+    """Why the kernels cannot run on a device, or ""."""
+    if device.type != "cuda":
+        return "fused kernels need a GPU"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "fused kernels are written for compute capability 9.0"
+    return "" if _has_compiler() else "fused kernels are compiled at run time: pip install cuda-bindings"
+
+
+@cache
+def _has_compiler() -> bool:
+    try:
+        from cuda.bindings import nvrtc  # takes long to import
+
+        return nvrtc.nvrtcVersion()[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    except (ImportError, RuntimeError, OSError):  # none, or one without the library that it binds
+        return False
+
+
+@cache
+def compiled(kind: Kind) -> bytes:
+    """The kernel as a cubin. RuntimeError with the compiler's words."""
+    from cuda.bindings import nvrtc  # takes long to import
+
+    def checked(result: nvrtc.nvrtcResult, *values: object) -> object:
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise RuntimeError(f"compiling gemm_fused.cu: {result.name}")
+        return values[0] if values else None
+
+    names = ["gemm_fused.cu", "gemm_walk.h", "gemm_fused.h", "hopper.h"]
+    source, *headers = ((SOURCES / name).read_bytes() for name in names)
+    main, *included = (name.encode() for name in names)
+    program = checked(*nvrtc.nvrtcCreateProgram(source, main, len(headers), headers, included))
+    options = ["--gpu-architecture=sm_90a", "--std=c++17", *kind.macros]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * checked(*nvrtc.nvrtcGetProgramLogSize(program))
+        checked(*nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"compiling gemm_fused.cu: {result.name}\n{log.decode()}")
+    cubin = b" " * checked(*nvrtc.nvrtcGetCUBINSize(program))
+    checked(*nvrtc.nvrtcGetCUBIN(program, cubin))
+    checked(*nvrtc.nvrtcDestroyProgram(program))
+    return cubin
+
+
+@cache
+def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
+    with torch.cuda.device(index):
+        return _C.FusedGemm(compiled(kind), kind.gather, kind.a.itemsize, kind.columns, kind.b_t)
+
+
+def launch(
+    kind: Kind, clusters: int, a: Tensor, b: Tensor, other: Tensor, to: Sequence[int], arrived: Sequence[int],
+    tensors: Sequence[Tensor | None], numbers: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first; the last may be left out."""
+    index = a.device.index
+    delta, *rest = numbers
+    addresses = (*tensors, *(None,) * (_TENSORS - len(tensors)))
+    _loaded(index, kind).launch(
+        2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(), to,
+        act, act_t, arrived, [0 if t is None else t.data_ptr() for t in addresses], [signed(delta), *rest],
+    )  # fmt: skip
+
+
+def check(name: str, a: Tensor, b: Tensor, shard: int, ranks: int) -> None:
+    """ValueError or TypeError unless these kernels can multiply a, `ranks` shards of `shard` rows, and b."""
+    (m, k), (n, k_b) = a.shape, b.shape
+    if a.dtype in FP8 or b.dtype in FP8:
+        _check_fp8(a, b)
+    elif a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"{name} of {a.dtype} and {b.dtype}: must both be bfloat16, float16 or fp8; cast them")
+    if k != k_b or not k or k * a.element_size() % ALIGNMENT:
+        raise ValueError(
+            f"{name} of a [{m}, {k}] and b [{n}, {k_b}]: the last dimensions must be equal, not 0, and a row "
+            f"a multiple of {ALIGNMENT} bytes; pad the features, or take a schedule with a plain GEMM"
+        )
+    if m != shard * ranks:
+        raise ValueError(f"{name}: {m} rows for {ranks} ranks with {shard} each: must be the product; pass all shards")
+    for what, t, rows in (("a", a, a), ("b", b, b.t() if transposed(b) else b)):
+        misaligned = rows.shape[1] * t.element_size() % ALIGNMENT or (t.is_cuda and t.data_ptr() % ALIGNMENT)
+        if misaligned or not rows.is_contiguous():
+            raise ValueError(
+                f"{name}: {what} {list(t.shape)} has strides {t.stride()}: must be contiguous, each row at a multiple "
+                f"of {ALIGNMENT} bytes; pad it"
+            )
+
+
+def transposed(b: Tensor) -> bool:
+    """Whether b[N, K] lies as [K, N], which tensor cores read as well where elements have 16 bits."""
+    return b.element_size() == 2 and not b.is_contiguous() and b.t().is_contiguous()
+
+
+def scale_kinds(a_scale: Tensor | None, b_scale: Tensor | None, m: int, n: int, ranks: int = 0) -> tuple[str, str]:
+    """What the scales of a [m, K] and b [n, K] are: "none", "tensor" (one for all), "shard" (one a rank) or "row"."""
+    if a_scale is None and b_scale is None:
+        return "none", "none"
+    # Of one row only, or of as many ranks as rows, the meanings agree.
+    known_a, known_b = {m: "row", ranks: "shard", 1: "tensor"}, {n: "row", 1: "tensor"}
+    for what, scale, known in (("a", a_scale, known_a), ("b", b_scale, known_b)):
+        if scale is None or scale.dtype != torch.float32 or not scale.is_contiguous() or scale.numel() not in known:
+            found = None if scale is None else (scale.dtype, tuple(scale.shape))
+            raise ValueError(
+                f"scales of {what}: {found}; must be contiguous fp32 with so many elements: {sorted(known)}, and given "
+                f"for both or none; pass what the quantizer made"
+            )
+    return known_a[a_scale.numel()], known_b[b_scale.numel()]
+
+
+def widest(a_kind: str, b_kind: str) -> str:
+    """The kernel's kind of scales for those of a and b."""
+    return max("tensor" if a_kind == "shard" else a_kind, b_kind, key=_SCALES.index)
+
+
+def scaled_product_ref(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
+    """fp32 (a[M, K] @ b[N, K]^T) * a_scale * b_scale; scales of one element, of one a row, or one a block of rows."""
+    out = a.float() @ b.float().t()
+    if a_scale is not None:
+        out = out * a_scale.reshape(-1, 1).repeat_interleave(a.shape[0] // a_scale.numel(), 0)
+    return out if b_scale is None else out * b_scale.reshape(1, -1)

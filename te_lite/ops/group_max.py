@@ -1,0 +1,189 @@
+"""The maximum over all ranks' partial maxima, or of many values one by one, in one small kernel.
+
+    mine = max(partials[P]), or values[i]
+    every rank's slots[epoch % 2, rank, i] = (mine, epoch)               # pushed: one 64-bit word, so both come at once
+    out[0] = max over r of slots[epoch % 2, r, i], once that has epoch   # polled: this rank's own memory
+
+Two slots are enough. Whoever writes epoch e + 2 has seen every rank's e + 1, which a rank sends only when it has read
+all of e: a rank's kernels follow each other, whatever streams they are on, since each waits for `done`, the epoch of
+the last one that has ended.
+
+Steps of a protocol, no operators of torch's: what skips one, as selective checkpointing may, would leave ranks behind.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_lite.ops.flags import _ON_DEVICE, wait_flags
+from te_lite.ops.launch import _ready
+from te_lite.ops.scalars import new_scalar
+
+SLOTS = 2
+MOST_RANKS = 32  # a lane each
+MOST_VALUES = 1024
+_LANES, _BLOCK = tl.constexpr(MOST_RANKS), tl.constexpr(1024)
+
+# Where $3 is set the word $2 goes to the address $1.
+_PUSH = tl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0;}")
+# Where $2 is set: polls the word at $1 until its upper half has reached $3, or the abort word at $4 is set (in host
+# memory: seldom read, see ops/flags.py); its lower half. Else 0.
+_POLL = tl.constexpr("""
+{
+    .reg .pred p; .reg .b32 v, value, polls; .reg .b64 w;
+    mov.u32 value, 0;
+    setp.eq.s32 p, $2, 0;        @p bra DONE;
+    mov.u32 polls, 0;
+POLL:
+    ld.relaxed.sys.global.b64 w, [$1];
+    mov.b64 {value, v}, w;
+    sub.s32 v, v, $3;
+    setp.ge.s32 p, v, 0;         @p bra DONE;
+    add.u32 polls, polls, 1;
+    and.b32 v, polls, 4095;
+    setp.ne.u32 p, v, 0;         @p bra POLL;
+    ld.relaxed.sys.global.b32 v, [$4];
+    setp.eq.s32 p, v, 0;         @p bra POLL;
+DONE:
+    mov.b32 $0, value;
+}
+""")
+
+
+@triton.jit(
+    do_not_specialize=["delta", "count"],
+    do_not_specialize_on_alignment=["partials", "slots", "targets", "done", "word", "abort", "out"],
+)
+def group_max_kernel(partials, slots, targets, done, word, abort, out, delta, count, RANKS: tl.constexpr):
+    """One program of one warp. Its lanes have sent to all ranks before the first of them polls."""
+    rank, epoch = tl.arange(0, _LANES), tl.load(word) + delta
+    live, first = rank < RANKS, (epoch & 1) * RANKS
+    there = tl.load(targets + rank, mask=live, other=0) + first * 8
+    largest = tl.zeros([_BLOCK], tl.float32)
+    for begin in range(0, count, _BLOCK):
+        at = begin + tl.arange(0, _BLOCK)
+        largest = tl.maximum(largest, tl.load(partials + at, mask=at < count, other=0.0))
+    mine = tl.max(largest, 0).to(tl.int32, bitcast=True).to(tl.int64)  # never negative: the upper half stays 0
+    wait_flags(done, 0, 1, epoch - 1, abort)
+    message, asked = mine | (epoch.to(tl.int64) << 32), live.to(tl.int32)
+    if _ON_DEVICE:
+        tl.inline_asm_elementwise(_PUSH, "=r,l,l,r,~{memory}", [there, message, asked], tl.int32, False, 1)
+        here = (slots + first + rank).to(tl.int64)
+        args = [here, asked, epoch, abort.to(tl.int64)]
+        found = tl.inline_asm_elementwise(_POLL, "=r,l,r,r,l,~{memory}", args, tl.int32, False, 1)
+    else:
+        tl.store(there.to(tl.pointer_type(tl.int64)), message, mask=live)
+        found = tl.load(slots + first + rank, mask=live, other=0).to(tl.int32)
+    tl.store(out, tl.max(found.to(tl.float32, bitcast=True), 0))
+    tl.atomic_xchg(done, epoch, sem="release")
+
+
+@triton.jit(
+    do_not_specialize=["delta", "count"],
+    do_not_specialize_on_alignment=["values", "slots", "targets", "done", "word", "abort"],
+)
+def group_maxima_kernel(
+    values, slots, targets, done, word, abort, delta, count, RANKS: tl.constexpr, MOST: tl.constexpr
+):
+    """One program. Every thread has sent its values to all ranks before it polls."""
+    at, epoch = tl.arange(0, MOST), tl.load(word) + delta
+    live, first = at < count, (epoch & 1) * (RANKS * MOST) + at
+    value, asked = tl.load(values + at, mask=live, other=0.0), live.to(tl.int32)
+    message = value.to(tl.int32, bitcast=True).to(tl.int64) | (epoch.to(tl.int64) << 32)
+    wait_flags(done, 0, 1, epoch - 1, abort)
+    for rank in tl.static_range(RANKS):
+        there = tl.load(targets + rank) + first * 8
+        if _ON_DEVICE:
+            tl.inline_asm_elementwise(_PUSH, "=r,l,l,r,~{memory}", [there, message, asked], tl.int32, False, 1)
+        else:
+            tl.store(there.to(tl.pointer_type(tl.int64)), message, mask=live)
+    for rank in tl.static_range(RANKS):
+        here = slots + rank * MOST + first
+        if _ON_DEVICE:
+            args = [here.to(tl.int64), asked, epoch, abort.to(tl.int64)]
+            found = tl.inline_asm_elementwise(_POLL, "=r,l,r,r,l,~{memory}", args, tl.int32, False, 1)
+        else:
+            found = tl.load(here, mask=live, other=0).to(tl.int32)
+        value = tl.maximum(value, found.to(tl.float32, bitcast=True))
+    tl.store(values + at, value, mask=live)
+    tl.debug_barrier()
+    tl.atomic_xchg(done, epoch, sem="release")
+
+
+@cache
+def compiled_group_max(device: torch.device, ranks: int, many: bool) -> Any:
+    """A kernel for a CUDA device, to be launched with addresses. Launches once, so call it before a capture."""
+    with torch.cuda.device(device):
+        value, word = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        slots = torch.zeros(SLOTS * ranks * (MOST_VALUES if many else 1), dtype=torch.int64, device=device)
+        targets = torch.full((ranks,), slots.data_ptr(), device=device)
+        args = value, slots, targets, word, word, word
+        if many:
+            return _ready(group_maxima_kernel[(1,)](*args, 0, 1, ranks, MOST_VALUES, num_warps=8))
+        return _ready(group_max_kernel[(1,)](*args, value, 0, 1, ranks, num_warps=1))
+
+
+def _group_max_cuda(partials, slots, targets, done, word, delta, abort) -> Tensor:
+    out = new_scalar(partials)
+    _launch(False, (partials, slots, targets, done, word, abort, out), delta, partials.numel())
+    return out
+
+
+def _launch(many: bool, tensors: tuple[Tensor, ...], delta: int, count: int) -> None:
+    device, ranks = tensors[0].device, tensors[2].numel()
+    stream, constants = torch._C._cuda_getCurrentRawStream(device.index), (ranks, *(MOST_VALUES,) * many)
+    addresses = [t.data_ptr() for t in tensors]
+    compiled_group_max(device, ranks, many).launch(1, stream, (*addresses, delta, count, *constants))
+
+
+def _group_maxima_cuda(values, slots, targets, done, word, delta, abort) -> None:
+    _launch(True, (values, slots, targets, done, word, abort), delta, values.numel())
+
+
+def group_maxima_ref(values, slots, targets, done, word, delta, abort) -> None:
+    """Oracle of `group_maxima`, of values that have arrived; nothing is pushed."""
+    epoch = word + delta
+    words = slots.view(torch.int32).view(SLOTS, targets.numel(), -1, 2)[int(epoch) & 1, :, : values.numel()]
+    arrived = torch.where(words[..., 1] == epoch, words[..., 0], 0).contiguous().view(torch.float32)
+    torch.maximum(values, arrived.amax(0), out=values)
+    done.copy_(epoch)
+
+
+def group_max_ref(partials, slots, targets, done, word, delta, abort) -> Tensor:
+    """Oracle of `group_max`, of maxima that have arrived; nothing is pushed."""
+    epoch = word + delta
+    words = slots.view(torch.int32).view(SLOTS, -1, 2)[int(epoch) & 1]
+    arrived = words[words[:, 1] == epoch, 0].contiguous().view(torch.float32)
+    done.copy_(epoch)
+    return torch.cat([partials, arrived]).amax().view(1)
+
+
+def group_max(
+    partials: Tensor, slots: Tensor, targets: Tensor, done: Tensor, word: Tensor, delta: int, abort: Tensor
+) -> Tensor:
+    """fp32 [1], the largest of all ranks' partials[P] (fp32, contiguous, not negative, no nan), for epoch word + delta.
+
+    slots int64 [2 * R]: this rank's memory that the others write; word [e % 2, r] has the value of rank r in its lower
+    half, the epoch in its upper. targets int64 [R]: the address of this rank's word [0, rank] in every rank's memory.
+    done int32 [1]: of this rank; its last epoch, which must be the one before. May be `word`, with delta 1.
+    Result garbage if abort[0] becomes nonzero. Waits on CUDA devices only.
+    """
+    run = _group_max_cuda if partials.is_cuda else group_max_ref
+    return run(partials, slots, targets, done, word, delta, abort)
+
+
+def group_maxima(
+    values: Tensor, slots: Tensor, targets: Tensor, done: Tensor, word: Tensor, delta: int, abort: Tensor
+) -> None:
+    """values, fp32 [n], n <= 1024, become the largest of all ranks', one by one. Else as group_max.
+
+    slots int64 [2 * R * 1024]: word [e % 2, r, i] is of rank r's value i. targets: of word [0, rank, 0].
+    """
+    run = _group_maxima_cuda if values.is_cuda else group_maxima_ref
+    run(values, slots, targets, done, word, delta, abort)

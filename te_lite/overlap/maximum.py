@@ -1,0 +1,57 @@
+"""The largest value of a group's ranks through userbuffers: what a small all-reduce would give, in one kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from te_lite import _C
+from te_lite.ops.flags import signed
+from te_lite.ops.group_max import MOST_VALUES, SLOTS, compiled_group_max, group_max, group_maxima
+from te_lite.overlap.arena import Arena
+from te_lite.overlap.buffers import WORD, following
+
+if TYPE_CHECKING:
+    from te_lite.overlap.group import Group
+
+
+class Maximum:
+    """On GPUs. Its words lie among the flags, from word `first` on, an even one: each is a value and its epoch.
+
+    graph: for calls captured in CUDA graphs, whose epochs are counted on the device; they must follow each other.
+    many: of values one by one, in place.
+    """
+
+    def __init__(self, arena: Arena, first: int, first_epoch: int, graph: bool, many: bool = False) -> None:
+        rank, size, device, width = arena.rank, arena.size, arena.device, MOST_VALUES if many else 1
+        here = [arena.address("flags", 0, peer) + WORD * first for peer in range(size)]
+        self._slots = arena.view("flags", 0, rank).view(torch.int64)[first // 2 :]
+        self._slots = self._slots[: self.words_needed(size, many) // 2]
+        self._zero = torch.zeros(1, dtype=torch.int32, device=device)
+        self._done = self._zero + signed(first_epoch - 1)
+        self._targets = torch.tensor([address + 2 * WORD * rank * width for address in here], device=device)
+        self._epoch, self._graph, self._op = first_epoch - 1, graph, group_maxima if many else group_max
+        self._programs = [_C.Program("the maximum over all ranks") for _ in range(SLOTS)]
+        for slot, program in enumerate(self._programs):
+            for source in following(rank, size):
+                epoch = here[rank] + 2 * WORD * (slot * size + source) * width + WORD  # the upper half
+                program.expect(epoch, 0, source, "data from")
+        compiled_group_max(device, size, many)
+        torch.cuda.synchronize(device)  # the words above are there, whichever stream reads them
+
+    @staticmethod
+    def words_needed(size: int, many: bool = False) -> int:
+        """32-bit words of one of them in a group of `size` ranks."""
+        return 2 * SLOTS * size * (MOST_VALUES if many else 1)
+
+    def of(self, partials: Tensor, group: Group) -> Tensor | None:
+        """fp32 [1]: the largest of all ranks' partials, once they have come; or nothing, of many."""
+        word, delta = self._done, 1
+        if not self._graph:
+            self._epoch = (self._epoch + 1) & 0xFFFFFFFF
+            stream = torch._C._cuda_getCurrentRawStream(group.device.index)
+            group.executor.issue(self._programs[self._epoch % SLOTS], 0, self._epoch, stream, ())
+            word, delta = self._zero, signed(self._epoch)
+        return self._op(partials, self._slots, self._targets, self._done, word, delta, group.abort)
