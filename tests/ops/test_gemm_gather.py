@@ -28,6 +28,7 @@ CASES = [
     Case(4, 1100, 136, 1040, bias=BF16, turned=True),
     Case(8, 300, 64, 528, E4M3, scale="shard", bias=FP32),
     Case(3, 2570, 256, 1040, E4M3, scale="row", bias=BF16),  # eleven pairs of tiles a shard: two groups
+    Case(4, 1, 96, 64, E4M3, scale="row"),  # as many scales as ranks
 ]
 READY, COUNTERS, WORD, DELTA, ABORT, SCALE = 3, 4, 5, 6, 7, 10  # places in what arguments() gives
 
