@@ -200,6 +200,7 @@ class Pair:
         self.tp_group, self.device, self.recipe, self.sizes = tp_group, device, recipe, sizes
         self.size, self.rank = dist.get_world_size(tp_group), dist.get_rank(tp_group)
         activation = "swiglu" if method in ("fused", "auto") else "gelu"  # the one that a fused gather computes itself
+        activation = options.pop("activation", activation)
         layout = {"mode": mode, "tp": self.size, "sequence_parallel": True}
         self.spec = Spec(kind, activation=activation, bias=options.pop("bias", True), **layout)
         self.label = f"{kind} {mode or ''} {recipe} {method} tp {self.size}"
