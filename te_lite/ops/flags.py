@@ -17,11 +17,17 @@ from te_lite.ops.launch import _ready
 
 _ON_DEVICE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
 
+# Goes to POLL, or on when the word at ABORT is set. That one lies in host memory: read at every 64th poll by all
+# multiprocessors it slowed the copies that they wait for 32-fold; at every 4096th it costs nothing.
+POLL_AGAIN = """add.u32 polls, polls, 1;
+    and.b32 v, polls, 4095;
+    setp.ne.u32 p, v, 0;         @p bra POLL;
+    ld.relaxed.sys.global.b32 v, [ABORT];
+    setp.eq.s32 p, v, 0;         @p bra POLL;"""
 # Thread t < 32 whose bit of $3 is set polls the word at $1 + t * $2 until it has reached $4 or the word at $5 is set.
-# That one lies in host memory: read at every 64th poll by all multiprocessors it slowed the copies that they wait for
-# 32-fold; at every 4096th it costs nothing.
 # The barrier hands what that thread acquired to the others, the fence to the tensor-copy unit. $3 == 0: nothing at all.
-_WAIT = tl.constexpr("""
+_WAIT = tl.constexpr(
+    """
 {
     .reg .pred p; .reg .b32 t, v, polls; .reg .b64 a;
     setp.eq.u32 p, $3, 0;        @p bra END;
@@ -37,18 +43,15 @@ POLL:
     sub.s32 v, v, $4;
     setp.ge.s32 p, v, 0;         @p bra DONE;
     nanosleep.u32 64;
-    add.u32 polls, polls, 1;
-    and.b32 v, polls, 4095;
-    setp.ne.u32 p, v, 0;         @p bra POLL;
-    ld.relaxed.sys.global.b32 v, [$5];
-    setp.eq.s32 p, v, 0;         @p bra POLL;
+    AGAIN
 DONE:
     bar.sync 0;
     fence.proxy.async.global;
 END:
     mov.u32 $0, 0;
 }
-""")
+""".replace("AGAIN", POLL_AGAIN.replace("ABORT", "$5"))
+)
 
 
 @triton.jit

@@ -149,8 +149,8 @@ def scale_kinds(a_scale: Tensor | None, b_scale: Tensor | None, m: int, n: int, 
     """What the scales of a [m, K] and b [n, K] are: "none", "tensor" (one for all), "shard" (one a rank) or "row"."""
     if a_scale is None and b_scale is None:
         return "none", "none"
-    # Of one row only, or of as many ranks as rows, the meanings agree.
-    known_a, known_b = {m: "row", ranks: "shard", 1: "tensor"}, {n: "row", 1: "tensor"}
+    # Of one row only, or of as many ranks as rows, the meanings agree: the last one here counts.
+    known_a, known_b = {ranks: "shard", m: "row", 1: "tensor"}, {n: "row", 1: "tensor"}
     for what, scale, known in (("a", a_scale, known_a), ("b", b_scale, known_b)):
         if scale is None or scale.dtype != torch.float32 or not scale.is_contiguous() or scale.numel() not in known:
             found = None if scale is None else (scale.dtype, tuple(scale.shape))

@@ -26,7 +26,7 @@ _RATES = {256: 1.0, 224: 0.985, 192: 0.97, 128: 0.9}  # of tiles of so many colu
 
 
 def tile_columns(m: int, n: int, ranks: int, b_t: bool, clusters: int) -> int:
-    """The tile whose rounds over the device take least. A function of the shape and the device alone."""
+    """The tile whose rounds over the device take least. The same on all ranks: a function of sizes and the device."""
 
     def cost(columns: int) -> float:
         rounds = -(-ranks * -(-m // ROWS) * -(-n // columns) // clusters)
@@ -96,8 +96,6 @@ def gemm_gather(
             f"{ALIGNED_COLUMNS}, bf16 or fp16; take a ring"
         )
     kinds = fused.scale_kinds(gathered_scale, b_scale, ranks * m, n, ranks)
-    if m == 1 and kinds[0] == "shard":  # and one a row: the same
-        kinds = ("row", kinds[1])
     if kinds == ("shard", "row"):
         raise ValueError("a scale a shard of a beside one a row of b: must be one for all of b; take a ring")
     scales = fused.widest(*kinds)

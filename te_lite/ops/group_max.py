@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_lite.ops.flags import _ON_DEVICE, wait_flags
+from te_lite.ops.flags import _ON_DEVICE, POLL_AGAIN, wait_flags
 from te_lite.ops.launch import _ready
 from te_lite.ops.scalars import new_scalar
 
@@ -32,9 +32,10 @@ _LANES, _BLOCK = tl.constexpr(MOST_RANKS), tl.constexpr(1024)
 
 # Where $3 is set the word $2 goes to the address $1.
 _PUSH = tl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0;}")
-# Where $2 is set: polls the word at $1 until its upper half has reached $3, or the abort word at $4 is set (in host
-# memory: seldom read, see ops/flags.py); its lower half. Else 0.
-_POLL = tl.constexpr("""
+# Where $2 is set: polls the word at $1 until its upper half has reached $3, or the abort word at $4 is set; its lower
+# half. Else 0.
+_POLL = tl.constexpr(
+    """
 {
     .reg .pred p; .reg .b32 v, value, polls; .reg .b64 w;
     mov.u32 value, 0;
@@ -45,15 +46,12 @@ POLL:
     mov.b64 {value, v}, w;
     sub.s32 v, v, $3;
     setp.ge.s32 p, v, 0;         @p bra DONE;
-    add.u32 polls, polls, 1;
-    and.b32 v, polls, 4095;
-    setp.ne.u32 p, v, 0;         @p bra POLL;
-    ld.relaxed.sys.global.b32 v, [$4];
-    setp.eq.s32 p, v, 0;         @p bra POLL;
+    AGAIN
 DONE:
     mov.b32 $0, value;
 }
-""")
+""".replace("AGAIN", POLL_AGAIN.replace("ABORT", "$4"))
+)
 
 
 @triton.jit(

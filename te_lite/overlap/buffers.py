@@ -334,6 +334,7 @@ class Scatter:
         """The sum of all ranks' partials of this rank's rows and bias[N], in the wire's dtype; own[m, N] may be wider.
         take: what reads them instead; its result is returned. Closes."""
         self._issue(self._wait)
+        assert take is None or bias is None
         rank = self.group.rank
         out = take(self.staging, own, rank) if take else reduce_slots(self.staging, own, bias, rank, self.dtype)
         self.close()

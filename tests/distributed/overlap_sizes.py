@@ -14,7 +14,7 @@ from te_lite.overlap import ring
 from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.group import Group
 from te_lite.testing.numerics import assert_bitwise_equal
-from te_lite.watch import group_max
+from te_lite.watch import all_reduce_max, group_max
 from tests.distributed.overlapping import (
     COLUMN,
     LAYERS,
@@ -283,7 +283,14 @@ def maxima_over_ranks(device) -> None:
             graph.replay()
             assert_bitwise_equal(f"captured maximum {i}", captured, want)
         assert_bitwise_equal(f"maximum {i}", group_max("maxima", partials, dist.group.WORLD), want)
-    assert group.control.broken is None and bool(group._maxima) == (device.type == "cuda")
+        values = partials[: 1 + 17 * i].clone()
+        want = values.clone()
+        dist.all_reduce(want, dist.ReduceOp.MAX)
+        all_reduce_max("many", values, dist.group.WORLD)
+        assert_bitwise_equal(f"many maxima {i}", values, want)
+    cuda = device.type == "cuda"
+    assert group.control.broken is None and bool(group._maxima) == cuda
+    assert not cuda or (group._maxima[False]._epoch, group._many._epoch) == (60, 60), "not through userbuffers"
 
 
 def norms_sum_the_slots(device) -> None:

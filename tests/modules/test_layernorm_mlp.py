@@ -4,6 +4,11 @@ import pytest
 import torch
 
 import te_lite as te
+from te_lite.functional import layernorm_mlp
+from te_lite.ops.cast import amax, transform
+from te_lite.ops.source import Source, act, plain
+from te_lite.overlap.schedule import Activated
+from te_lite.quantize.qtensor import QTensor
 from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal, assert_bound_bites, measure
 from tests import reference
@@ -165,3 +170,60 @@ def test_unknown_activation_names_the_known_ones():
         te.LayerNormMLP(64, 96, activation="swigelu", device="cpu")
     with pytest.raises(ValueError, match="RMSNorm"):
         te.LayerNormMLP(64, 96, normalization="BatchNorm", device="cpu")
+
+
+def _made_by_gemm(then: Activated, h: torch.Tensor) -> Source | QTensor:
+    """What a GEMM that ends with the activation leaves, by kernels of its own."""
+    source = act(h, "swiglu")
+    if then.want == "amax":
+        return source._replace(amax=amax(source))
+    if then.want == "high precision":
+        return plain(transform(source, hp_dtype=h.dtype).hp)
+    return then.quantizer.quantize(source, row=True, col=True)[0]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
+def test_takes_the_activation_that_the_gemm_made(recipe, monkeypatch):
+    """In place of its own pass over h, with the same bits, also of all gradients."""
+    spec = Spec(LN_MLP, activation="swiglu")
+    parameters = reference.make_parameters(spec, 64, 0, 96, dtype=torch.bfloat16)
+    x, dy = _tokens(32, 64), _tokens(32, 64, seed=3)
+    module = build(spec, 64, ffn=96, parameters=parameters)
+    want = [step(module, x, dy, recipe) for _ in range(2)]
+    forward, wants = layernorm_mlp.linear_forward, []
+
+    def made(*args, **kwargs):
+        y, kept = forward(*args, **kwargs)
+        if then := next((arg for arg in args if isinstance(arg, Activated)), None):
+            wants.append(then.want)
+            then.result = _made_by_gemm(then, y)
+        return y, kept
+
+    def again(*args):
+        raise AssertionError("swiglu a second time")
+
+    monkeypatch.setattr(layernorm_mlp, "linear_forward", made)
+    monkeypatch.setattr(layernorm_mlp, "act", again)
+    module = build(spec, 64, ffn=96, parameters=parameters)
+    for expected in want:
+        for name, got in step(module, x, dy, recipe).items():
+            assert_bitwise_equal(name, got, expected[name])
+    assert wants == 2 * [{"bf16": "high precision", "current": "amax", "delayed": "fp8"}[recipe]]
+
+
+@pytest.mark.parametrize(
+    "recipe, activation, trains",
+    [("bf16", "gelu", True), ("mxfp8", "swiglu", True), ("blockwise", "swiglu", True), ("delayed", "swiglu", False)],
+)
+def test_asks_no_gemm_for_what_none_makes(recipe, activation, trains, monkeypatch):
+    forward, asked = layernorm_mlp.linear_forward, []
+
+    def watched(*args, **kwargs):
+        asked.extend(arg for arg in args if isinstance(arg, Activated))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(layernorm_mlp, "linear_forward", watched)
+    module = build(Spec(LN_MLP, activation=activation), 64, ffn=96)
+    with torch.set_grad_enabled(trains), under(recipe):
+        module(_tokens(32, 64))
+    assert not asked
