@@ -56,92 +56,71 @@ DONE:
 
 @triton.jit(
     do_not_specialize=["delta", "count"],
-    do_not_specialize_on_alignment=["partials", "slots", "targets", "done", "word", "abort", "out"],
+    do_not_specialize_on_alignment=["values", "slots", "targets", "done", "word", "abort", "out"],
 )
-def group_max_kernel(partials, slots, targets, done, word, abort, out, delta, count, RANKS: tl.constexpr):
-    """One program of one warp. Its lanes have sent to all ranks before the first of them polls."""
-    rank, epoch = tl.arange(0, _LANES), tl.load(word) + delta
-    live, first = rank < RANKS, (epoch & 1) * RANKS
-    there = tl.load(targets + rank, mask=live, other=0) + first * 8
-    largest = tl.zeros([_BLOCK], tl.float32)
-    for begin in range(0, count, _BLOCK):
-        at = begin + tl.arange(0, _BLOCK)
-        largest = tl.maximum(largest, tl.load(partials + at, mask=at < count, other=0.0))
-    mine = tl.max(largest, 0).to(tl.int32, bitcast=True).to(tl.int64)  # never negative: the upper half stays 0
-    wait_flags(done, 0, 1, epoch - 1, abort)
-    message, asked = mine | (epoch.to(tl.int64) << 32), live.to(tl.int32)
-    if _ON_DEVICE:
-        tl.inline_asm_elementwise(_PUSH, "=r,l,l,r,~{memory}", [there, message, asked], tl.int32, False, 1)
-        here = (slots + first + rank).to(tl.int64)
-        args = [here, asked, epoch, abort.to(tl.int64)]
-        found = tl.inline_asm_elementwise(_POLL, "=r,l,r,r,l,~{memory}", args, tl.int32, False, 1)
-    else:
-        tl.store(there.to(tl.pointer_type(tl.int64)), message, mask=live)
-        found = tl.load(slots + first + rank, mask=live, other=0).to(tl.int32)
-    tl.store(out, tl.max(found.to(tl.float32, bitcast=True), 0))
-    tl.atomic_xchg(done, epoch, sem="release")
-
-
-@triton.jit(
-    do_not_specialize=["delta", "count"],
-    do_not_specialize_on_alignment=["values", "slots", "targets", "done", "word", "abort"],
-)
-def group_maxima_kernel(
-    values, slots, targets, done, word, abort, delta, count, RANKS: tl.constexpr, MOST: tl.constexpr
+def group_max_kernel(
+    values, slots, targets, done, word, abort, out, delta, count, RANKS: tl.constexpr, MOST: tl.constexpr
 ):
-    """One program. Every thread has sent its values to all ranks before it polls."""
-    at, epoch = tl.arange(0, MOST), tl.load(word) + delta
-    live, first = at < count, (epoch & 1) * (RANKS * MOST) + at
-    value, asked = tl.load(values + at, mask=live, other=0.0), live.to(tl.int32)
+    """One program. MOST = 1: of partials, in one warp with a lane a rank; else of values one by one, a lane a value.
+
+    Every thread has sent to all of its ranks before it polls.
+    """
+    epoch = tl.load(word) + delta
+    if MOST == 1:
+        rank, at = tl.arange(0, _LANES), 0
+        live = rank < RANKS
+        largest = tl.zeros([_BLOCK], tl.float32)
+        for begin in range(0, count, _BLOCK):
+            partial = begin + tl.arange(0, _BLOCK)
+            largest = tl.maximum(largest, tl.load(values + partial, mask=partial < count, other=0.0))
+        value = tl.max(largest, 0)
+    else:
+        rank, at = 0, tl.arange(0, MOST)
+        live = at < count
+        value = tl.load(values + at, mask=live, other=0.0)
+    # Never negative: the upper half stays 0.
     message = value.to(tl.int32, bitcast=True).to(tl.int64) | (epoch.to(tl.int64) << 32)
     wait_flags(done, 0, 1, epoch - 1, abort)
-    for rank in tl.static_range(RANKS):
-        there = tl.load(targets + rank) + first * 8
+    first, asked = (epoch & 1) * (RANKS * MOST) + at, live.to(tl.int32)
+    for step in tl.static_range(1 if MOST == 1 else RANKS):
+        there = tl.load(targets + rank + step, mask=rank < RANKS, other=0) + first * 8
         if _ON_DEVICE:
             tl.inline_asm_elementwise(_PUSH, "=r,l,l,r,~{memory}", [there, message, asked], tl.int32, False, 1)
         else:
             tl.store(there.to(tl.pointer_type(tl.int64)), message, mask=live)
-    for rank in tl.static_range(RANKS):
-        here = slots + rank * MOST + first
+    for step in tl.static_range(1 if MOST == 1 else RANKS):
+        here = slots + (rank + step) * MOST + first
         if _ON_DEVICE:
             args = [here.to(tl.int64), asked, epoch, abort.to(tl.int64)]
             found = tl.inline_asm_elementwise(_POLL, "=r,l,r,r,l,~{memory}", args, tl.int32, False, 1)
         else:
             found = tl.load(here, mask=live, other=0).to(tl.int32)
         value = tl.maximum(value, found.to(tl.float32, bitcast=True))
-    tl.store(values + at, value, mask=live)
-    tl.debug_barrier()
+    if MOST == 1:
+        tl.store(out, tl.max(value, 0))
+    else:
+        tl.store(out + at, value, mask=live)
+        tl.debug_barrier()
     tl.atomic_xchg(done, epoch, sem="release")
 
 
 @cache
-def compiled_group_max(device: torch.device, ranks: int, many: bool) -> Any:
+def compiled_group_max(device: torch.device, ranks: int, most: int) -> Any:
     """A kernel for a CUDA device, to be launched with addresses. Launches once, so call it before a capture."""
     with torch.cuda.device(device):
         value, word = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-        slots = torch.zeros(SLOTS * ranks * (MOST_VALUES if many else 1), dtype=torch.int64, device=device)
+        slots = torch.zeros(SLOTS * ranks * most, dtype=torch.int64, device=device)
         targets = torch.full((ranks,), slots.data_ptr(), device=device)
-        args = value, slots, targets, word, word, word
-        if many:
-            return _ready(group_maxima_kernel[(1,)](*args, 0, 1, ranks, MOST_VALUES, num_warps=8))
-        return _ready(group_max_kernel[(1,)](*args, value, 0, 1, ranks, num_warps=1))
+        args = value, slots, targets, word, word, word, value, 0, 1, ranks, most
+        return _ready(group_max_kernel[(1,)](*args, num_warps=1 if most == 1 else 8))
 
 
-def _group_max_cuda(partials, slots, targets, done, word, delta, abort) -> Tensor:
-    out = new_scalar(partials)
-    _launch(False, (partials, slots, targets, done, word, abort, out), delta, partials.numel())
-    return out
-
-
-def _launch(many: bool, tensors: tuple[Tensor, ...], delta: int, count: int) -> None:
-    device, ranks = tensors[0].device, tensors[2].numel()
-    stream, constants = torch._C._cuda_getCurrentRawStream(device.index), (ranks, *(MOST_VALUES,) * many)
-    addresses = [t.data_ptr() for t in tensors]
-    compiled_group_max(device, ranks, many).launch(1, stream, (*addresses, delta, count, *constants))
-
-
-def _group_maxima_cuda(values, slots, targets, done, word, delta, abort) -> None:
-    _launch(True, (values, slots, targets, done, word, abort), delta, values.numel())
+def _cuda(most: int, values, slots, targets, done, word, delta, abort, out) -> None:
+    device, ranks = values.device, targets.numel()
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    addresses = [t.data_ptr() for t in (values, slots, targets, done, word, abort, out)]
+    arguments = (*addresses, delta, values.numel(), ranks, most)
+    compiled_group_max(device, ranks, most).launch(1, stream, arguments)
 
 
 def group_maxima_ref(values, slots, targets, done, word, delta, abort) -> None:
@@ -155,11 +134,9 @@ def group_maxima_ref(values, slots, targets, done, word, delta, abort) -> None:
 
 def group_max_ref(partials, slots, targets, done, word, delta, abort) -> Tensor:
     """Oracle of `group_max`, of maxima that have arrived; nothing is pushed."""
-    epoch = word + delta
-    words = slots.view(torch.int32).view(SLOTS, -1, 2)[int(epoch) & 1]
-    arrived = words[words[:, 1] == epoch, 0].contiguous().view(torch.float32)
-    done.copy_(epoch)
-    return torch.cat([partials, arrived]).amax().view(1)
+    largest = partials.amax().view(1)
+    group_maxima_ref(largest, slots, targets, done, word, delta, abort)
+    return largest
 
 
 def group_max(
@@ -172,8 +149,11 @@ def group_max(
     done int32 [1]: of this rank; its last epoch, which must be the one before. May be `word`, with delta 1.
     Result garbage if abort[0] becomes nonzero. Waits on CUDA devices only.
     """
-    run = _group_max_cuda if partials.is_cuda else group_max_ref
-    return run(partials, slots, targets, done, word, delta, abort)
+    if not partials.is_cuda:
+        return group_max_ref(partials, slots, targets, done, word, delta, abort)
+    out = new_scalar(partials)
+    _cuda(1, partials, slots, targets, done, word, delta, abort, out)
+    return out
 
 
 def group_maxima(
@@ -183,5 +163,7 @@ def group_maxima(
 
     slots int64 [2 * R * 1024]: word [e % 2, r, i] is of rank r's value i. targets: of word [0, rank, 0].
     """
-    run = _group_maxima_cuda if values.is_cuda else group_maxima_ref
-    run(values, slots, targets, done, word, delta, abort)
+    if values.is_cuda:
+        _cuda(MOST_VALUES, values, slots, targets, done, word, delta, abort, values)
+    else:
+        group_maxima_ref(values, slots, targets, done, word, delta, abort)

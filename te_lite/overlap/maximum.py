@@ -38,7 +38,7 @@ class Maximum:
             for source in following(rank, size):
                 epoch = here[rank] + 2 * WORD * (slot * size + source) * width + WORD  # the upper half
                 program.expect(epoch, 0, source, "data from")
-        compiled_group_max(device, size, many)
+        compiled_group_max(device, size, width)
         torch.cuda.synchronize(device)  # the words above are there, whichever stream reads them
 
     @staticmethod

@@ -77,7 +77,7 @@ def test_interpreted_and_not_it_is_the_largest_of_all(ranks, count, values, epoc
 
 def interpreted(partials, slots, targets, done, word, delta, abort):
     out = torch.full((1,), float("nan"))
-    arguments = (partials, slots, targets, done, word, abort, out, delta, partials.numel(), targets.numel())
+    arguments = (partials, slots, targets, done, word, abort, out, delta, partials.numel(), targets.numel(), 1)
     M.group_max_kernel[(1,)](*arguments)
     return out
 
@@ -113,8 +113,8 @@ class Many(Rank):
 
 
 def interpreted_many(values, slots, targets, done, word, delta, abort):
-    arguments = (values, slots, targets, done, word, abort, delta, values.numel(), targets.numel(), M.MOST_VALUES)
-    M.group_maxima_kernel[(1,)](*arguments)
+    sizes = (values.numel(), targets.numel(), M.MOST_VALUES)
+    M.group_max_kernel[(1,)](values, slots, targets, done, word, abort, values, delta, *sizes)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -149,7 +149,7 @@ def test_values_of_ranks_on_streams_of_one_gpu(ranks):
     everyone = [Many(rank, ranks, first, "cuda") for rank in range(ranks)]
     values = torch.rand(uses, ranks, 1024, generator=torch.Generator().manual_seed(0)).cuda()
     own, counts = [torch.cuda.Stream() for _ in everyone], [1 + 341 * i % 1024 for i in range(uses)]
-    M.compiled_group_max(everyone[0].words.device, ranks, True)
+    M.compiled_group_max(everyone[0].words.device, ranks, M.MOST_VALUES)
     want, got = values.amax(1), values.clone()
     torch.cuda.synchronize()
     for i in range(uses):
@@ -171,7 +171,7 @@ def test_it_waits_for_every_rank(epoch):
     """Epochs come late, by a copy engine, to values that are there."""
     me, *others = everyone = make(4, epoch, "cuda")
     call = me.call(everyone, torch.tensor([1.0, 2.0], device="cuda"), epoch)
-    M.compiled_group_max(me.words.device, 4, False)
+    M.compiled_group_max(me.words.device, 4, 1)
     late = Late()
     for other in others:
         me.slot(other.rank, epoch).copy_(me.bits(2.0 + other.rank, epoch - 1))
@@ -189,7 +189,7 @@ def test_it_waits_for_every_rank(epoch):
 def test_abort_ends_the_wait():
     me, *_ = everyone = make(2, 1, "cuda")
     call = me.call(everyone, torch.ones(1, device="cuda"), 1)
-    M.compiled_group_max(me.words.device, 2, False)
+    M.compiled_group_max(me.words.device, 2, 1)
     torch.cuda.synchronize()
     stop = Late().copy(me.abort, 1)
     call()
@@ -209,7 +209,7 @@ def test_ranks_on_streams_of_one_gpu(ranks, streams):
     everyone = make(ranks, first, "cuda")
     values = torch.rand(uses, ranks, 132, generator=torch.Generator().manual_seed(0)).cuda()
     own = [[torch.cuda.Stream() for _ in range(streams)] for _ in everyone]
-    M.compiled_group_max(everyone[0].words.device, ranks, False)
+    M.compiled_group_max(everyone[0].words.device, ranks, 1)
     calls = [[me.call(everyone, values[i, me.rank], first + i) for me in everyone] for i in range(uses)]
     torch.cuda.synchronize()
     got = [[] for _ in everyone]
