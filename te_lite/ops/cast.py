@@ -148,19 +148,17 @@ def _transform_ref(
         torch.sum(v, 0, out=bias_grad)
     if amax_out is not None:
         amax_out.copy_(torch.maximum(amax_out, _amax_of(v).view(amax_out.shape)))
-    if row is not None and scale_inv is None:
-        row.copy_(saturate_(v * (col_scale if row_scale is None else row_scale[:, None]), FP8_MAX[row.dtype]))
-    if col is not None and scale_inv is None:
-        transpose_into_ref(saturate_(v * col_scale, FP8_MAX[col.dtype]).to(col.dtype), col)
-    if scale_inv is None:
-        return
-    q8 = row if row is not None else col.new_empty(v.shape)
-    largest = FP8_MAX[q8.dtype]
-    s = scale_from_amax_ref(amax.abs().max(), largest, eps, pow2) if scale is None else scale.view(())
-    scale_inv.copy_(1.0 / s)
-    q8.copy_(saturate_(v * s, largest))
+    by_row, by_col = col_scale if row_scale is None else row_scale[:, None], col_scale
+    if scale_inv is not None:
+        largest = FP8_MAX[(col if row is None else row).dtype]
+        s = scale_from_amax_ref(amax.abs().max(), largest, eps, pow2) if scale is None else scale.view(())
+        scale_inv.copy_(1.0 / s)
+        by_row = by_col = s
+    if row is not None:
+        row.copy_(saturate_(v * by_row, FP8_MAX[row.dtype]))
     if col is not None:
-        transpose_into_ref(q8, col)
+        q = row if row is not None and by_row is by_col else saturate_(v * by_col, FP8_MAX[col.dtype]).to(col.dtype)
+        transpose_into_ref(q, col)
 
 
 def saturate_(q: Tensor, largest: float) -> Tensor:

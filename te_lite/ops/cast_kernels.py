@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import triton
@@ -27,26 +28,20 @@ class Config(NamedTuple):
     programs_per_sm: int = 0
 
 
-# Problem: (writes a transposed copy, computes more than a cast, has few elements) -> Config.
 FEW = 1 << 22  # elements; below this, tiles of the larger kind do not fill 132 multiprocessors
-CONFIGS: dict[tuple[bool, bool, bool], Config] = {
-    (False, False, False): Config(32, 256, 4),
-    (False, False, True): Config(16, 256, 4),
-    (False, True, False): Config(32, 128, 4),
-    (False, True, True): Config(16, 128, 4),
-    (True, False, False): Config(128, 64, 4, registers=96),
-    (True, False, True): Config(64, 64, 4),
-    (True, True, False): Config(64, 64, 4),
-    (True, True, True): Config(64, 64, 4),
-}
 # Tiles of words; row wanted -> Config.
 WORD_CONFIGS = {True: Config(128, 64, 4), False: Config(256, 64, 8)}
 
 
+@cache
 def cast_config(col: bool, computed: bool, few: bool, hp: bool, sums: bool) -> Config:
-    """Of CONFIGS, with as many registers as column sums need, or a high-precision copy: with fewer those spill."""
-    config = CONFIGS[col, computed, few]
-    return config._replace(registers=None) if hp or sums else config
+    """col: writes a transposed copy. computed: does more than a cast. few: has at most FEW elements. hp, sums: writes a
+    high-precision copy, column sums; with registers counted those would spill."""
+    if not col:
+        return Config(16 if few else 32, 128 if computed else 256, 4)
+    if computed or few:
+        return Config(64, 64, 4)
+    return Config(128, 64, 4, registers=None if hp or sums else 96)
 
 
 # Reads only: exactly the programs that fit at once, each leaving one partial maximum.
@@ -136,9 +131,8 @@ def _transform_tile(
         largest = tl.maximum(largest, tiles.largest_of(b))
     largest = tl.max(largest)
     scales = (s, row_scale, col_scale)
-    _emit(a, scales, outputs, m0, n0, n0, rows, cols, width, padded, E5M2, BLOCK_M, BLOCK_N)
-    if TWO:
-        _emit(b, scales, outputs, m0, n0, n0 + cols, rows, cols, width, padded, E5M2, BLOCK_M, BLOCK_N)
+    for i in tl.static_range(1 + TWO):
+        _emit((a, b)[i], scales, outputs, m0, n0, n0 + i * cols, rows, cols, width, padded, E5M2, BLOCK_M, BLOCK_N)
     return largest, tiles.sum_of(a), tiles.sum_of(b)
 
 

@@ -90,11 +90,8 @@ def quarters(
 ):  # fmt: skip
     """The four interleaved quarters of produce()'s tile of BLOCK_M rows, and those of its second tile."""
     Q: tl.constexpr = BLOCK_M // 4
-    a0, b0 = produce(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
-    a1, b1 = produce(source, m0 + 1, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
-    a2, b2 = produce(source, m0 + 2, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
-    a3, b3 = produce(source, m0 + 3, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4)
-    return (a0, a1, a2, a3), (b0, b1, b2, b3)
+    made = [produce(source, m0 + r, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, Q, BLOCK_N, 4) for r in (0, 1, 2, 3)]
+    return [pair[0] for pair in made], [pair[1] for pair in made]
 
 
 @triton.jit

@@ -144,7 +144,7 @@ def test_transform(case, tmp_path):
 
 
 def test_sizes_that_are_not_multiples_of_16_compile_too(tmp_path):
-    block_m, block_n, num_warps, *_ = K.CONFIGS[True, False, False]
+    block_m, block_n, num_warps, *_ = K.cast_config(True, False, False, False, False)
     constants = {
         "KIND": "plain", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "POW2": True, "FP8_MAX": 448.0,
         "E5M2": False, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": True,
