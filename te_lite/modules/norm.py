@@ -18,14 +18,12 @@ from te_lite.ops.source import DTYPES
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-def norm_spec(
-    normalization: str, eps: float, zero_centered_gamma: bool, returned: bool = False, gathered: bool = False
-) -> NormSpec:
+def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r}: must be one of {NORMALIZATIONS}")
     if not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r}: must be finite and >= 0; 1e-5 is usual")
-    return NormSpec(eps, normalization == "RMSNorm", zero_centered_gamma, returned, gathered)
+    return NormSpec(eps, normalization == "RMSNorm", zero_centered_gamma)
 
 
 def norm_params(spec: NormSpec, features: int, sequence_parallel: bool | None) -> dict[str, ParamSpec]:
@@ -42,9 +40,8 @@ def add_norm(module: nn.Module, features: int, given: Mapping[str, Any]) -> None
     for option in ("normalization", "eps", "zero_centered_gamma", "return_layernorm_output"):
         setattr(module, option, given[option])
     module.return_layernorm_output_gathered = given["return_layernorm_output_gathered"] and module.sequence_parallel
-    outputs = module.return_layernorm_output, module.return_layernorm_output_gathered
-    module._norm = norm_spec(module.normalization, module.eps, module.zero_centered_gamma, *outputs)
-    specs = norm_params(module._norm, features, module.sequence_parallel or None)
+    module._norm = norm_spec(module.normalization, module.eps, module.zero_centered_gamma)
+    specs = norm_params(spec_of(module), features, module.sequence_parallel or None)
     module._add_params({f"layer_norm_{key}": spec for key, spec in specs.items()})
     if module._norm.rms:
         module.layer_norm_bias = None
@@ -52,11 +49,10 @@ def add_norm(module: nn.Module, features: int, given: Mapping[str, Any]) -> None
 
 def spec_of(module: nn.Module) -> NormSpec:
     """Of the norm that add_norm gave, with the outputs that the module's attributes ask for now."""
-    outputs = module.return_layernorm_output, module.return_layernorm_output_gathered
-    spec = module._norm
-    return (
-        spec if outputs == (spec.returned, spec.gathered) else replace(spec, returned=outputs[0], gathered=outputs[1])
-    )
+    returned, gathered = module.return_layernorm_output, module.return_layernorm_output_gathered
+    if (module._norm.returned, module._norm.gathered) != (returned, gathered):
+        module._norm = replace(module._norm, returned=returned, gathered=gathered)
+    return module._norm
 
 
 class _Norm(nn.Module):
