@@ -179,8 +179,7 @@ def _block_cast_cuda(
     strides += (0, 0) if col is None else col_scale.stride()[:: -1 if square else 1]
     cap = 255 - 127 - math.frexp(largest)[1] if pow2 else largest
     tensors = (x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial)
-    rule = (block, square, block == MX_BLOCK, cap, pow2, flat)
-    constants = (kind, base, glu, zero_centered, *rule, block_m, block_n, tiles_m > splits)
+    constants = (kind, base, glu, zero_centered, square, cap, pow2, flat, block_m, block_n, tiles_m > splits)
     numbers = (eps, rows, cols, padded_rows(rows), *strides)
     launch(block_kernel, tiles_n * splits, (), tensors, numbers, constants, num_warps, registers)
     if partial is not None:
@@ -210,7 +209,7 @@ def _dequantize_cuda(data: Tensor, scale: Tensor, block_m: int, block_n: int, dt
     programs = -(-rows // tile_m) * -(-cols // tile_n)
     if programs:
         numbers = (rows, cols, *scale.stride())
-        constants = (block_m, block_n, scale.dtype == torch.uint8, tile_m, tile_n)
+        constants = (block_m, block_n, tile_m, tile_n)
         launch(dequantize_kernel, programs, (), (data, scale, out), numbers, constants, num_warps)
     return out
 

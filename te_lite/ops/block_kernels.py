@@ -42,6 +42,7 @@ def block_config(block: int, square: bool, row: bool, col: bool, kind: str, pow2
 
 
 DEQUANTIZE_CONFIG = Config(32, 256, 4)
+_MX_BLOCK = tl.constexpr(32)
 
 
 @triton.jit
@@ -74,17 +75,16 @@ def _scales(bits, eps, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr
 
 @triton.jit
 def _row_quarter(
-    v, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n,
-    B: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One quarter in blocks of B along its rows."""
-    Q: tl.constexpr = BLOCK_M // 4
-    NB: tl.constexpr = BLOCK_N // B
+    v, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n, CAP: tl.constexpr, POW2: tl.constexpr
+):
+    """One quarter in blocks along its rows."""
+    Q: tl.constexpr = v.shape[0]
+    B: tl.constexpr = 4 * Q
+    NB: tl.constexpr = v.shape[1] // B
     blocks = tl.reshape(v, [Q, NB, B])
-    s, stored = _scales(tl.max(tiles.magnitude_bits(blocks), axis=2), eps, E8M0, CAP, POW2)
-    q = tiles.to_fp8_bytes(tl.reshape(blocks * s[:, :, None], [Q, BLOCK_N]), False)
-    tiles.store_quarter(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+    s, stored = _scales(tl.max(tiles.magnitude_bits(blocks), axis=2), eps, B == _MX_BLOCK, CAP, POW2)
+    q = tiles.to_fp8_bytes(tl.reshape(blocks * s[:, :, None], v.shape), False)
+    tiles.store_quarter(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width)
     m = m0 + tl.arange(0, Q) * 4
     b = tl.arange(0, NB)
     at = m[:, None].to(tl.int64) * scale_m + (n_out // B + b)[None, :].to(tl.int64) * scale_n
@@ -92,81 +92,72 @@ def _row_quarter(
 
 
 @triton.jit
-def _scaled_quarters(
-    v, c, out, m0, n0, n_out, rows, cols, width, padded,
-    FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _scaled_quarters(v, c, out, m0, n0, n_out, rows, cols, width, padded, FLAT: tl.constexpr):
     """A tile times c, into the transposed copy, or as it lies when FLAT."""
     if FLAT:
         q = [tiles.to_fp8_bytes(part * c, False) for part in v]
-        tiles.store_quarters(out.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+        tiles.store_quarters(out.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width)
     else:
         w = tiles.to_fp8_words([part * c for part in v], False)
-        tiles.store_words(out, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+        tiles.store_words(out, w, m0, n0, n_out, rows, cols, padded)
 
 
 @triton.jit
 def _emit_blocks(
     v, outputs, strides, eps, m0, n0, n_out, rows, cols, width, padded,
-    B: tl.constexpr, SQUARE: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SQUARE: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Write the fp32 tile, columns n_out.. of outputs `width` wide, by row and by column."""
     row, row_scale, col, col_scale = outputs
     row_scale_m, row_scale_n, col_scale_m, col_scale_n = strides
     largest = tiles.largest_of(v)
-    n = tl.arange(0, BLOCK_N)
+    B: tl.constexpr = 4 * largest.shape[0]
+    n = tl.arange(0, largest.shape[1])
     if SQUARE:
-        s, stored = _scales(tl.max(largest), eps, E8M0, CAP, POW2)
+        s, stored = _scales(tl.max(largest), eps, False, CAP, POW2)
         at_m, at_n = m0 // B, n_out // B
         if row is not None:
             tl.store(row_scale + at_m.to(tl.int64) * row_scale_m + at_n * row_scale_n, stored)
-            _scaled_quarters(v, s, row, m0, n0, n_out, rows, cols, width, padded, True, BLOCK_M, BLOCK_N)
+            _scaled_quarters(v, s, row, m0, n0, n_out, rows, cols, width, padded, True)
         if col is not None:
             tl.store(col_scale + at_m.to(tl.int64) * col_scale_m + at_n * col_scale_n, stored)
-            _scaled_quarters(v, s, col, m0, n0, n_out, rows, cols, width, padded, False, BLOCK_M, BLOCK_N)
+            _scaled_quarters(v, s, col, m0, n0, n_out, rows, cols, width, padded, False)
     else:
         if row is not None:
             for r in tl.static_range(4):
                 _row_quarter(
-                    v[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width,
-                    row_scale_m, row_scale_n, B, E8M0, CAP, POW2, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                    v[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width, row_scale_m, row_scale_n, CAP, POW2
+                )
         if col is not None:
-            s, stored = _scales(tl.max(largest, axis=0), eps, E8M0, CAP, POW2)
+            s, stored = _scales(tl.max(largest, axis=0), eps, B == _MX_BLOCK, CAP, POW2)
             at = (m0 // B).to(tl.int64) * col_scale_m + (n_out + n).to(tl.int64) * col_scale_n
             tl.store(col_scale + at, stored, mask=n0 + n < cols)
-            _scaled_quarters(v, s[None, :], col, m0, n0, n_out, rows, cols, width, padded, FLAT, BLOCK_M, BLOCK_N)
+            _scaled_quarters(v, s[None, :], col, m0, n0, n_out, rows, cols, width, padded, FLAT)
 
 
 @triton.jit
 def _block_tile(
     source, outputs, strides, tile_m, n0, eps, rows, cols, width, padded,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    B: tl.constexpr, SQUARE: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr, SQUARE: tl.constexpr,
+    CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of block_kernel: sums of four rows, and those of the second tile."""
     m0 = tile_m * BLOCK_M
     a, b = tiles.quarters(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N)
     for i in tl.static_range(1 + (GLU and KIND == "dact")):
         _emit_blocks(
-            (a, b)[i], outputs, strides, eps, m0, n0, n0 + i * cols, rows, cols, width, padded,
-            B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+            (a, b)[i], outputs, strides, eps, m0, n0, n0 + i * cols, rows, cols, width, padded, SQUARE, CAP, POW2, FLAT
+        )
     return tiles.sum_of(a), tiles.sum_of(b)
 
 
 @triton.jit
-def _word_row(
-    w, row, m0, n0, rows, cols, eps,
-    FP16: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _word_row(w, row, m0, n0, rows, cols, eps, FP16: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr):
     """One quarter with a scale a row, which is returned as it is to be stored."""
     s, stored = _scales(row_bits(w, FP16), eps, False, CAP, POW2)
     h = to_fp8_pairs(w, s[:, None], FP16, False)
     row = row.to(tl.pointer_type(tl.int16))
-    tiles.store_quarter(row, h, m0, n0 // 2, n0 // 2, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
+    tiles.store_quarter(row, h, m0, n0 // 2, n0 // 2, rows, cols // 2, cols // 2)
     return stored
 
 
@@ -189,7 +180,7 @@ def _word_tile(
     stored = tl.reshape(tl.join(stored_even, stored_odd), [BLOCK_N])
     tl.store(col_scale + tile_m.to(tl.int64) * col_scale_m + n * col_scale_n, stored, mask=n < cols)
     if row is not None:
-        s = [_word_row(w[r], row, m0 + r, n0, rows, cols, eps, FP16, CAP, POW2, BLOCK_M, BLOCK_N) for r in (0, 1, 2, 3)]
+        s = [_word_row(w[r], row, m0 + r, n0, rows, cols, eps, FP16, CAP, POW2) for r in (0, 1, 2, 3)]
         m = m0 + tl.arange(0, BLOCK_M)
         stored = tl.reshape(tl.join(tl.join(s[0], s[2]), tl.join(s[1], s[3])), [BLOCK_M])  # row 4i + r from quarter r
         tl.store(row_scale + (n0 // BLOCK_N).to(tl.int64) * row_scale_n + m * row_scale_m, stored, mask=m < rows)
@@ -197,7 +188,7 @@ def _word_tile(
         zero = rows >> 31
         w = [pairs ^ zero for pairs in w]
     w = column_words(w, even[None, :], odd[None, :], FP16)
-    tiles.store_words(col, w, m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
+    tiles.store_words(col, w, m0, n0, n0, rows, cols, padded)
 
 
 @triton.jit
@@ -205,16 +196,16 @@ def block_kernel(
     x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial,
     eps, rows, cols, padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n,
     KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    B: tl.constexpr, SQUARE: tl.constexpr, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
+    SQUARE: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """One read of the source: E4M3 in blocks along its rows, along its columns (or square ones), column sums.
 
-    row [rows, width]; col [width, padded], or [rows, width] when FLAT; scales at the strides given. BLOCK_M is B.
+    row [rows, width]; col [width, padded], or [rows, width] when FLAT; scales at the strides given. Blocks are as long
+    as a tile is high, BLOCK_M; those of 32 are MX's.
     Programs and tiles as in transform_kernel.
     """
     TWO: tl.constexpr = GLU and KIND == "dact"
-    Q: tl.constexpr = BLOCK_M // 4
     width = cols * 2 if TWO else cols
     source, outputs = (x, dy, mean, rstd, gamma, beta), (row, row_scale, col, col_scale)
     strides = (row_scale_m, row_scale_n, col_scale_m, col_scale_n)
@@ -223,28 +214,28 @@ def block_kernel(
         _word_tile(x, outputs, strides, split, n0, eps, rows, cols, padded, CAP, POW2, BLOCK_M, BLOCK_N)
     elif not LOOP:
         total, total2 = _block_tile(
-            source, outputs, strides, split, n0, eps, rows, cols, width, padded, KIND, ACT, GLU, ZERO_CENTERED,
-            B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+            source, outputs, strides, split, n0, eps, rows, cols, width, padded,
+            KIND, ACT, GLU, ZERO_CENTERED, SQUARE, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
-        total = tl.zeros([Q, BLOCK_N], tl.float32)
-        total2 = tl.zeros([Q, BLOCK_N], tl.float32)
+        total = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
+        total2 = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             a, b = _block_tile(
-                source, outputs, strides, tile_m, n0, eps, rows, cols, width, padded, KIND, ACT, GLU, ZERO_CENTERED,
-                B, SQUARE, E8M0, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+                source, outputs, strides, tile_m, n0, eps, rows, cols, width, padded,
+                KIND, ACT, GLU, ZERO_CENTERED, SQUARE, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             total += a
             if TWO:
                 total2 += b
     if partial is not None:
-        tiles.store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
+        tiles.store_sums(partial, total, total2, split, n0, cols, width, TWO)
 
 
 @triton.jit
 def dequantize_kernel(
     data, scale, out, rows, cols, scale_m, scale_n,
-    ROW_B: tl.constexpr, COL_B: tl.constexpr, E8M0: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROW_B: tl.constexpr, COL_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out[m, n] = data[m, n] * scale[m // ROW_B, n // COL_B], E4M3 to bf16, fp16 or fp32; one rounding."""
     MB: tl.constexpr = BLOCK_M // ROW_B
@@ -260,7 +251,7 @@ def dequantize_kernel(
     bn = n0 // COL_B + tl.arange(0, NB)
     known = (bm * ROW_B < rows)[:, None] & (bn * COL_B < cols)[None, :]
     s = tl.load(scale + bm[:, None].to(tl.int64) * scale_m + bn[None, :].to(tl.int64) * scale_n, mask=known, other=0)
-    if E8M0:
+    if s.dtype == tl.uint8:
         e = s.to(tl.int32)
         s = tl.where(e == 0, 0x00400000, tl.where(e == 255, 0x7FC00000, e << 23)).to(tl.float32, bitcast=True)
     v = tl.reshape(v, [MB, ROW_B, NB, COL_B]) * s[:, None, :, None]

@@ -194,7 +194,7 @@ def _transform_cuda(
         (amax_out, scale),
         (x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial),
         (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel()),
-        (kind, base, glu, zero_centered, fp8_max, fp8_max == 57344.0, pow2, block_m, block_n, tiles_m > splits),
+        (kind, base, glu, zero_centered, fp8_max, pow2, block_m, block_n, tiles_m > splits),
         num_warps,
         registers,
     )

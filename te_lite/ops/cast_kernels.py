@@ -16,6 +16,7 @@ MOST_PARTIALS = 1024  # partial maxima that every program of a cast reduces agai
 _PARTIALS = tl.constexpr(MOST_PARTIALS)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _INF_BITS = tl.constexpr(0x7F800000)
+_E5M2_MAX = tl.constexpr(57344.0)
 
 
 class Config(NamedTuple):
@@ -84,44 +85,42 @@ def _scale(scale, amax, scale_inv, count, eps, FP8_MAX: tl.constexpr, POW2: tl.c
 
 
 @triton.jit
-def _emit(
-    v, scales, outputs, m0, n0, n_out, rows, cols, width, padded,
-    E5M2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _emit(v, scales, outputs, m0, n0, n_out, rows, cols, width, padded, E5M2: tl.constexpr):
     """Write the fp32 tile, columns n_out.. of outputs `width` wide, in every form that is wanted."""
     s, row_scale, col_scale = scales
     hp, row, col = outputs
     if hp is not None:
         rounded = [part.to(hp.dtype.element_ty) for part in v]
-        tiles.store_quarters(hp, rounded, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+        tiles.store_quarters(hp, rounded, m0, n0, n_out, rows, cols, width)
     if row is not None:
         factors = (s, s, s, s)
         if row_scale is None and col is None and col_scale is not None:  # columns' scales, and no transposition
-            n = n0 + tl.arange(0, BLOCK_N)
+            n = n0 + tl.arange(0, v[0].shape[1])
             c = tl.load(col_scale + (n_out - n0) + n, mask=n < cols, other=1.0)[None, :]
             factors = (c, c, c, c)
         if row_scale is not None:
-            m = m0 + tl.arange(0, BLOCK_M // 4) * 4
+            m = m0 + tl.arange(0, v[0].shape[0]) * 4
             factors = [tl.load(row_scale + m + r, mask=m + r < rows, other=1.0)[:, None] for r in (0, 1, 2, 3)]
         q = [tiles.to_fp8_bytes(v[r] * factors[r], E5M2) for r in (0, 1, 2, 3)]
-        tiles.store_quarters(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+        tiles.store_quarters(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width)
     if col is not None:
         c = s
         if col_scale is not None:
-            n = n0 + tl.arange(0, BLOCK_N)
+            n = n0 + tl.arange(0, v[0].shape[1])
             c = tl.load(col_scale + (n_out - n0) + n, mask=n < cols, other=1.0)[None, :]
         w = tiles.to_fp8_words([part * c for part in v], E5M2)
-        tiles.store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M, BLOCK_N)
+        tiles.store_words(col, w, m0, n0, n_out, rows, cols, padded)
 
 
 @triton.jit
 def _transform_tile(
     source, outputs, tile_m, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width, padded, count,
     KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of transform_kernel: (its largest magnitude as bits, sums of four rows, those of the second tile)."""
     TWO: tl.constexpr = GLU and KIND == "dact"
+    E5M2: tl.constexpr = FP8_MAX == _E5M2_MAX
     m0 = tile_m * BLOCK_M
     a, b = tiles.quarters(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N)
     s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)  # while the tile is on its way
@@ -132,14 +131,14 @@ def _transform_tile(
     largest = tl.max(largest)
     scales = (s, row_scale, col_scale)
     for i in tl.static_range(1 + TWO):
-        _emit((a, b)[i], scales, outputs, m0, n0, n0 + i * cols, rows, cols, width, padded, E5M2, BLOCK_M, BLOCK_N)
+        _emit((a, b)[i], scales, outputs, m0, n0, n0 + i * cols, rows, cols, width, padded, E5M2)
     return largest, tiles.sum_of(a), tiles.sum_of(b)
 
 
 @triton.jit
 def _word_tile(
     tile_m, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count,
-    FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """_transform_tile of words, with one scale and neither hp nor sums: its largest magnitude."""
     FP16: tl.constexpr = x.dtype.element_ty == tl.float16
@@ -147,13 +146,13 @@ def _word_tile(
     w = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
     s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)
     largest = tl.max(largest_bits(largest_words(w), FP16))
-    h = [to_fp8_pairs(pairs, s, FP16, E5M2) for pairs in w]
+    h = [to_fp8_pairs(pairs, s, FP16, FP8_MAX == _E5M2_MAX) for pairs in w]
     if row is not None:
         row = row.to(tl.pointer_type(tl.int16))
         n = n0 // 2
-        tiles.store_quarters(row, h, m0, n, n, rows, cols // 2, cols // 2, BLOCK_M, BLOCK_N // 2)
+        tiles.store_quarters(row, h, m0, n, n, rows, cols // 2, cols // 2)
     if col is not None:
-        tiles.store_words(col, turned(h), m0, n0, n0, rows, cols, padded, BLOCK_M, BLOCK_N)
+        tiles.store_words(col, turned(h), m0, n0, n0, rows, cols, padded)
     return largest
 
 
@@ -162,8 +161,7 @@ def transform_kernel(
     amax_out, scale, x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial,
     eps, rows, cols, padded, count,
     KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    FP8_MAX: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
+    FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """One read of the source, every output in it. Absent outputs are None; cols is F for a gated activation.
 
@@ -179,13 +177,13 @@ def transform_kernel(
     source, outputs = (x, dy, mean, rstd, gamma, beta), (hp, row, col)
     if KIND == "words":
         largest = _word_tile(
-            split, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count, FP8_MAX, E5M2, POW2,
-            BLOCK_M, BLOCK_N,
+            split, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count,
+            FP8_MAX, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     elif not LOOP:
         largest, total, total2 = _transform_tile(
             source, outputs, split, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width, padded,
-            count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M, BLOCK_N,
+            count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         largest = 0
@@ -194,14 +192,14 @@ def transform_kernel(
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             most, a, b = _transform_tile(
                 source, outputs, tile_m, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width,
-                padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, E5M2, POW2, BLOCK_M, BLOCK_N,
+                padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             largest = tl.maximum(largest, most)
             total += a
             if TWO:
                 total2 += b
     if partial is not None:
-        tiles.store_sums(partial, total, total2, split, n0, cols, width, TWO, BLOCK_N)
+        tiles.store_sums(partial, total, total2, split, n0, cols, width, TWO)
     tiles.record_amax(amax_out, largest)
 
 

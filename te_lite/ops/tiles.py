@@ -95,29 +95,29 @@ def quarters(
 
 
 @triton.jit
-def store_quarter(out, v, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_quarter(out, v, m0, n0, n_out, rows, cols, width):
     """One quarter, whose first row is m0, into columns n_out.. of `out`, a matrix `width` wide."""
-    m = tl.arange(0, BLOCK_M // 4) * 4
-    n = tl.arange(0, BLOCK_N)
+    m = tl.arange(0, v.shape[0]) * 4
+    n = tl.arange(0, v.shape[1])
     mask = (m0 + m < rows)[:, None] & (n0 + n < cols)[None, :]
     tl.store(out + m0.to(tl.int64) * width + n_out + (m[:, None] * width + n[None, :]), v, mask=mask)
 
 
 @triton.jit
-def store_quarters(out, v, m0, n0, n_out, rows, cols, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_quarters(out, v, m0, n0, n_out, rows, cols, width):
     """The four quarters of a tile."""
     for r in tl.static_range(4):
-        store_quarter(out, v[r], m0 + r, n0, n_out, rows, cols, width, BLOCK_M, BLOCK_N)
+        store_quarter(out, v[r], m0 + r, n0, n_out, rows, cols, width)
 
 
 @triton.jit
-def store_words(col, w, m0, n0, n_out, rows, cols, padded, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_words(col, w, m0, n0, n_out, rows, cols, padded):
     """A tile of words, four rows each, into the transposed copy [width, padded] of bytes; zeros from `rows` on.
 
     Transposed in registers first, so that neighbouring threads store neighbouring rows m.
     """
-    i = tl.arange(0, BLOCK_M // 4)
-    n = tl.arange(0, BLOCK_N)
+    i = tl.arange(0, w.shape[0])
+    n = tl.arange(0, w.shape[1])
     left = tl.minimum(tl.maximum(rows - m0 - 4 * i, 0), 4)
     # Masked whatever the scale is: with one of inf or nan, 0 * scale is not 0.
     w = w & tl.where(left == 4, -1, (1 << (8 * left)) - 1)[:, None]
@@ -155,9 +155,9 @@ def sum_of(v):
 
 
 @triton.jit
-def store_sums(partial, total, total2, split, n0, cols, width, TWO: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_sums(partial, total, total2, split, n0, cols, width, TWO: tl.constexpr):
     """Column sums of a program's tiles into its row of partial [splits, width]."""
-    n = tl.arange(0, BLOCK_N)
+    n = tl.arange(0, total.shape[1])
     out = partial + split.to(tl.int64) * width + n0 + n
     tl.store(out, tl.sum(total, axis=0), mask=n0 + n < cols)
     if TWO:

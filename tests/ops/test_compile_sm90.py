@@ -121,8 +121,7 @@ def test_transform(case, tmp_path):
     block_m, block_n, num_warps, registers, _ = config
     constants = {
         "KIND": case.kind, "ACT": case.act, "GLU": case.glu, "ZERO_CENTERED": False, "POW2": False,
-        "FP8_MAX": 57344.0 if case.fp8 == E5M2 else 448.0, "E5M2": case.fp8 == E5M2,
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
+        "FP8_MAX": 57344.0 if case.fp8 == E5M2 else 448.0, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(K.transform_kernel, case.types, constants, num_warps, registers=registers)
     ptx = compiled.asm["ptx"]
@@ -147,7 +146,7 @@ def test_sizes_that_are_not_multiples_of_16_compile_too(tmp_path):
     block_m, block_n, num_warps, *_ = K.cast_config(True, False, False, False, False)
     constants = {
         "KIND": "plain", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "POW2": True, "FP8_MAX": 448.0,
-        "E5M2": False, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": True,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": True,
     }  # fmt: skip
     case = Case("plain", "", False, "*bf16", E4M3, col=True, current=True)
     compiled = compile_sm90(K.transform_kernel, case.types, constants, num_warps, aligned=False)
@@ -173,8 +172,8 @@ def test_casts_of_words(fp8, row, current, x, tmp_path):
     if not row:
         del types["row"]
     constants = {
-        "KIND": "words", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "POW2": False, "FP8_MAX": 448.0,
-        "E5M2": fp8 == E5M2, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
+        "KIND": "words", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "POW2": False,
+        "FP8_MAX": 57344.0 if fp8 == E5M2 else 448.0, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(K.transform_kernel, types, constants, num_warps, registers=registers)
     check_words(compiled, tmp_path, 64, 1)
@@ -193,7 +192,7 @@ def test_blocks_of_words(row, pow2, x, tmp_path):
     constants = {"row_scale_m": 1, "col_scale_n": 1}
     types |= dict.fromkeys(("row_scale_n", "col_scale_m"), "i32")
     constants |= {
-        "KIND": "words", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "B": 128, "SQUARE": False, "E8M0": False,
+        "KIND": "words", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "SQUARE": False,
         "CAP": 0 if pow2 else 3.0e38, "POW2": pow2, "FLAT": False, "BLOCK_M": block_m, "BLOCK_N": block_n,
         "LOOP": False,
     }  # fmt: skip
@@ -242,8 +241,8 @@ def test_blocks(block, square, row, col, kind, tmp_path):
     types |= {"dy": "*bf16"} if kind == "dact" else {}
     types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": "*bf16", "beta": "*bf16"} if kind == "norm" else {}
     constants = {
-        "KIND": kind, "ACT": "silu" if "act" in kind else "", "GLU": "act" in kind, "ZERO_CENTERED": False, "B": block,
-        "SQUARE": square, "E8M0": block == 32, "CAP": 0, "POW2": True, "FLAT": block == 32, "BLOCK_M": block_m,
+        "KIND": kind, "ACT": "silu" if "act" in kind else "", "GLU": "act" in kind, "ZERO_CENTERED": False,
+        "SQUARE": square, "CAP": 0, "POW2": True, "FLAT": block == 32, "BLOCK_M": block_m,
         "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(B.block_kernel, types, constants, num_warps, registers=registers)
