@@ -8,9 +8,9 @@ Field names, order and defaults are Transformer Engine's; what it has no field f
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
@@ -246,8 +246,7 @@ def from_name(name: str) -> Recipe:
         raise ValueError(f"recipe {name!r} is not known; nearest: {', '.join(near)}; recipe.available() lists all")
     recipe = _BY_NAME[name]
     if isinstance(recipe, str):
-        module, _, cls = recipe.partition(":")
-        recipe = getattr(importlib.import_module(module), cls)()
+        recipe = resolve_name(recipe)()
     return recipe
 
 

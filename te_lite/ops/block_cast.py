@@ -58,9 +58,7 @@ def _scales_ref(amax: Tensor, mx: bool, eps: float, pow2: bool, largest: float) 
     if mx:
         stored = e8m0_ref(amax)
         return e8m0_value(254 - stored), stored  # nan's 255 stays 255
-    scale = scale_from_amax_ref(
-        torch.nan_to_num(amax, nan=float("inf"), posinf=float("inf")), 448.0, eps, pow2, largest
-    )
+    scale = scale_from_amax_ref(amax, 448.0, eps, pow2, largest)  # 1 for inf and for nan
     return scale, 1.0 / scale
 
 
@@ -86,18 +84,15 @@ def _allocate(source: Source, block: int, square: bool, row: bool, col: bool, fl
         # cuBLAS wants rows of a multiple of four scales, along the inner dimension.
         return x.new_zeros((outer, -(-inner // 4) * 4), dtype=kind)[:, :inner]
 
-    row_scale = col_scale = None
+    row_data = row_scale = col_data = col_scale = None
     if row:
+        row_data = empty(m, n, dtype=E4M3)
         row_scale = squares(mb, nb) if square else empty(m, nb) if block == MX_BLOCK else empty(nb, m).t()
     if col:
+        col_data = empty(m, n, dtype=E4M3) if flat else empty(n, padded_rows(m), dtype=E4M3)
         col_scale = squares(nb, mb) if square else empty(mb, n)
-    return Blocks(
-        empty(m, n, dtype=E4M3) if row else None,
-        row_scale,
-        (empty(m, n, dtype=E4M3) if flat else empty(n, padded_rows(m), dtype=E4M3)) if col else None,
-        col_scale,
-        empty(n, dtype=torch.float32) if bias_grad else None,
-    )
+    sums = empty(n, dtype=torch.float32) if bias_grad else None
+    return Blocks(row_data, row_scale, col_data, col_scale, sums)
 
 
 def _check(block: int, square: bool, row: bool, col: bool, flat: bool) -> None:

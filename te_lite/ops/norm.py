@@ -57,7 +57,7 @@ def _forward_cuda(x, gamma, beta, eps, rms, zero_centered, scale=None, dtype=Non
         launch(
             kernels.forward_kernel, max(1, -(-m // block_m)), (amax_out, scale),
             (x, gamma, beta, y, mean, rstd, scale_inv), (m, n, x.stride(0), eps),
-            (rms, zero_centered, beta is not None, block_m, block_n, block_n == n), warps,
+            (rms, zero_centered, block_m, block_n, block_n == n), warps,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -77,7 +77,7 @@ def _stats_cuda(x, gamma, beta, eps, rms, zero_centered, want_amax):
     launch(
         kernels.stats_kernel, _stats_programs(m, n, rms, x.device), (),
         (x, gamma, beta, mean, rstd, amax), (m, n, x.stride(0), eps),
-        (rms, zero_centered, beta is not None, want_amax, block_m, block_n, block_n == n), warps,
+        (rms, zero_centered, want_amax, block_m, block_n, block_n == n), warps,
     )  # fmt: skip
     return mean, rstd, amax
 

@@ -75,9 +75,9 @@ def _weight(gamma, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _affine(x_hat, gamma_ptr, beta_ptr, cols, in_row, ZERO_CENTERED: tl.constexpr, HAS_BETA: tl.constexpr):
+def _affine(x_hat, gamma_ptr, beta_ptr, cols, in_row, ZERO_CENTERED: tl.constexpr):
     y = x_hat * _weight(_load(gamma_ptr + cols, in_row, ""), ZERO_CENTERED)
-    if HAS_BETA:
+    if beta_ptr is not None:
         y = y + _load(beta_ptr + cols, in_row, "").to(tl.float32)
     return y
 
@@ -86,8 +86,7 @@ def _affine(x_hat, gamma_ptr, beta_ptr, cols, in_row, ZERO_CENTERED: tl.constexp
 def forward_kernel(
     amax_out, scale, x_ptr, gamma_ptr, beta_ptr, y_ptr, mean_ptr, rstd_ptr, scale_inv,
     M, N, stride_x, eps,
-    RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_BETA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
+    RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program, BLOCK_M rows: not persistent, because the scheduler already overlaps one row's reduction
     with the loads of the other programs on the SM. gamma comes from L1, and only after the reductions: loaded
@@ -102,7 +101,7 @@ def forward_kernel(
     wide = rows.to(tl.int64)[:, None]
     x = tl.load(x_ptr + wide * stride_x + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     centred, mean, rstd = _row_stats(x.to(tl.float32), mask, N, eps, RMS, EVEN)
-    y = _affine(centred * rstd[:, None], gamma_ptr, beta_ptr, cols[None, :], in_row, ZERO_CENTERED, HAS_BETA)
+    y = _affine(centred * rstd[:, None], gamma_ptr, beta_ptr, cols[None, :], in_row, ZERO_CENTERED)
     if scale is None:
         tl.store(y_ptr + wide * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
@@ -127,7 +126,7 @@ def forward_kernel(
 def stats_kernel(
     x_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, amax_ptr,
     M, N, stride_x, eps,
-    RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_BETA: tl.constexpr, WANT_AMAX: tl.constexpr,
+    RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, WANT_AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Persistent: a program walks rows, keeps one running maximum and writes one partial."""
@@ -147,7 +146,7 @@ def stats_kernel(
         centred, mean, rstd = _row_stats(x.to(tl.float32), mask, N, eps, RMS, EVEN)
         if WANT_AMAX:
             x_hat = centred * rstd[:, None]
-            y = tl.abs(_affine(x_hat, gamma_ptr, beta_ptr, cols[None, :], in_row, ZERO_CENTERED, HAS_BETA))
+            y = tl.abs(_affine(x_hat, gamma_ptr, beta_ptr, cols[None, :], in_row, ZERO_CENTERED))
             y = tl.where(y == y, y, float("inf"))
             y = tl.where(mask, y, 0.0)
             peak = tl.maximum(peak, tl.max(tl.reshape(y, [BLOCK_M, BLOCK_N // 8, 8]), 2))

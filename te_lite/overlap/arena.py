@@ -97,13 +97,11 @@ def share_ipc_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
     """As share_vmm_memory, by CUDA's IPC handles: works where descriptors cannot be passed."""
     own = exchange.step("allocating GPU memory for peers", lambda: _C.CudaMemory.ipc(device, size))
     handles = exchange.all(own.ipc_handle())
-    return exchange.step(
-        "opening the peers' GPU memory",
-        lambda: [
-            own if rank == exchange.rank else _C.CudaMemory.open_ipc(device, handle, size)
-            for rank, handle in enumerate(handles)
-        ],
-    )
+
+    def load(rank: int) -> Any:
+        return own if rank == exchange.rank else _C.CudaMemory.open_ipc(device, handles[rank], size)
+
+    return exchange.step("opening the peers' GPU memory", lambda: list(map(load, range(exchange.size))))
 
 
 class Arena:

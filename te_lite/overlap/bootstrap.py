@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,7 +45,7 @@ class Exchange:
                 "userbuffers need torch.distributed: start under torchrun or mpirun and call "
                 "torch.distributed.init_process_group first"
             )
-        self._group, self._made, self._communicator = tp_group, None, None
+        self._group, self._communicator, self._made = tp_group, None, ExitStack()
         world, rank = dist.get_world_size(), dist.get_rank()
         if tp_group is not None and dist.get_rank(tp_group) < 0:
             raise ValueError(f"tp_group does not contain this rank, {rank}; pass the group that it belongs to")
@@ -71,10 +71,12 @@ class Exchange:
         self.rank, self.size = self.ranks.index(rank), tp_size
         if backend == "mpi":
             self._communicator = _communicator(self.ranks)
+            self._made.callback(self._communicator.Free)
             return
         other = backend is not None and backend not in str(dist.get_backend(tp_group))
         if other or (tp_group is None and tp_size != world):
-            self._group = self._made = self._new_group(backend)
+            self._group = self._new_group(backend)
+            self._made.callback(dist.destroy_process_group, self._group)
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
         """A process group of these ranks. Every rank of the world makes every group, in the same order: what torch has
@@ -127,12 +129,7 @@ class Exchange:
 
     def close(self) -> None:
         """Gives back what was made for the exchange."""
-        if self._made is not None:
-            dist.destroy_process_group(self._made)
-            self._made = None
-        if self._communicator is not None:
-            self._communicator.Free()
-            self._communicator = None
+        self._made.close()
 
 
 def check_agreement(ranks: Sequence[int], said: Sequence[Sequence[str]]) -> None:

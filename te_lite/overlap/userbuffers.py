@@ -178,8 +178,7 @@ def _methods(
             if bulks:
                 remarks["wgrad"] = f"{' and '.join(bulks)} without effect: dgrad scatters its own output"
         else:
-            asked |= {"dgrad": "bulk"} if flags["ub_bulk_dgrad"] else {}
-            asked |= {"wgrad": "bulk"} if flags["ub_bulk_wgrad"] else {}
+            asked |= {flag.removeprefix("ub_bulk_"): "bulk" for flag in bulks}
     else:
         if flags["ub_overlap_rs"]:
             asked["fprop"] = methods["fprop"]

@@ -40,13 +40,11 @@ class BlockFormat(TensorFormat):
         return "e4m3 128x128" if self.square else "e4m3 1x128"
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
-        block = self.block
-        if layout == "row":
-            return dequantize_blocks(q.row, q.row_scale, block if self.square else 1, block, q.dtype)
-        if self.flat:
-            return dequantize_blocks(q.col, q.col_scale, block, 1, q.dtype)
-        v_t = dequantize_blocks(q.col, q.col_scale, block if self.square else 1, block, q.dtype)
-        return v_t[:, : q.shape[0]].t().contiguous()
+        if layout == "col" and self.flat:
+            return dequantize_blocks(q.col, q.col_scale, self.block, 1, q.dtype)
+        data, scale = (q.row, q.row_scale) if layout == "row" else (q.col, q.col_scale)
+        v = dequantize_blocks(data, scale, self.block if self.square else 1, self.block, q.dtype)
+        return v if layout == "row" else v[:, : q.shape[0]].t().contiguous()
 
     def multiplies(self, other: TensorFormat) -> bool:
         return TensorFormat.multiplies(self, other) and not self.square  # cuBLAS takes squares on one side only

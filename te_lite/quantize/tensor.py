@@ -75,13 +75,9 @@ class QuantizedTensor(torch.Tensor):
     _high_precision_init_val: Tensor | None = None
 
     @staticmethod
-    def __new__(
-        cls, q: QTensor, shape: Sequence[int], requires_grad: bool = False, quantizer: Quantizer | None = None
-    ) -> QuantizedTensor:
+    def __new__(cls, q: QTensor, shape: Sequence[int], quantizer: Quantizer | None = None) -> QuantizedTensor:
         device = (q.row if q.row is not None else q.col).device
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=q.dtype, device=device, requires_grad=requires_grad
-        )
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=q.dtype, device=device)
         self.q, self.quantizer = q, quantizer
         return self
 
@@ -331,7 +327,7 @@ def _rebuild(
     format = from_spec(format_spec, TensorFormat)
     quantizer = None if quantizer_spec is None else from_spec(quantizer_spec, Quantizer, format=format)
     parts = (None if t is None else t.view(own) for t, own in zip(tensors, dtypes, strict=True))
-    made = QuantizedTensor(QTensor(format, q_shape, dtype, *parts), shape, requires_grad, quantizer)
+    made = QuantizedTensor(QTensor(format, q_shape, dtype, *parts), shape, quantizer).requires_grad_(requires_grad)
     vars(made).update(attributes)
     return made
 

@@ -220,7 +220,7 @@ def test_on_hopper(n: int, rms: bool, gamma: str, tmp_path) -> None:
     numbers = {"M": "i32", "N": "i32", "stride_x": "i32", "eps": "fp32"}
     tensors = {"x_ptr": "*bf16", "gamma_ptr": gamma, "mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
     tensors |= {} if rms else {"beta_ptr": gamma}
-    constants = {"RMS": rms, "ZERO_CENTERED": False, "HAS_BETA": not rms, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    constants = {"RMS": rms, "ZERO_CENTERED": False, "BLOCK_M": block_m, "BLOCK_N": block_n}
     constants |= {"EVEN": block_n == n, "WANT_AMAX": False}
     outputs = {"y_ptr": "*fp8e4nv", "scale": "*fp32", "scale_inv": "*fp32", "amax_out": "*fp32"}
     one = compile_sm90(norm_kernels.forward_kernel, tensors | outputs | numbers, constants, warps)
