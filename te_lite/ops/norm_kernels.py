@@ -19,9 +19,7 @@ from te_lite.ops.tiles import magnitude_bits, record_amax, to_fp8_bytes
 def forward_launch(n: int) -> Config:
     """16 to 64 elements a thread. bf16 registers at sm_90: 56 to 64 for N = 4096 to 16384, 128 at 32768."""
     block_n = max(16, triton.next_power_of_2(n))
-    if block_n <= 2048:
-        return Config(2048 // block_n, block_n, 4)
-    return Config(1, block_n, min(16, block_n // 1024))
+    return Config(max(1, 2048 // block_n), block_n, min(16, max(4, block_n // 1024)))
 
 
 @cache
@@ -37,11 +35,9 @@ def backward_launch(n: int) -> Config:
 
     Wider rows are read twice instead of being held: 112 registers at N = 16384; at 32768 accumulators spill.
     """
-    block_n = max(16, triton.next_power_of_2(n))
-    if block_n <= 2048:
-        return Config(2048 // block_n, block_n, 4, programs_per_sm=4)
-    warps = min(16, block_n // 512)
-    return Config(1, block_n, warps, programs_per_sm=16 // warps)
+    config = forward_launch(n)
+    warps = min(16, config.block_m * config.block_n // 512)
+    return config._replace(num_warps=warps, programs_per_sm=16 // warps)
 
 
 @triton.jit

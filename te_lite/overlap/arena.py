@@ -42,53 +42,45 @@ class HostMemory:
         self._map = mmap.mmap(fd, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
-    @staticmethod
-    def make(size: int) -> tuple[HostMemory, int]:
-        """(memory of this process, descriptor for its peers; the caller closes it)."""
-        fd = os.memfd_create("te_lite", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, size)
-            return HostMemory(fd, size), fd
-        except BaseException:
-            os.close(fd)
-            raise
+
+def _mapped(exchange: Exchange, what: str, own: Any, load: Callable[[int], Any]) -> list[Any]:
+    """Memory of every rank: this one's own, and what load(rank) maps of the others. Collective."""
+    return exchange.step(what, lambda: [own if r == exchange.rank else load(r) for r in range(exchange.size)])
 
 
 def _share_by_fds(
-    exchange: Exchange, what: str, make: Callable[[], tuple[Any, int]], load: Callable[[int, int], Any]
+    exchange: Exchange, what: str, make: Callable[[list[int]], Any], load: Callable[[int, int], Any]
 ) -> list[Any]:
-    """Memory of every rank, mapped here, in the order of ranks. make() -> (memory, descriptor); load(descriptor, bytes)
-    maps a peer's. Collective."""
-    fds: list[int] = []
-    received: list[list[int]] = [[] for _ in exchange.ranks]
-
-    def allocate() -> Any:
-        memory, fd = make()
-        fds.append(fd)
-        return memory
-
+    """Memory of every rank, mapped here, in the order of ranks. make(fds) gives this rank's, its descriptor appended to
+    fds as soon as there is one; load(descriptor, bytes) maps a peer's. Collective."""
+    fds: list[list[int]] = [[] for _ in exchange.ranks]
     try:
-        own = exchange.step(f"allocating {what} for peers", allocate)
-        share_fds(exchange, fds, received)
-        return exchange.step(
-            f"mapping the peers' {what}", lambda: [load(fd[0], own.bytes) if fd else own for fd in received]
-        )
+        own = exchange.step(f"allocating {what} for peers", lambda: make(fds[exchange.rank]))
+        share_fds(exchange, fds)
+        return _mapped(exchange, f"mapping the peers' {what}", own, lambda rank: load(fds[rank][0], own.bytes))
     finally:
-        for one in (*fds, *itertools.chain(*received)):
-            os.close(one)
+        for fd in itertools.chain(*fds):
+            os.close(fd)
 
 
 def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:
     """`size` bytes of every rank, mapped here, in the order of ranks. Collective."""
-    return _share_by_fds(exchange, "host memory", lambda: HostMemory.make(size), HostMemory)
+
+    def make(fds: list[int]) -> HostMemory:
+        fds.append(os.memfd_create("te_lite", os.MFD_CLOEXEC))
+        os.ftruncate(fds[0], size)
+        return HostMemory(fds[0], size)
+
+    return _share_by_fds(exchange, "host memory", make, HostMemory)
 
 
 def share_vmm_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
     """As share_host_memory, in GPU memory of the driver's, by file descriptors."""
 
-    def make() -> tuple[Any, int]:
+    def make(fds: list[int]) -> Any:
         memory = _C.CudaMemory.vmm(device, size)
-        return memory, memory.export_fd()
+        fds.append(memory.export_fd())
+        return memory
 
     return _share_by_fds(exchange, "GPU memory", make, partial(_C.CudaMemory.import_fd, device))
 
@@ -97,11 +89,8 @@ def share_ipc_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
     """As share_vmm_memory, by CUDA's IPC handles: works where descriptors cannot be passed."""
     own = exchange.step("allocating GPU memory for peers", lambda: _C.CudaMemory.ipc(device, size))
     handles = exchange.all(own.ipc_handle())
-
-    def load(rank: int) -> Any:
-        return own if rank == exchange.rank else _C.CudaMemory.open_ipc(device, handles[rank], size)
-
-    return exchange.step("opening the peers' GPU memory", lambda: list(map(load, range(exchange.size))))
+    what = "opening the peers' GPU memory"
+    return _mapped(exchange, what, own, lambda rank: _C.CudaMemory.open_ipc(device, handles[rank], size))
 
 
 class Arena:

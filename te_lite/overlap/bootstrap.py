@@ -211,11 +211,11 @@ class Doorway:
                     raise RuntimeError(f"rank {peer} sent {len(fds)} file descriptors, expected {count}")
 
 
-def share_fds(exchange: Exchange, fds: list[int], received: list[list[int]]) -> None:
-    """This rank's file descriptors to all ranks of the group, and theirs into `received`, one list a rank (its own
-    stays empty). Collective. The caller closes what is there, also where this fails."""
-    doorway = exchange.step("opening a Unix socket", lambda: Doorway(exchange.size))
+def share_fds(exchange: Exchange, fds: list[list[int]]) -> None:
+    """This rank's file descriptors, in its list of `fds`, to all ranks of the group, and theirs into their lists.
+    Collective. The caller closes what is there, also where this fails."""
+    own, doorway = fds[exchange.rank], exchange.step("opening a Unix socket", lambda: Doorway(exchange.size))
     with doorway.socket:
         names = exchange.all(doorway.name)
-        exchange.step("sending file descriptors", lambda: doorway.send(exchange.rank, names, fds))
-        exchange.step("receiving file descriptors", lambda: doorway.receive(len(fds), received))
+        exchange.step("sending file descriptors", lambda: doorway.send(exchange.rank, names, own))
+        exchange.step("receiving file descriptors", lambda: doorway.receive(len(own), fds))
