@@ -62,23 +62,18 @@ def scale_of(a, eps, LARGEST: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexp
 
 
 @triton.jit
-def scale_from_amax(amax, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
-    """scale_of the largest of `count` partial maxima."""
-    i = tl.arange(0, _PARTIALS)
-    partial = tl.load(amax + i, mask=i < count, other=0.0)
-    a = tl.max(tiles.magnitude_bits(partial)).to(tl.float32, bitcast=True)
-    return scale_of(a, eps, FP8_MAX, _FLOAT_MAX, POW2)
-
-
-@triton.jit
 def _scale(scale, amax, scale_inv, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
-    """The scale of the whole matrix; 1 where there is none. Program 0 writes its inverse."""
+    """The scale of the whole matrix, given or from `count` partial maxima; 1 where there is none. Program 0 writes its
+    inverse."""
     s = 1.0
     if scale_inv is not None:
         if scale is not None:
             s = tl.load(scale)
         else:
-            s = scale_from_amax(amax, count, eps, FP8_MAX, POW2)
+            i = tl.arange(0, _PARTIALS)
+            partial = tl.load(amax + i, mask=i < count, other=0.0)
+            a = tl.max(tiles.magnitude_bits(partial)).to(tl.float32, bitcast=True)
+            s = scale_of(a, eps, FP8_MAX, _FLOAT_MAX, POW2)
         if tl.program_id(0) == 0:
             tl.store(scale_inv, tl.div_rn(1.0, s))
     return s

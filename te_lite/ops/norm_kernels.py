@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from te_lite.ops.cast_kernels import Config
+from te_lite.ops.reduce import sum_of_slots
 from te_lite.ops.tiles import magnitude_bits, record_amax, to_fp8_bytes
 
 
@@ -160,17 +161,6 @@ def _sum_pair(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
 
-@triton.jit
-def _sum_of_slots(slots, own, at, M, N, rank, mask, RANKS: tl.constexpr):
-    """reduce_kernel's sum, in its order, rounded to the slots' type."""
-    total = tl.zeros(at.shape, tl.float32)
-    for i in tl.static_range(RANKS - 1):
-        slot = slots + ((rank + 1 + i) % RANKS).to(tl.int64) * M * N
-        total += _load(slot + at, mask, "evict_first").to(tl.float32)
-    total += _load(own + at, mask, "evict_first").to(tl.float32)
-    return total.to(own.dtype.element_ty)
-
-
 @triton.jit(do_not_specialize=["rank"])
 def backward_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, gamma_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, slots,
@@ -221,7 +211,8 @@ def backward_kernel(
             dy_in = _load(dy_ptr + wide * stride_dy + cols, mask, "evict_last")
         elif slots is not None:
             x_in = _load(x_ptr + wide * stride_x + cols, mask, "")
-            dy_in = _sum_of_slots(slots, dy_ptr, wide * N + cols, M, N, rank, mask, RANKS)
+            total = sum_of_slots(slots, dy_ptr, wide * N + cols, N.to(tl.int64) * M, rank, mask, RANKS, 0.0)
+            dy_in = total.to(dy_ptr.dtype.element_ty)  # as reduce_kernel rounds it
         else:
             mask_ahead = (ahead < M)[:, None] & in_row
             wide_ahead = ahead.to(tl.int64)[:, None]

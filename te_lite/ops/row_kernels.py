@@ -5,15 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from te_lite.ops.cast_kernels import Config, scale_of
+from te_lite.ops.cast_kernels import _FLOAT_MAX, Config, scale_of
 from te_lite.ops.source import produce
 from te_lite.ops.tiles import magnitude_bits, tile_of_program, to_fp8_bytes
 
 VECTOR_AMAX_CONFIG = Config(16, 128, 1)
 MOST_COLUMNS = 32768  # a row that one program holds
 ROW_WARPS = (4, 8)  # of a plain tensor, of a source that is computed
-
-_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_lite.ops.cast import transform
 from te_lite.ops.gemm_scaled import gemm_fp8_rowwise
-from te_lite.ops.row_cast import row_cast, rows_fit, vector_amax, vector_scales
+from te_lite.ops.row_cast import E4M3, row_cast, rows_fit, vector_amax, vector_scales
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import Identity
@@ -23,8 +23,6 @@ from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import RowwiseScaling
 from te_lite.watch import all_reduce_max
-
-E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
