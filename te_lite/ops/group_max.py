@@ -115,7 +115,7 @@ def compiled_group_max(device: torch.device, ranks: int, most: int) -> Any:
         return _ready(group_max_kernel[(1,)](*args, num_warps=1 if most == 1 else 8))
 
 
-def _cuda(most: int, values, slots, targets, done, word, delta, abort, out) -> None:
+def _launch(most: int, values, slots, targets, done, word, delta, abort, out) -> None:
     device, ranks = values.device, targets.numel()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     addresses = [t.data_ptr() for t in (values, slots, targets, done, word, abort, out)]
@@ -152,7 +152,7 @@ def group_max(
     if not partials.is_cuda:
         return group_max_ref(partials, slots, targets, done, word, delta, abort)
     out = new_scalar(partials)
-    _cuda(1, partials, slots, targets, done, word, delta, abort, out)
+    _launch(1, partials, slots, targets, done, word, delta, abort, out)
     return out
 
 
@@ -164,6 +164,6 @@ def group_maxima(
     slots int64 [2 * R * 1024]: word [e % 2, r, i] is of rank r's value i. targets: of word [0, rank, 0].
     """
     if values.is_cuda:
-        _cuda(MOST_VALUES, values, slots, targets, done, word, delta, abort, values)
+        _launch(MOST_VALUES, values, slots, targets, done, word, delta, abort, values)
     else:
         group_maxima_ref(values, slots, targets, done, word, delta, abort)
