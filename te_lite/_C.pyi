@@ -37,9 +37,12 @@ class FusedGemm:
     """csrc/gemm_fused.cu compiled for one kind of operands, loaded for the current device.
 
     gather: compiled as an all-gather. element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
+    grad: compiled for a gradient.
     """
 
-    def __init__(self, cubin: _bytes, gather: bool, element_bytes: int, columns: int, transposed: bool) -> None: ...
+    def __init__(
+        self, cubin: _bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool
+    ) -> None: ...
     def launch(
         self,
         programs: int,
@@ -47,6 +50,7 @@ class FusedGemm:
         a: int,
         b: int,
         other: int,
+        h: int,
         to: list[int],
         act: list[int],
         act_t: list[int],
@@ -54,8 +58,8 @@ class FusedGemm:
         tensors: list[int],
         numbers: list[int],
     ) -> None:
-        """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h); the others: those of FusedArguments, and its numbers.
-        programs: even. RuntimeError when the driver refuses."""
+        """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h), h may be 0; the others: those of FusedArguments, and
+        its numbers. programs: even. RuntimeError when the driver refuses."""
 
 def dlpack(address: int, bytes: int, device: int, owner: object) -> object:
     """A "dltensor" capsule: uint8 [bytes] at address, which owner keeps alive. device -1: CPU, else that CUDA device,

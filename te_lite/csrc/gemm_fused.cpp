@@ -34,15 +34,15 @@ TensorMap tensor_map(uint64_t address, unsigned bytes, int rows, int columns, un
 // gemm_fused.cu compiled for one kind of operands. Built and launched where the device's context is current.
 class FusedGemm {
  public:
-  FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed)
-      : kernel_(load(cubin, gather ? "gemm_gather" : "gemm_scatter"), kFusedThreads, kFusedShared, ""),
+  FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed, bool grad)
+      : kernel_(load(cubin, gather ? "gemm_gather" : "gemm_scatter"), FUSED_THREADS(grad), kFusedShared, ""),
         gather_(gather),
         bytes_(element_bytes),
         columns_(columns),
         transposed_(transposed) {}
 
   // As in FusedMaps.
-  void launch(unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other,
+  void launch(unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other, uint64_t h,
               const std::vector<uint64_t>& to, const std::vector<uint64_t>& act, const std::vector<uint64_t>& act_t,
               FusedArguments& p) const {
     const int rows = static_cast<int>(to.size()) * p.m;
@@ -55,10 +55,15 @@ class FusedGemm {
     for (size_t i = 0; i < to.size(); ++i) {
       maps.to[i] = encode(to[i], 2, p.m, p.n, 2ull * p.n, kTileRows / 2, wide, wide == 64 ? kMapSwizzle128 : kMapSwizzle64);
     }
-    const unsigned act_bytes = act_t.empty() ? 2 : 1;
-    for (size_t i = 0; i < act.size(); ++i) maps.act[i] = tensor_map(act[i], act_bytes, p.m, p.n / 2, kTileRows / 2);
+    if (h) maps.h = tensor_map(h, 2, rows, 2 * p.n, kTileRows / 2);
+    const unsigned act_bytes = act_t.empty() ? 2 : 1, box = h ? 64 : kBoxBytes / act_bytes;
+    const int width = h ? 2 * p.n : p.n / 2;
+    for (size_t i = 0; i < act.size(); ++i) {
+      maps.act[i] = encode(act[i], act_bytes, p.m, width, 1ull * width * act_bytes, kTileRows / 2, box,
+                           box * act_bytes == 64 ? kMapSwizzle64 : kMapSwizzle128);
+    }
     for (size_t i = 0; i < act_t.size(); ++i) {
-      maps.act_t[i] = encode(act_t[i], 1, p.n / 2, p.m, rows, kBoxBytes, kTileRows / 2, kMapSwizzle64);
+      maps.act_t[i] = encode(act_t[i], 1, width, p.m, rows, box, kTileRows / 2, kMapSwizzle64);
     }
     void* parameters[] = {&maps, &p};
     kernel_.launch(programs, stream, parameters);
@@ -86,9 +91,9 @@ T pointer(uint64_t address) {
 }
 
 void launch(const FusedGemm& kernel, unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other,
-            const std::vector<uint64_t>& to, const std::vector<uint64_t>& act, const std::vector<uint64_t>& act_t,
-            const std::vector<uint64_t>& arrived, const std::vector<uint64_t>& tensors,
-            const std::vector<int>& numbers) {
+            uint64_t h, const std::vector<uint64_t>& to, const std::vector<uint64_t>& act,
+            const std::vector<uint64_t>& act_t, const std::vector<uint64_t>& arrived,
+            const std::vector<uint64_t>& tensors, const std::vector<int>& numbers) {
   if (to.size() > kMostFusedRanks || std::max({arrived.size(), act.size(), act_t.size()}) > to.size() ||
       tensors.size() != 12 || numbers.size() != 11) {
     throw std::invalid_argument("a launch with " + std::to_string(to.size()) + " ranks, " +
@@ -112,7 +117,7 @@ void launch(const FusedGemm& kernel, unsigned programs, uint64_t stream, uint64_
   int* const fields[] = {&p.delta, &p.m, &p.n, &p.k, &p.rank, &p.flags, &p.blocks, &p.lag, &p.pairs, &p.columns,
                          &p.scales};
   for (size_t i = 0; i < numbers.size(); ++i) *fields[i] = numbers[i];
-  kernel.launch(programs, stream, a, b, other, to, act, act_t, p);
+  kernel.launch(programs, stream, a, b, other, h, to, act, act_t, p);
 }
 
 }  // namespace
@@ -120,11 +125,13 @@ void launch(const FusedGemm& kernel, unsigned programs, uint64_t stream, uint64_
 void bind_gemm_fused(py::module_& m) {
   m.attr("MOST_FUSED_RANKS") = kMostFusedRanks;
   py::class_<FusedGemm>(m, "FusedGemm", "csrc/gemm_fused.cu, compiled. See _C.pyi.")
-      .def(py::init([](const py::bytes& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed) {
-             return std::make_unique<FusedGemm>(std::string(cubin), gather, element_bytes, columns, transposed);
+      .def(py::init([](const py::bytes& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed,
+                       bool grad) {
+             return std::make_unique<FusedGemm>(std::string(cubin), gather, element_bytes, columns, transposed, grad);
            }),
-           py::arg("cubin"), py::arg("gather"), py::arg("element_bytes"), py::arg("columns"), py::arg("transposed"))
+           py::arg("cubin"), py::arg("gather"), py::arg("element_bytes"), py::arg("columns"), py::arg("transposed"),
+           py::arg("grad"))
       .def("launch", &launch, py::arg("programs"), py::arg("stream"), py::arg("a"), py::arg("b"), py::arg("other"),
-           py::arg("to"), py::arg("act"), py::arg("act_t"), py::arg("arrived"), py::arg("tensors"), py::arg("numbers"),
+           py::arg("h"), py::arg("to"), py::arg("act"), py::arg("act_t"), py::arg("arrived"), py::arg("tensors"), py::arg("numbers"),
            py::call_guard<py::gil_scoped_release>());
 }

@@ -5,8 +5,11 @@
 //                                                         192 and, not with B_T, 224
 //   RANKS                                        B_T      1: b lies as [k, n], for 16-bit types
 //   GATHER          1: all-gather, 0: reduce-scatter
+//   SPLIT           1: fp8 products are summed in fp32 registers every 512 elements of K; with 128 COLUMNS
 //   ACT             of an all-gather's h = [gate | up], to be followed by silu(gate) * up: 0 nothing, 1 written beside h,
-//                   2 its largest magnitude, 3 both, in e4m3 by rows and by columns; with 256 COLUMNS
+//                   2 its largest magnitude, 3 both, in ACT_TYPE (e4m3, e5m2) by rows and by columns; with 256 COLUMNS
+//   GRAD            1: the product is that activation's gradient, and ACT what becomes of h's, [R * m, 2 * n]; it is
+//                   itself written only with ACT 2; with 128 COLUMNS, see gemm_grad.h
 //
 // all-gather
 //   own rows       product + bias -> out, first
@@ -22,7 +25,7 @@
 // of a cluster take neighbouring rows and load half of b's tile each, for both.
 // Clusters take the next tiles from a counter, so those that run do all of the work when others find no room: what own
 // rows wait for has then been taken by clusters that wait for earlier blocks at most. No rank holds up another for ever.
-#include "gemm_walk.h"
+#include "gemm_grad.h"
 
 __device__ __forceinline__ void load(const Maps& maps, const Arguments& p, const Shared& shared, int steps) {  // one thread
   const int cta = cluster_rank();
@@ -52,7 +55,7 @@ __device__ __forceinline__ void load(const Maps& maps, const Arguments& p, const
       for (int box = cta; box < kBoxes && B_T; box += 2) {
         load_box<true>(b + box * kBoxColumns * kBoxBytes, &maps.b, bar, column(p, at, box), step * kStep);
       }
-      const int half = ACT ? column(p, at, cta * kBoxes / 2) : at.col + cta * kHalfColumns;
+      const int half = kForward ? column(p, at, cta * kBoxes / 2) : at.col + cta * kHalfColumns;
       if (!B_T) load_box<true>(b + cta * (kBBytes / 2), &maps.b, bar, step * kStep, half);
     }
     if (GATHER) continue;
@@ -96,9 +99,9 @@ __device__ __forceinline__ void store(const Maps& maps, const Arguments& p, cons
   Place at;
   for (int i = 0; shared.tile(p, i, at); i++) {
     for (int box = 0; box < kUses; box++) {
-      const int use = i * kUses + box, turn = 2 * group + use % 2, row = at.row + group * kHalfRows;
+      const int use = i * kUses + box, turn = kTurns * group + use % kTurns, row = at.row + group * kHalfRows;
       const u32 from = shared.output + turn * kOutputBytes;
-      bar_wait(shared.filled + 8 * turn, use / 2 & 1);
+      bar_wait(shared.filled + 8 * turn, use / kTurns & 1);
       if (box < kBoxes) {
         store_box(&maps.to[at.owner], from, column(p, at, box), row);
       } else if (ACT == 3 && box > kBoxes) {
@@ -121,30 +124,24 @@ __device__ __forceinline__ void store(const Maps& maps, const Arguments& p, cons
   }
 }
 
-__device__ __forceinline__ void together(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
-
 // A warpgroup. held: its half of the tile before, [box][2 * (columns / 8) + half of 16 rows].
 __device__ __forceinline__ void multiply(const Arguments& p, const Shared& shared, int group, int steps) {
   const int thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-  float d[COLUMNS / 2];
+  float d[COLUMNS / 2], total[SPLIT ? COLUMNS / 2 : 1];
   u32 held[kBoxes][kWords] = {};
   Ring ring;
   Place at;
   const auto release = [&](int stage) {  // no other thread of the warpgroup reads it any more
     if (thread < 2) bar_arrive_at(shared.empty + 8 * stage, thread);
   };
-  // Of 8 rows and a box's 16-byte chunks, each thread of a warp has a word of its own: no two in one bank, or two.
-  const auto word = [&](u32 box, int j, int h) {
-    return box + (row + 8 * h) * kBoxColumns * 2 + ((j ^ lane / (256 / kBoxColumns)) << 4) + lane % 4 * 4;
-  };
   const auto room = [&](int i, int box) -> u32 {  // for a box of tile i
-    const int use = i * kUses + box, turn = 2 * group + use % 2;
-    bar_wait(shared.drained + 8 * turn, use / 2 & 1 ^ 1);
+    const int use = i * kUses + box, turn = kTurns * group + use % kTurns;
+    bar_wait(shared.drained + 8 * turn, use / kTurns & 1 ^ 1);
     return shared.output + turn * kOutputBytes;
   };
   const auto filled = [&](int i, int box) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    bar_arrive(shared.filled + 8 * (2 * group + (i * kUses + box) % 2));
+    bar_arrive(shared.filled + 8 * (kTurns * group + (i * kUses + box) % kTurns));
   };
   Place before{};  // the tile that is held
   u32 peak = 0;  // the bits of the largest magnitude
@@ -164,7 +161,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
     if (part < kBoxes) {
       const u32 to = room(i, part);
 #pragma unroll
-      for (int j = 0; j < kWords; j++) store_shared(word(to, j / 2, j % 2), held[part][j]);
+      for (int j = 0; j < kWords; j++) store_shared(to + word(row, lane, j), held[part][j]);
       filled(i, part);
       return;
     }
@@ -176,9 +173,9 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
 #pragma unroll
     for (int j = quarter % 2 * (kWords / 2); j < (quarter % 2 + 1) * (kWords / 2); j++) {
       const float2 v = activated(half, j);
-      if (ACT == 1) store_shared(word(to_act, j / 2, j % 2), pack(v.x, v.y));
+      if (ACT == 1) store_shared(to_act + word(row, lane, j), pack(v.x, v.y));
       if (ACT != 3) continue;
-      const u16 q = pack_e4m3(v.x * act_scale, v.y * act_scale);
+      const u16 q = pack_fp8(v.x * act_scale, v.y * act_scale);
       const int r = row + j % 2 * 8, chunk = half * 4 + j / 4, at = j / 2 % 2 * 8 + lane % 4 * 2;
       store_shared_16(to_act + r * kBoxBytes + ((chunk ^ lane / 4) << 4) + at, q);
       const u32 c = to_act_t + (chunk * 16 + at) * kHalfRows + ((r / 16 ^ lane % 4) << 4) + r % 16;
@@ -190,25 +187,41 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
   int i = 0;
   for (; shared.tile(p, i, at); i++) {
     int step = 0;
+    for (int j = 0; j < COLUMNS / 2 && SPLIT; j++) total[j] = 0.0f;
 #pragma unroll
     for (int part = 0; part <= kParts; part++) {  // by turns, for one warpgroup multiplies while the other hands over
       const int until = part == kParts ? steps : min(steps, 1 + steps * (2 * part + group) / (2 * kParts));
+      while (step < until) {
+        const int first = SPLIT ? step : 0;  // of a sum
 #pragma unroll 1
-      for (; step < until; step++, ring.advance()) {
-        bar_wait(shared.full + 8 * ring.stage, ring.phase);
-        const u64 a = descriptor(shared.stages + ring.stage * kStageBytes + group * (kABytes / 2));
-        const u64 b = descriptor(shared.stages + ring.stage * kStageBytes + kABytes, B_T ? kStep * kBoxBytes : 16);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        do {
+          bar_wait(shared.full + 8 * ring.stage, ring.phase);
+          const u64 a = descriptor(shared.stages + ring.stage * kStageBytes + group * (kABytes / 2));
+          const u64 b = descriptor(shared.stages + ring.stage * kStageBytes + kABytes, B_T ? kStep * kBoxBytes : 16);
+          asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma(d, a + 2 * k, b + (B_T ? 128 : 2) * k, step + k);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        wgmma_wait<1>(d);
-        if (step) release(ring.before());
+          for (int k = 0; k < 4; k++) wgmma(d, a + 2 * k, b + (B_T ? 128 : 2) * k, step - first + k);
+          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+          wgmma_wait<1>(d);
+          if (step > first) release(ring.before());
+          ring.advance();
+        } while (++step < (SPLIT ? min(steps, first + kSplitSteps) : until));
+        if constexpr (SPLIT) {
+          wgmma_wait<0>(d);
+          release(ring.before());
+#pragma unroll
+          for (int j = 0; j < COLUMNS / 2; j++) total[j] += d[j];
+        }
       }
       if (part < kParts && i) hand_over(i - 1, part);
     }
-    wgmma_wait<0>(d);
-    release(ring.before());
+    if constexpr (SPLIT) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 2; j++) d[j] = total[j];
+    } else {
+      wgmma_wait<0>(d);
+      release(ring.before());
+    }
 
     const bool own = at.owner == p.rank;
     const int first = at.row + group * kHalfRows + row;
@@ -245,7 +258,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
             const u32 slot = shared.stages + ring.stage * kStageBytes + s * kABytes + group * kOutputBytes;
 #pragma unroll
             for (int j = 0; j < 16; j++) {
-              const u32 pair = load_shared(word(slot, j / 2, j % 2));
+              const u32 pair = load_shared(slot + word(row, lane, j));
               total[j].x += unpack(pair), total[j].y += unpack(pair >> 16);
             }
           }
@@ -280,16 +293,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
   for (int part = 0; part < kParts; part++) {
     if (i) hand_over(i - 1, part);
   }
-  if constexpr (ACT > 1) {
-    peak = min(__reduce_max_sync(~0u, peak), 0x7f800000u);  // not a number counts as infinite
-    if (!lane) store_shared(shared.peaks + threadIdx.x / 32 * 4, peak);
-    together(group);
-    if (thread) return;
-    for (int warp = 0; warp < 4; warp++) peak = max(peak, load_shared(shared.peaks + (4 * group + warp) * 4));
-    if (ACT == 2) p.peak[2 * blockIdx.x + group] = peak;
-    if (ACT == 3 && p.peak) atomicMax(p.peak, peak);
-    if (ACT == 3 && !blockIdx.x && !group) *p.act_scale_inv = __fdiv_rn(1.0f, act_scale);
-  }
+  if (kForward && ACT > 1) tell_peak(p, shared, group, peak, act_scale);
 }
 
 #if GATHER
@@ -297,14 +301,18 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
 #else
 #define KERNEL gemm_scatter
 #endif
-static_assert(1024 + kStages * kStageBytes + 4 * kOutputBytes + 16 * kStages + 32 * 2 + 16 + 12 * kTaken + 32 <=
-              kFusedShared, "what Shared lays out");
+static_assert(1024 + kStages * kStageBytes + (2 * kTurns + 6 * GRAD) * kOutputBytes + 16 * kStages + 32 * 2 + 16 + 12 * kTaken + 64
+              <= kFusedShared, "what Shared lays out");
 static_assert(sizeof(Maps) + sizeof(Arguments) <= 4096, "a kernel's parameters");
-static_assert(!ACT || (GATHER && COLUMNS == 256), "an activation is a gather's");
+static_assert(!ACT || (GATHER && COLUMNS == (GRAD ? 128 : 256)), "an activation is a gather's");
+static_assert(ACT || !GRAD, "of a gradient something is made");
+static_assert(!SPLIT || (COLUMNS == 128 && IS_BYTE(A_TYPE)), "registers hold two sums of so many columns");
+// Registers of a thread: 64 K in all, for 3 warpgroups or 4.
+constexpr int kMultiplies = GRAD ? 200 : 232, kMoves = GRAD ? 32 : 40, kDifferentiates = 80;
 static_assert(!B_T || (COLUMNS % 64 == 0 && !IS_BYTE(A_TYPE)), "b as [k, n] comes in boxes of 64 columns");
 static_assert(GATHER || COLUMNS == 128 || COLUMNS == 256, "slots come in boxes of 64 columns, some to a stage");
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kFusedThreads, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(FUSED_THREADS(GRAD), 1)
     KERNEL(const __grid_constant__ Maps maps, const __grid_constant__ Arguments p) {
   extern __shared__ char raw[];
   const Shared shared(raw);
@@ -312,14 +320,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kFusedThr
   if (threadIdx.x == 0) shared.init();
   cluster_sync();
   if (warp < 8) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplies));
     multiply(p, shared, warp / 4, steps);
+  } else if (warp >= 12) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kDifferentiates));
+    if (GRAD) differentiate(maps, p, shared);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kMoves));
     const bool one = threadIdx.x % 32 == 0;
     if (warp == 8 && !GATHER) look(maps, p, shared);
     if (warp == 9 && one) load(maps, p, shared, steps);
-    if (warp > 9 && one) store(maps, p, shared, warp - 10);
+    if (warp == 8 && GRAD && one) load_h(maps, p, shared);
+    if (warp > 9 && one && !(GRAD && kActs)) store(maps, p, shared, warp - 10);
   }
   asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");  // nobody arrives here any more
 }

@@ -8,7 +8,8 @@ constexpr int kTileRows = 128;
 constexpr int kBoxBytes = 128;   // a row of every box that the tensor-copy unit moves: elements of K, or of a row
 #define BOX_COLUMNS(columns) ((columns) % 64 ? 32 : 64)  // of the output's, of a tile's columns; a function would be the host's
 constexpr int kMostFusedRanks = 8;
-constexpr int kFusedThreads = 384;  // two warpgroups that multiply, one that loads and stores
+// Two warpgroups that multiply, one that loads and stores, and one for gradients.
+#define FUSED_THREADS(grad) (384 + (grad) * 128)
 constexpr int kFusedShared = 227 << 10;  // all that a block can have
 
 struct alignas(64) TensorMap {
@@ -17,10 +18,12 @@ struct alignas(64) TensorMap {
 struct FusedMaps {
   TensorMap a, b;                  // [ranks * m, k]; [n, k] or, transposed, [k, n]
   TensorMap other;                 // [ranks * m, n]: what the others store here; all-gather: own rows of a [m, k]
+  TensorMap h;                     // GRAD: [ranks * m, 2 * n]
   TensorMap to[kMostFusedRanks];   // [m, n]: in each rank's memory, where this one's rows for it go; its own, and all of
                                    // an all-gather's: out
-  TensorMap act[kMostFusedRanks];  // of each rank's rows of h the activation: [m, n / 2], bytes or of out's type
-  TensorMap act_t[kMostFusedRanks];  // bytes [n / 2, m] in [n / 2, ranks * m]
+  TensorMap act[kMostFusedRanks];  // of each rank's rows what is made of them: [m, width], bytes or of out's type, of
+                                   // h the activation, n / 2 wide; GRAD: the gradient of h, 2 * n
+  TensorMap act_t[kMostFusedRanks];  // bytes [width, m] in [width, ranks * m]
 };
 struct FusedArguments {
   int* arrived[kMostFusedRanks];      // in each rank's memory: flags [blocks], set to epoch once a block is stored
@@ -35,7 +38,8 @@ struct FusedArguments {
   const float* bias;                  // [n] or null
   const float* act_scale;             // [1]
   float* act_scale_inv;               // [1], written
-  unsigned* peak;                     // fp32, [2 * blocks of the launch], each written; or [1], raised; or null
+  unsigned* peak;                     // fp32, [2 * blocks of the launch, or with GRAD 1], each written; or [1], raised;
+                                      // or null
   int delta, m, n, k, rank, flags, blocks, lag;
   int pairs, columns;                 // a block has so many pairs of tiles, one below the other, in each column
   int scales;                         // of a, from rank to rank: 0, 1 or m

@@ -10,15 +10,19 @@ using Maps = FusedMaps;
 
 constexpr int kStep = kBoxBytes >> !IS_BYTE(A_TYPE);  // elements of K in a stage
 constexpr u32 kABytes = kTileRows * kBoxBytes, kBBytes = COLUMNS * kBoxBytes, kStageBytes = kABytes + kBBytes;
-constexpr int kStages = COLUMNS == 128 ? 6 : 4;
+constexpr bool kForward = ACT && !GRAD;               // a tile has columns of both halves of h
+constexpr int kStages = COLUMNS == 128 ? 6 - GRAD : 4;
+constexpr int kSplitSteps = 4;  // what tensor cores cut off in so many is no more than half of a last place in bf16
 constexpr int kTogether = kStageBytes / kABytes;      // slots in a stage
 constexpr int kHalfRows = kTileRows / 2;              // of a warpgroup
 constexpr int kBoxColumns = BOX_COLUMNS(COLUMNS), kWords = kBoxColumns / 4;  // words: a thread's, of a box
-constexpr int kBoxes = COLUMNS / kBoxColumns;         // of these rows, side by side; with ACT half of them of each half
+constexpr int kBoxes = COLUMNS / kBoxColumns;         // of these rows, side by side; kForward: half of them of each half
 constexpr int kHalfColumns = COLUMNS / 2;
-constexpr int kUses = kBoxes + (ACT == 1 || ACT == 3 ? 2 : 0);  // boxes of output of a tile
-constexpr int kParts = kBoxes + (ACT ? 4 : 0);        // in which a tile is handed over, while the next is multiplied
+constexpr bool kActs = ACT == 1 || ACT == 3;          // what is made of the product is stored
+constexpr int kUses = kBoxes + (kForward && kActs ? 2 : 0);  // boxes of output of a tile
+constexpr int kParts = kBoxes + (kForward ? 4 : 0);   // in which a tile is handed over, while the next is multiplied
 constexpr u32 kOutputBytes = kHalfRows * kBoxBytes;   // one of them
+constexpr int kTurns = GRAD ? 1 : 2;                  // boxes of a warpgroup in shared memory
 // Tiles taken and not forgotten. A cluster takes one when it begins to load the one before, some stages before that is
 // multiplied: with one step a tile, the oldest that anybody still has to look up.
 constexpr int kTaken = 16;
@@ -35,7 +39,7 @@ __device__ __forceinline__ Place place_of(const Arguments& p, int pair) {
     const int shard = p.pairs * p.columns, left = pair % shard, first = left / (kGroup * p.columns) * kGroup;
     const int rows = min(p.pairs - first, kGroup), in_group = left % (kGroup * p.columns);
     return {(p.rank + pair / shard) % RANKS, 0, ((first + in_group % rows) * 2 + cluster_rank()) * kTileRows,
-            in_group / rows * (ACT ? kHalfColumns : COLUMNS)};
+            in_group / rows * (kForward ? kHalfColumns : COLUMNS)};
   }
   const int pairs = p.pairs, own = pairs * p.columns, others = (RANKS - 1) * own, early = p.lag * others;
   const int middle = (p.blocks - p.lag) * (others + own);
@@ -53,33 +57,39 @@ __device__ __forceinline__ Place place_of(const Arguments& p, int pair) {
           pair / (sharers * pairs) * COLUMNS};
 }
 
-// Where a box of a tile lies in h. With ACT a tile has as many columns of each half. Gates beyond their half are the first
+// Where a box of a tile lies in h. kForward: a tile has as many columns of each half. Gates beyond their half are the first
 // columns of the other: two tiles then store the same columns with the same bits, for everything goes by the column.
 __device__ __forceinline__ int column(const Arguments& p, const Place& at, int box) {
-  if (!ACT || box < kBoxes / 2) return at.col + box * kBoxColumns;
+  if (!kForward || box < kBoxes / 2) return at.col + box * kBoxColumns;
   return p.n / 2 + at.col + (box - kBoxes / 2) * kBoxColumns;
 }
 
 // Addresses in shared memory.
 struct Shared {
   u32 stages;            // operands, or slots
-  u32 output;            // for each warpgroup two boxes, used by turns
+  u32 output;            // for each warpgroup kTurns boxes, used by turns
+  u32 h, made;           // GRAD: two times a box of gates and one of ups, by turns; what is made of them
   u32 full, empty;       // barriers of stages
   u32 filled, drained;   // of boxes of output
   u32 checked;           // a tile's flags, if it is an own one, were there
   u32 taken, pair_of;    // of the tiles that this cluster has taken: barriers, and the tiles
-  u32 peaks;             // of each warp that multiplies
+  u32 peaks;             // of each warp that looks for one
+  u32 loaded, read;      // barriers of h, see gemm_grad.h
 
   __device__ __forceinline__ explicit Shared(void* raw) {
     stages = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;  // the swizzle's period
     output = stages + kStages * kStageBytes;
-    full = output + 4 * kOutputBytes, empty = full + 8 * kStages;
+    h = output + 2 * kTurns * kOutputBytes, made = h + 4 * kOutputBytes;
+    full = h + GRAD * 6 * kOutputBytes, empty = full + 8 * kStages;
     filled = empty + 8 * kStages, drained = filled + 32, checked = drained + 32;
     taken = checked + 8, pair_of = taken + 8 * kTaken, peaks = pair_of + 4 * kTaken;
+    loaded = peaks + 32, read = loaded + 16;
   }
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; i++) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, 4);  // 4 warpgroups in a cluster
-    for (int i = 0; i < 4; i++) bar_init(filled + 8 * i, 128), bar_init(drained + 8 * i, 1);
+    const int drain = GRAD ? 128 + (ACT == 2) : 1;  // threads that read a box of output
+    for (int i = 0; i < 4; i++) bar_init(filled + 8 * i, 128), bar_init(drained + 8 * i, drain);
+    for (int i = 0; i < 2; i++) bar_init(loaded + 8 * i, 1), bar_init(read + 8 * i, 128);
     bar_init(checked, 32);
     for (int i = 0; i < kTaken; i++) bar_init(taken + 8 * i, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -123,4 +133,25 @@ __device__ __forceinline__ void await(const Arguments& p, const int* flag, int d
     asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(p.abort) : "memory");
     if (seen) return;
   }
+}
+
+__device__ __forceinline__ void together(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+
+// Where in a box a thread's j-th word lies: of 8 rows and 16-byte chunks, each thread of a warp has one of its own, and no
+// two are in one bank, or two. row: of lane / 4, the word is in row + 8 * (j % 2).
+__device__ __forceinline__ u32 word(int row, int lane, int j) {
+  return (row + j % 2 * 8) * kBoxColumns * 2 + ((j / 2 ^ lane / (256 / kBoxColumns)) << 4) + lane % 4 * 4;
+}
+
+// The largest magnitude that any thread of a warpgroup saw, and the scale that was taken.
+__device__ __forceinline__ void tell_peak(const Arguments& p, const Shared& shared, int group, u32 peak, float scale) {
+  const int thread = threadIdx.x % 128, warp = thread / 32;
+  peak = min(__reduce_max_sync(~0u, peak), 0x7f800000u);  // not a number counts as infinite
+  if (thread % 32 == 0) store_shared(shared.peaks + (4 * (group % 2) + warp) * 4, peak);
+  together(group);
+  if (thread) return;
+  for (int other = 0; other < 4; other++) peak = max(peak, load_shared(shared.peaks + (4 * (group % 2) + other) * 4));
+  if (ACT == 2) p.peak[(GRAD ? 1 : 2) * blockIdx.x + group % 2] = peak;
+  if (ACT == 3 && p.peak) atomicMax(p.peak, peak);
+  if (ACT == 3 && !blockIdx.x && group % 2 == 0) *p.act_scale_inv = __fdiv_rn(1.0f, scale);
 }

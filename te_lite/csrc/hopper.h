@@ -1,6 +1,6 @@
 // Hopper's instructions that C++ has no words for: tensor copies, barriers in shared memory, wgmma. For kernels that are
-// compiled with A_TYPE and B_TYPE (bf16, f16, e4m3, e5m2), the types of operands, B_T, OUT_TYPE (bf16, f16) and COLUMNS
-// (128, 192, 224, 256) of a tile.
+// compiled with A_TYPE and B_TYPE (bf16, f16, e4m3, e5m2), the types of operands, B_T, OUT_TYPE (bf16, f16), ACT_TYPE
+// (e4m3, e5m2) and COLUMNS (128, 192, 224, 256) of a tile.
 #pragma once
 
 using u16 = unsigned short;
@@ -50,6 +50,18 @@ __device__ __forceinline__ void load_box(u32 to, const void* map, u32 bar, int c
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
         ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
   }
+}
+// As load_box and store_box, of what is used once: it makes room in L2 first.
+constexpr u64 kEvictFirst = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first gives for all of it
+__device__ __forceinline__ void load_box_once(u32 to, const void* map, u32 bar, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;"
+      ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "l"(kEvictFirst) : "memory");
+}
+__device__ __forceinline__ void store_box_once(const void* map, u32 from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;"
+               ::"l"(map), "r"(from), "r"(column), "r"(row), "l"(kEvictFirst) : "memory");
 }
 __device__ __forceinline__ void prefetch_box(const void* map, int column, int row) {  // to L2
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row) : "memory");
@@ -146,6 +158,14 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
 __device__ __forceinline__ void store_shared(u32 address, u32 w) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(w) : "memory");
 }
+__device__ __forceinline__ uint2 load_shared_64(u32 address) {
+  uint2 w;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(address) : "memory");
+  return w;
+}
+__device__ __forceinline__ void store_shared_64(u32 address, uint2 w) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(w.x), "r"(w.y) : "memory");
+}
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 w;
   asm("cvt.rn." TEXT(OUT_TYPE) "x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
@@ -162,16 +182,24 @@ __device__ __forceinline__ void store_shared_16(u32 address, u16 w) {
 __device__ __forceinline__ void store_shared_8(u32 address, u32 w) {
   asm volatile("st.shared.b8 [%0], %1;" ::"r"(address), "r"(w) : "memory");
 }
-__device__ __forceinline__ u16 pack_e4m3(float low, float high) {
+__device__ __forceinline__ u16 pack_fp8(float low, float high) {
   u16 q;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(q) : "f"(high), "f"(low));
+  asm("cvt.rn.satfinite." TEXT(ACT_TYPE) "x2.f32 %0, %1, %2;" : "=h"(q) : "f"(high), "f"(low));
   return q;
 }
 __device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffff; }
-// x / (1 + exp(-x)), the bits that Triton's own kernels compute (ops/source.py).
-__device__ __forceinline__ float silu(float x) {
+// 1 / (1 + exp(-x)); as below the bits that Triton's own kernels compute (ops/source.py). What is flushed is no part of
+// 1 + e.
+__device__ __forceinline__ float sigmoid(float x) {
   float e, gate;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(-x, 1.44269502f)));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(-x, 1.44269502f)));
   asm("div.full.f32 %0, %1, %2;" : "=f"(gate) : "f"(1.0f), "f"(__fadd_rn(e, 1.0f)));
-  return __fmul_rn(x, gate);
+  return gate;
+}
+__device__ __forceinline__ float silu(float x) { return __fmul_rn(x, sigmoid(x)); }
+// Gradients of gate and up, of silu(gate) * up with gradient d.
+__device__ __forceinline__ float2 dswiglu(float d, float gate, float up) {
+  const float s = sigmoid(gate), inside = fminf(fmaxf(gate, -128.0f), 128.0f);
+  const float slope = __fmaf_rn(__fmul_rn(inside, s), __fsub_rn(1.0f, s), s);
+  return {__fmul_rn(__fmul_rn(up, d), slope), __fmul_rn(__fmul_rn(gate, s), d)};
 }

@@ -25,6 +25,15 @@ def _then(plan: LinearPlan, activation: str, need_w: bool) -> Activated | None:
     return Activated(quantizer, want) if want and (need_w or want != "fp8") else None  # fp8 comes with its columns
 
 
+def _then_grad(plan: LinearPlan, activation: str, h: Tensor, needs: tuple[bool, bool, bool]) -> Activated | None:
+    """What fc2's dgrad may compute of h's gradient, which fc1 takes. needs: as of linear_backward."""
+    quantizer, (need_x, need_w, need_b) = plan.operands.dgrad.a, needs
+    if activation != "swiglu" or quantizer is not plan.operands.wgrad.a or need_b:  # nobody sums it over tokens there
+        return None
+    want = quantizer.wants_from_gemm(plan.dtype)
+    return Activated(quantizer, want, h) if want and ((need_x and need_w) or want != "fp8") else None
+
+
 class LayerNormMLPFunction(torch.autograd.Function):
     """h = norm(x) @ w1^T + b1;  y = activation(h) @ w2^T + b2; also norm(x) itself where the spec says so.
 
@@ -61,12 +70,14 @@ class LayerNormMLPFunction(torch.autograd.Function):
         x1, q1, w1, b1, x2, q2, w2, b2, h, *norm_saved = load(ctx)
         grads = ctx.needs_input_grad
         dy, needs = as_operand(dy, plan2, grad=True), (need_h, need_w2, b2 is not None and grads[9])
-        da, dw2, db2 = linear_backward(plan2, (x2, q2), w2, call.weights[1], dy, needs)
+        needs1 = need_ln, need_w1, b1 is not None and grads[7]
+        then = _then_grad(plan1, ctx.activation, h, needs1) if need_h else None
+        da, dw2, db2 = linear_backward(plan2, (x2, q2), w2, call.weights[1], dy, needs, then=then)
         dln = dw1 = db1 = None
         if need_h:
-            dh, needs = dact(da, h, ctx.activation), (need_ln, need_w1, b1 is not None and grads[7])
+            dh = dact(da, h, ctx.activation) if then is None or then.result is None else then.result
             take = norm_take(ctx, norm_saved, dln_out)
-            dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], dh, needs, take)
+            dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], dh, needs1, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
         return None, None, None, *below, dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2)

@@ -116,12 +116,13 @@ def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTenso
 
 def linear_backward(
     plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, dy: Input, needs: tuple[bool, bool, bool],
-    take_slots: Callable[[Tensor, Tensor, int], Any] | None = None,
+    take_slots: Callable[[Tensor, Tensor, int], Any] | None = None, then: Activated | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32).
 
     weight: its values, as saved. param: the parameter itself, whose gradient dw is. needs: which of the three.
-    take_slots: as of a Product; where the schedule uses it, dx is its result.
+    take_slots: as of a Product; where the schedule uses it, dx is its result. then: what may be computed of dx with it,
+    which then may be None.
     """
     (need_x, need_w, need_b), (x, w) = needs, kept
     with nvtx_range("te_lite.quantize"):
@@ -137,7 +138,7 @@ def linear_backward(
     fast_accum = plan.operands.dgrad.fast_accum
     dgrad = None
     if need_x:
-        dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad", take_slots=take_slots)
+        dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad", None, then, take_slots)
     dx, dw = plan.schedule.backward(Backward(dgrad, wgrad if need_w else None, dq, dq_wgrad, x))
     return dx, dw, db
 

@@ -31,7 +31,8 @@ _ACTS = ("", "high precision", "amax", "fp8")
 
 class Kind(NamedTuple):
     """What the kernel is compiled for. scales: "none", "tensor" (of a also one a rank) or "row". b_t: b[N, K] lies as
-    [K, N]. columns: of a tile. act: what becomes of swiglu of a gather's output, see ops/gemm_gather.py."""
+    [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of swiglu of a gather's output,
+    or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there."""
 
     gather: bool
     a: torch.dtype
@@ -41,13 +42,17 @@ class Kind(NamedTuple):
     ranks: int
     b_t: bool
     columns: int
+    split: bool = False
     act: str = ""
+    grad: bool = False
+    fp8: torch.dtype = FP8[0]
 
     @property
     def macros(self) -> list[str]:
         values = {"A_TYPE": _TYPES[self.a], "B_TYPE": _TYPES[self.b], "OUT_TYPE": _TYPES[self.out]}
         values |= {"SCALES": _SCALES.index(self.scales), "RANKS": self.ranks, "COLUMNS": self.columns}
-        values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "ACT": _ACTS.index(self.act)}
+        values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
+        values |= {"ACT": _ACTS.index(self.act), "GRAD": int(self.grad), "ACT_TYPE": _TYPES[self.fp8]}
         return [f"-D{name}={value}" for name, value in values.items()]
 
 
@@ -81,7 +86,7 @@ def compiled(kind: Kind) -> bytes:
             raise RuntimeError(f"compiling gemm_fused.cu: {result.name}")
         return values[0] if values else None
 
-    names = ["gemm_fused.cu", "gemm_walk.h", "gemm_fused.h", "hopper.h"]
+    names = ["gemm_fused.cu", "gemm_grad.h", "gemm_walk.h", "gemm_fused.h", "hopper.h"]
     source, *headers = ((SOURCES / name).read_bytes() for name in names)
     main, *included = (name.encode() for name in names)
     program = checked(*nvrtc.nvrtcCreateProgram(source, main, len(headers), headers, included))
@@ -100,20 +105,22 @@ def compiled(kind: Kind) -> bytes:
 @cache
 def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
     with torch.cuda.device(index):
-        return _C.FusedGemm(compiled(kind), kind.gather, kind.a.itemsize, kind.columns, kind.b_t)
+        return _C.FusedGemm(compiled(kind), kind.gather, kind.a.itemsize, kind.columns, kind.b_t, kind.grad)
 
 
 def launch(
     kind: Kind, clusters: int, a: Tensor, b: Tensor, other: Tensor, to: Sequence[int], arrived: Sequence[int],
     tensors: Sequence[Tensor | None], numbers: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
+    h: Tensor | None = None,
 ) -> None:  # fmt: skip
     """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first; the last may be left out."""
     index = a.device.index
     delta, *rest = numbers
     addresses = (*tensors, *(None,) * (_TENSORS - len(tensors)))
     _loaded(index, kind).launch(
-        2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(), to,
-        act, act_t, arrived, [0 if t is None else t.data_ptr() for t in addresses], [signed(delta), *rest],
+        2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(),
+        0 if h is None else h.data_ptr(), to, act, act_t, arrived,
+        [0 if t is None else t.data_ptr() for t in addresses], [signed(delta), *rest],
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@
     copies    | from rank+1 | from rank+2 | ...
     kernel    | own shard | rank+1 | rank+2 | ...             (polls ready[source, 0] where the source changes)
 
-Of h = out = [gate | up] it also computes silu(gate) * up, of h as rounded, while it multiplies the next tile.
+Of h = out = [gate | up] it also computes silu(gate) * up, of h as rounded, while it multiplies the next tile; or, where
+out is the gradient of silu(gate) * up, of out as rounded h's gradient.
 The kernel occupies every multiprocessor while it waits: what sets the flags must not need one (copy engines do not).
 """
 
@@ -35,11 +36,29 @@ def tile_columns(m: int, n: int, ranks: int, b_t: bool, clusters: int) -> int:
     return min((columns for columns in _RATES if not (b_t and columns % 64)), key=cost)
 
 
-class Activation(NamedTuple):
-    """silu(gate) * up [M, F] of h[M, 2F] = [gate | up]; what was not asked for is None.
+class Wanted(NamedTuple):
+    """What gemm_gather makes of its product: of h[M, 2F] = [gate | up] the activation v[M, F] = silu(gate) * up, or,
+    where h[M, 2F] is given, of the gradient of v[M, F] that of h: v[M, 2F].
 
-    data [M, F], of h's type or e4m3; data_t [F, M] e4m3, a transposed copy; scale_inv fp32 [1]; amax fp32 [P],
-    P <= 1024, partial maxima of magnitudes before rounding, nan counting as inf.
+    act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, twice, at scale fp32 [1]
+    and clamped; amax, fp32 [1], then becomes the largest of itself and all magnitudes, if it is given.
+    """
+
+    act: str = ""
+    h: Tensor | None = None
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    fp8: torch.dtype = fused.FP8[0]
+
+
+NOTHING = Wanted()
+
+
+class Activation(NamedTuple):
+    """v[M, W] of Wanted; what was not asked for is None.
+
+    data [M, W], of h's type or fp8; data_t [W, M] fp8, a transposed copy; scale_inv fp32 [1]; amax fp32 [P], P <= 1024,
+    partial maxima of magnitudes before rounding, nan counting as inf.
     """
 
     data: Tensor | None = None
@@ -48,10 +67,11 @@ class Activation(NamedTuple):
     amax: Tensor | None = None
 
 
-def act_refusal(m: int, n: int, act: str) -> str:
-    """Why gemm_gather of shards of m rows and n columns does not compute an activation, or ""."""
-    if n % 32 or (act == "fp8" and m % 16):
-        return f"{m} rows a rank and {n} columns: must be multiples of 16, for fp8, and 32"
+def act_refusal(m: int, n: int, act: str, grad: bool) -> str:
+    """Why gemm_gather of shards of m rows and n columns does not make `act` of it, or of h's gradient, or ""."""
+    multiple = 64 if grad else 32
+    if n % multiple or (act == "fp8" and m % 16):
+        return f"{m} rows a rank and {n} columns: must be multiples of 16, for fp8, and {multiple}"
     return ""
 
 
@@ -72,10 +92,11 @@ def gemm_gather_ref(
 def gemm_gather(
     own: Tensor, gathered: Tensor, b: Tensor, ready: Tensor, counters: Tensor, epoch: Tensor, delta: int, abort: Tensor,
     rank: int, own_scale: Tensor | None = None, gathered_scale: Tensor | None = None, b_scale: Tensor | None = None,
-    bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, act: str = "", act_scale: Tensor | None = None,
-    act_amax: Tensor | None = None,
-) -> tuple[Tensor, Activation]:  # fmt: skip
-    """out[R * m, N] = all shards [R * m, K] @ b[N, K]^T * scales + bias[N], rounded once to bf16 or fp16.
+    bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = True,
+    wanted: Wanted = NOTHING,
+) -> tuple[Tensor | None, Activation]:  # fmt: skip
+    """out[R * m, N] = all shards [R * m, K] @ b[N, K]^T * scales + bias[N], rounded once to bf16 or fp16; None where it
+    is a gradient of which more than the maxima is wanted.
 
     own[m, K]: this rank's shard. gathered[R * m, K]: the others', in rank order; its rows of this rank do not count.
     ready int32 [R, P]: shard s with its scales is there once ready[s, 0] has reached epoch[0] + delta (ops/flags.py).
@@ -83,10 +104,9 @@ def gemm_gather(
     Scales, fp32 inverses, all three or none. A scale of a for all: own_scale [1], gathered_scale the same tensor; one a
     shard: [1], [R]; one a row: [m], [R * m]. b_scale: [1], or [N] but not beside one a shard. gathered_scale is read
     after the flags.
-    act: "", or of the activation: "high precision", "amax" alone, or "fp8": e4m3, twice, at act_scale fp32 [1] and
-    clamped; act_amax, fp32 [1], then becomes the largest of itself and all magnitudes, if it is given.
-    a, b: both bf16, both fp16, where b may also lie as [K, N]; or fp8 with at most one E5M2, with fast accumulation
-    (ops/gemm.py). On CUDA devices of compute capability 9.0. Errors: ValueError, TypeError.
+    a, b: both bf16, both fp16, where b may also lie as [K, N]; or fp8 with at most one E5M2. fast_accum: of fp8, as in
+    ops/gemm.py; without it what tensor cores sum is added up in fp32 every 512 elements of K. On CUDA devices of
+    compute capability 9.0. Errors: ValueError, TypeError.
     """
     (m, k), (n, _), ranks = own.shape, b.shape, ready.shape[0]
     fused.check("gather and GEMM", gathered, b, m, ranks)
@@ -103,29 +123,47 @@ def gemm_gather(
         own_scale, b_scale = own_scale.expand(m).contiguous(), b_scale.expand(n).contiguous()
         gathered_scale = gathered_scale.expand(ranks * m).contiguous() if kinds[0] == "tensor" else gathered_scale
     apart = {"row": m, "tensor": int(kinds[0] == "shard"), "none": 0}[scales]
-    out = own.new_empty((ranks * m, n), dtype=out_dtype)
     bias = None if bias is None else bias.float()
-    if act and (refusal := act_refusal(m, n, act)):
-        raise ValueError(f"an activation of {refusal}; compute it apart")
-    for name, value in (("act_scale", act_scale), ("act_amax", act_amax)):
-        given = value is not None and (value.dtype, value.numel(), value.device) == (torch.float32, 1, own.device)
-        if not given and (value is not None or (act == "fp8" and name == "act_scale")):
-            raise ValueError(f"{name} for act {act!r}: must be one fp32 on {own.device}; pass a view of one element")
+    split, grad = own.dtype in fused.FP8 and not fast_accum, wanted.h is not None
+    _check_wanted(wanted, own, m, ranks, n, out_dtype)
     clusters = sm_count(own.device) // 2
-    wide = 256 if act else tile_columns(m, n, ranks, fused.transposed(b), clusters)
+    wide = 256 if wanted.act else tile_columns(m, n, ranks, fused.transposed(b), clusters)
+    wide = 128 if split or grad else wide
     pairs, columns = -(-m // ROWS), -(-n // wide)
     clusters = min(clusters, ranks * pairs * columns)
-    made = _activation(out, act, clusters)
-    peak = made.amax if act == "amax" else act_amax
+    out = None if grad and wanted.act != "amax" else own.new_empty((ranks * m, n), dtype=out_dtype)
+    width = 2 * n if grad else n // 2
+    made = _activation(own, (ranks * m, width), wanted, out_dtype, clusters)
+    peak = made.amax if wanted.act == "amax" else wanted.amax
     fused.launch(
-        Kind(True, own.dtype, b.dtype, scales, out_dtype, ranks, fused.transposed(b), wide, act),
-        clusters, gathered, b, own, _shards(out, ranks, m * n), (),
-        (ready, None, counters, epoch, abort, gathered_scale, own_scale, b_scale, bias, act_scale, made.scale_inv,
+        Kind(True, own.dtype, b.dtype, scales, out_dtype, ranks, fused.transposed(b), wide, split, wanted.act, grad,
+             wanted.fp8),
+        clusters, gathered, b, own, _shards(wanted.h if out is None else out, ranks, m * n), (),
+        (ready, None, counters, epoch, abort, gathered_scale, own_scale, b_scale, bias, wanted.scale, made.scale_inv,
          peak),
         (delta, m, n, k, rank, ready.shape[1], 1, 0, pairs, columns, apart),
-        _shards(made.data, ranks, m * n // 2), _shards(made.data_t, ranks, m),
+        _shards(made.data, ranks, m * width), _shards(made.data_t, ranks, m), wanted.h,
     )  # fmt: skip
     return out, made
+
+
+def _check_wanted(wanted: Wanted, own: Tensor, m: int, ranks: int, n: int, dtype: torch.dtype) -> None:
+    if not wanted.act:
+        return
+    if refusal := act_refusal(m, n, wanted.act, wanted.h is not None):
+        raise ValueError(f"an activation of {refusal}; compute it apart")
+    for name, value in (("scale", wanted.scale), ("amax", wanted.amax)):
+        given = value is not None and (value.dtype, value.numel(), value.device) == (torch.float32, 1, own.device)
+        if not given and (value is not None or (wanted.act == "fp8" and name == "scale")):
+            raise ValueError(
+                f"{name} for act {wanted.act!r}: must be one fp32 on {own.device}; pass a view of one element"
+            )
+    h, needed = wanted.h, (ranks * m, 2 * n)
+    if h is not None and (tuple(h.shape) != needed or h.dtype != dtype or not h.is_contiguous()):
+        raise ValueError(
+            f"h {list(h.shape)} of {h.dtype}, strides {h.stride()}: must be contiguous {list(needed)} of {dtype}; pass "
+            "the h that forward computed"
+        )
 
 
 def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[int]:
@@ -135,11 +173,10 @@ def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[int]:
     return [whole.data_ptr() + rank * elements * whole.element_size() for rank in range(ranks)]
 
 
-def _activation(out: Tensor, act: str, clusters: int) -> Activation:
-    rows, columns = out.shape[0], out.shape[1] // 2
-    if act == "amax":
-        return Activation(amax=out.new_empty(4 * clusters, dtype=torch.float32))
-    if act == "fp8":
-        data, data_t = (out.new_empty(shape, dtype=fused.FP8[0]) for shape in ((rows, columns), (columns, rows)))
-        return Activation(data, data_t, out.new_empty(1, dtype=torch.float32))
-    return Activation(out.new_empty((rows, columns))) if act else Activation()
+def _activation(own: Tensor, shape: tuple[int, int], wanted: Wanted, dtype: torch.dtype, clusters: int) -> Activation:
+    if wanted.act == "amax":
+        return Activation(amax=own.new_empty((4 if wanted.h is None else 2) * clusters, dtype=torch.float32))
+    if wanted.act == "fp8":
+        data, data_t = (own.new_empty(size, dtype=wanted.fp8) for size in (shape, shape[::-1]))
+        return Activation(data, data_t, own.new_empty(1, dtype=torch.float32))
+    return Activation(own.new_empty(shape, dtype=dtype)) if wanted.act else Activation()

@@ -39,7 +39,7 @@ def lag(others: int, blocks: int, clusters: int) -> int:
 def gemm_scatter(
     a: Tensor, b: Tensor, to: Sequence[int], arrived: Sequence[int], staging: Tensor, ready: Tensor, free: Tensor,
     counters: Tensor, epoch: Tensor, delta: int, abort: Tensor, rank: int, a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None, bias: Tensor | None = None,
+    b_scale: Tensor | None = None, bias: Tensor | None = None, fast_accum: bool = True,
 ) -> Tensor:  # fmt: skip
     """out[m, N] = sum over ranks of a[R*m, K] @ b[N, K]^T * scales, this rank's rows, + bias[N]; rounded once.
 
@@ -48,8 +48,8 @@ def gemm_scatter(
     block i of staging[s] is there once ready[s, i] has reached epoch[0] + delta (ops/flags.py). free int32 [R]: to[r]
     may be written once free[r] has reached epoch[0] + delta - 1. counters: int32, R * blocks(m) + 1 zeros, zeros again
     at the end. The order of sums is that of ops/reduce.py: the same bits on every run. Garbage after an abort. Scales:
-    fp32 inverses, both or none; a_scale [1] or [R*m], b_scale [1] or [N]. a, b: as in ops/gemm_gather.py. Errors:
-    ValueError, TypeError.
+    fp32 inverses, both or none; a_scale [1] or [R*m], b_scale [1] or [N]. a, b, fast_accum: as in ops/gemm_gather.py.
+    Errors: ValueError, TypeError.
     """
     ranks, m, n = staging.shape
     fused.check("GEMM and reduce-scatter", a, b, m, ranks)
@@ -72,11 +72,12 @@ def gemm_scatter(
     out = a.new_empty((m, n), dtype=staging.dtype)
     bias = None if bias is None else bias.float()
     clusters = sm_count(a.device) // 2
-    wide = tile_columns(m, n, ranks, clusters)
+    split = a.dtype in fused.FP8 and not fast_accum
+    wide = 128 if split else tile_columns(m, n, ranks, clusters)
     pairs, columns = -(-m // ROWS) // count, -(-n // wide)
     behind = lag((ranks - 1) * pairs * columns, count, clusters)
     fused.launch(
-        Kind(False, a.dtype, b.dtype, scales, out.dtype, ranks, fused.transposed(b), wide),
+        Kind(False, a.dtype, b.dtype, scales, out.dtype, ranks, fused.transposed(b), wide, split),
         min(clusters, ranks * count * pairs * columns),
         a, b, staging, [*to[:rank], out.data_ptr(), *to[rank + 1 :]], arrived,
         (ready, free, counters, epoch, abort, a_scale, None, b_scale, bias),

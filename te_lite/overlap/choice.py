@@ -21,7 +21,7 @@ import triton
 from te_lite.overlap.bootstrap import Exchange
 from te_lite.watch import all_reduce_max
 
-SCHEDULES = 5  # to be raised when a schedule changes its speed: what was measured before is then forgotten
+SCHEDULES = 6  # to be raised when a schedule changes its speed: what was measured before is then forgotten
 ROUNDS = 5
 HOLD_CYCLES = 2_000_000  # about 1 ms, in which the host issues what is timed, as one that runs ahead has
 MOST = 512  # problems that one group times; a run with ever new token counts follows the rule from then on

@@ -11,15 +11,14 @@ from torch import Tensor
 from te_lite._C import MOST_FUSED_RANKS
 from te_lite.ops import source
 from te_lite.ops.gemm_fused import ALIGNMENT, transposed
-from te_lite.ops.gemm_gather import Activation, act_refusal, gemm_gather
+from te_lite.ops.gemm_gather import NOTHING, Activation, Wanted, act_refusal, gemm_gather
 from te_lite.ops.gemm_scatter import blocks
 from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
 from te_lite.ops.source import Source
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.group import Group
-from te_lite.overlap.schedule import Product
+from te_lite.overlap.schedule import Activated, Product
 from te_lite.quantize.qtensor import QTensor
-from te_lite.quantize.quantizer import Quantizer
 
 
 def refusal(gemm: Product, a: QTensor, group: Group) -> str:
@@ -29,8 +28,6 @@ def refusal(gemm: Product, a: QTensor, group: Group) -> str:
         return "fused kernels need a GPU"
     if not (a.format.scales_product and gemm.b.format.scales_product and a.format.multiplies(gemm.b.format)):
         return f"no fused kernel for {a.format.label or data.dtype}"
-    if data.element_size() == 1 and not gemm.fast_accum:
-        return "split accumulation by hand is slower than a ring"
     if a.shape[0] % a.format.shard_multiple:
         return f"a rank's tokens are not a multiple of {a.format.shard_multiple}"
     if torch.float32 in (data.dtype, gemm.dtype):
@@ -61,32 +58,40 @@ def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, Tensor, int, Ten
     return *buffer.flags(exchange.slot), *buffer.epoch(exchange.slot, exchange.epoch), group.abort, group.rank
 
 
-def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
-    """gemm of the gathered tensor [R*m, k] -> [R*m, n], each tile once the shard that it reads has arrived."""
+def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor | None:
+    """gemm of the gathered tensor [R*m, k] -> [R*m, n], each tile once the shard that it reads has arrived; None where
+    only what gemm.then makes of it is left."""
     own_scale, b_scale = _scales(own, gemm)
     data, *scales = gather.parts()
     scale = scales[0].reshape(-1) if scales else own_scale
     a, b = data.view(own.row.dtype), _aligned(gemm.b.operand(gemm.b_layout)[0])
     ready, _, *rest = _flags(gather)
     counters = gather.buffer.counters[gather.slot]
-    act = "" if gemm.then is None or act_refusal(own.shape[0], gemm.columns, gemm.then.want) else gemm.then.want
-    act_scale, act_amax = gemm.then.take_scale() if act else (None, None)
+    wanted = _wanted(gemm.then, own.shape[0], gemm.columns)
     out, made = gemm_gather(
-        _aligned(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype, act,
-        act_scale, act_amax,
+        _aligned(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype,
+        gemm.fast_accum, wanted,
     )  # fmt: skip
-    if act:
-        gemm.then.result = _result(gemm.then.quantizer, out, made, act_scale)
+    if wanted.act:
+        gemm.then.result = _result(gemm, out, made, wanted.scale)
     return out
 
 
-def _result(quantizer: Quantizer, h: Tensor, made: Activation, scale: Tensor | None) -> Source | QTensor:
+def _wanted(then: Activated | None, m: int, columns: int) -> Wanted:
+    if then is None or act_refusal(m, columns, then.want, then.h is not None):
+        return NOTHING
+    if then.want != "fp8":
+        return Wanted(then.want, then.h)
+    return Wanted("fp8", then.h, *then.take_scale(), then.quantizer.format.dtype)
+
+
+def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor | None) -> Source | QTensor:
     if made.amax is not None:
-        return source.act(h, "swiglu")._replace(amax=made.amax)
+        return gemm.then.source(out)._replace(amax=made.amax)
     if made.data_t is None:
         return source.plain(made.data)
-    inverse = made.scale_inv
-    return QTensor(quantizer.format, tuple(made.data.shape), h.dtype, made.data, inverse, made.data_t, inverse, scale)
+    format, inverse = gemm.then.quantizer.format, made.scale_inv
+    return QTensor(format, tuple(made.data.shape), gemm.dtype, made.data, inverse, made.data_t, inverse, scale)
 
 
 def begin_scatter(gemm: Product, a: QTensor, group: Group) -> Scatter:
@@ -102,7 +107,7 @@ def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
     ready, free, *rest = _flags(scatter)
     out = run_scatter(
         _aligned(a.operand("row")[0]), _aligned(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
-        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias,
+        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum,
     )  # fmt: skip
     scatter.close()
     return out

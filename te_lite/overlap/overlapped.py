@@ -115,7 +115,7 @@ class Overlapped(Collective):
         problem = f"{'scatter' if scatters else 'gather'} {a.format.label or a.dtype} {list(a.shape)} x {gemm.columns} "
         bias = gemm.bias is not None or gemm.sum_bias is not None
         problem += f"{gemm.b_layout} to {gemm.dtype}, bias {bias}, fast {gemm.fast_accum}"
-        problem += f", then {gemm.then.want}" if gemm.then else ""
+        problem += f", then {gemm.then.want}{' of a gradient' * (gemm.then.h is not None)}" if gemm.then else ""
 
         def run(way: str) -> object:
             then = gemm.then and replace(gemm.then, timed=True, some_scale=some_scale)
@@ -127,11 +127,13 @@ class Overlapped(Collective):
             return out
 
         names = ("collective", "ring", *(() if fused.refusal(gemm, a, self.group) else ("fused",)))
-        if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
-            self._measured.pop(name, None)
-            return method
+        some_scale = None
+        if not choices.knows(problem, names):
+            if choices.full or self.group.capturing():
+                self._measured.pop(name, None)
+                return method
+            some_scale = torch.ones(1, device=self.group.device)
         self.group.announce(f"auto: {problem}")
-        some_scale = torch.ones(1, device=gemm.b.operand(gemm.b_layout)[0].device)
         ways = {way: partial(run, way) for way in names}
         way, measured = choices.choose(problem, ways, self.tp.group, self.group.control.check)
         self._measured[name] = measured

@@ -16,36 +16,40 @@ from torch import Tensor
 
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.nvtx import nvtx_range
-from te_lite.ops.source import Source, act
+from te_lite.ops.source import Source, act, dact
 from te_lite.quantize.qtensor import Layout, QTensor, TensorFormat, matmul
 from te_lite.quantize.quantizer import Quantizer
 
 
 @dataclass(slots=True)
 class Activated:
-    """swiglu of a GEMM's product h[M, 2F], which the GEMM may compute at its end as `quantizer` wants it.
+    """v = swiglu of a GEMM's product, or with h[M, 2F] the gradient of h where the product is that of swiglu(h): what
+    the GEMM may compute at its end as `quantizer` wants it.
 
-    want: "high precision", "amax" or "fp8", see ops/gemm_gather.py. result: what the next linear takes in place of it,
-    set by the GEMM if it did. timed: only the time counts, so no state of the quantizer is touched.
+    want: "high precision", "amax" or "fp8", see ops/gemm_gather.py. result: what the next linear takes for v, set by
+    the GEMM if it did. timed: only the time counts, so no state of the quantizer is touched.
     """
 
     quantizer: Quantizer
     want: str
+    h: Tensor | None = None
     timed: bool = False
     result: Source | QTensor | None = None
     some_scale: Tensor | None = None  # fp32 [1], where timed
 
-    def take_scale(self) -> tuple[Tensor | None, Tensor | None]:
-        """For "fp8" the scale, and where the amax goes."""
-        if self.want != "fp8":
-            return None, None
+    def take_scale(self) -> tuple[Tensor, Tensor | None]:
+        """For "fp8": the scale, and where the amax goes."""
         return (self.some_scale, None) if self.timed else self.quantizer.take_scale()
 
-    def apart(self, h: Tensor) -> None:
+    def source(self, product: Tensor) -> Source:
+        """v, to be computed from the product."""
+        return act(product, "swiglu") if self.h is None else dact(product, self.h, "swiglu")
+
+    def apart(self, product: Tensor) -> None:
         """What the GEMM spares, by kernels of its own, to be timed."""
-        source = act(h, "swiglu")
+        source = self.source(product)
         if self.want == "high precision":
-            transform(source, hp_dtype=h.dtype)
+            transform(source, hp_dtype=product.dtype)
         elif self.want == "amax":
             amax(source)
         else:

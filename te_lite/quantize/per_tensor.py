@@ -169,9 +169,6 @@ class Delayed(Quantizer):
     state: ScaleState | None = None
     slot: int = 0
 
-    def wants_from_gemm(self, dtype: torch.dtype) -> str:
-        return Quantizer.wants_from_gemm(self, dtype) if self.format.dtype == torch.float8_e4m3fn else ""
-
     def take_scale(self) -> tuple[Tensor, Tensor | None]:
         state, slot = self.state, self.slot
         scale = state.scale_for_forward(slot) if state.key.direction == "forward" else state.scale_at(slot)

@@ -6,7 +6,7 @@ import torch
 from te_lite.ops import flags
 from te_lite.ops import gemm_gather as G
 from te_lite.ops.cast import amax, transform
-from te_lite.ops.source import act
+from te_lite.ops.source import act, dact
 from te_lite.overlap.buffers import following
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
@@ -63,8 +63,8 @@ def arguments(case: Case, p: fused.Problem, rank: int, device: str) -> list:
     ]  # fmt: skip
 
 
-def run_with(args: list, act: str, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None):
-    out, made = G.gemm_gather(*args, act, scale, amax)
+def run_with(args: list, wanted: G.Wanted, fast: bool = True):
+    out, made = G.gemm_gather(*args, fast, wanted)
     fused.finish(args[ABORT])
     assert not args[COUNTERS].any()
     return out, made
@@ -75,42 +75,58 @@ def oracle(args: list) -> torch.Tensor:
     return G.gemm_gather_ref(own, gathered, b, *args[ABORT + 1 :])
 
 
-def run(args: list) -> torch.Tensor:
-    out, made = run_with(args, "")
+def run(args: list, fast: bool = True) -> torch.Tensor:
+    out, made = run_with(args, G.Wanted(), fast)
     assert made == (None,) * 4
     return out
 
 
-def accumulation(case: Case, device: str) -> float:
-    if case.a in fused.FP8:
-        return fp8_accumulation(device, case.k, True)
-    return (case.k + 4) * 2.0**-23
+def accumulation(case: Case, device: str, fast: bool = True) -> float:
+    in_fp32 = (case.k + 4) * 2.0**-23
+    if case.a not in fused.FP8:
+        return in_fp32
+    return fp8_accumulation(device, case.k, True) if fast else in_fp32 + min(16, -(-case.k // 32)) * 2.0**-13
+
+
+FAST_OR_NOT = [(case, fast) for case in CASES for fast in (True, False) if fast or case.a in fused.FP8]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_fp64(case, columns):
+@pytest.mark.parametrize(("case", "fast"), FAST_OR_NOT, ids=str)
+def test_against_fp64(case, fast, columns):
     p = fused.problem(case, "cuda")
     want, magnitude = fused.truth(case, p)
     if p.bias is not None:
         want, magnitude = want + p.bias.cpu().double(), magnitude + p.bias.cpu().double().abs()
     for rank in {0, case.ranks - 1}:
-        out = run(arguments(case, p, rank, "cuda"))
+        out = run(arguments(case, p, rank, "cuda"), fast)
         assert out.dtype == case.out and out.shape == want.shape
-        assert within(out, want, magnitude, accumulation(case, "cuda")), f"rank {rank}"
+        assert within(out, want, magnitude, accumulation(case, "cuda", fast)), f"rank {rank}"
         # A shard of another rank would be noticed.
-        assert not within(out.roll(case.m, 0), want, magnitude, accumulation(case, "cuda"))
+        assert not within(out.roll(case.m, 0), want, magnitude, accumulation(case, "cuda", fast))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_is_exact(case, columns):
+def test_sums_that_are_not_split_lose_digits():
+    """Tensor cores cut what they add to a large sum; of positive numbers that shows."""
+    case = Case(2, 256, 16384, 128, E4M3, scale="tensor")
+    p = fused.problem(case, "cuda")
+    p.a, p.b = ((t.float().abs() + 0.5).to(E4M3) for t in (p.a, p.b))
+    want, magnitude = fused.truth(case, p)
+    bound = accumulation(case, "cuda", fast=False)
+    assert within(run(arguments(case, p, 0, "cuda"), fast=False), want, magnitude, bound)
+    assert not within(run(arguments(case, p, 0, "cuda"), fast=True), want, magnitude, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "fast"), FAST_OR_NOT, ids=str)
+def test_the_kernel_is_exact(case, fast, columns):
     """Where no sum is rounded, every bit is the oracle's, and on every run."""
     p = fused.problem(case, "cuda", exact=True)
     args = arguments(case, p, case.ranks - 1, "cuda")
     want = oracle(args)
     for _ in range(3):
-        assert_bitwise_equal("gemm_gather", run(args), want)
+        assert_bitwise_equal("gemm_gather", run(args, fast), want)
 
 
 @pytest.mark.gpu
@@ -187,21 +203,21 @@ def test_swiglu_of_the_output(case, clusters, monkeypatch):
     args = arguments(case, fused.problem(case, "cuda"), case.ranks - 1, "cuda")
     h = run(args)
     source = act(h, "swiglu")
-    out, made = run_with(args, "high precision")
+    out, made = run_with(args, G.Wanted("high precision"))
     assert_bitwise_equal("h beside its activation", out, h)
     assert_bitwise_equal("activation", made.data, transform(source, hp_dtype=h.dtype).hp)
-    out, made = run_with(args, "amax")
+    out, made = run_with(args, G.Wanted("amax"))
     assert_bitwise_equal("h beside the amax", out, h)
     assert_bitwise_equal("amax", made.amax.amax(), amax(source).amax())
     if case.m % 16:
         with pytest.raises(ValueError, match="multiples of 16, for fp8.*apart"):
-            run_with(args, "fp8", torch.ones(1, device="cuda"))
+            run_with(args, G.Wanted("fp8", scale=torch.ones(1, device="cuda")))
         return
     scale, seen = torch.rand(1, device="cuda") * 20, torch.zeros(1, device="cuda")
     want = transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, amax_out=seen)
     for start in (0.0, 1e9):
         largest = torch.full((1,), start, device="cuda")
-        out, made = run_with(args, "fp8", scale, largest)
+        out, made = run_with(args, G.Wanted("fp8", None, scale, largest))
         assert_bitwise_equal("h beside fp8", out, h)
         assert_bitwise_equal("rows", made.data, want.row)
         assert_bitwise_equal("columns", made.data_t, want.col)
@@ -209,12 +225,60 @@ def test_swiglu_of_the_output(case, clusters, monkeypatch):
         assert largest.item() == max(start, seen.item())
 
 
+GRADS = [
+    Case(4, 300, 136, 576, pieces=2, turned=True),
+    Case(2, 7, 64, 64, FP16, out=FP16),
+    Case(2, 1104, 400, 1088, E5M2, E4M3, scale="tensor"),
+    Case(3, 512, 1040, 2112, E4M3, E5M2, scale="row"),
+    Case(4, 640, 640, 4096, E4M3, scale="shard"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clusters", [3, 66])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("case", GRADS, ids=str)
+def test_gradient_of_swiglu(case, fast, clusters, monkeypatch):
+    """All bits are those of the kernels that read the product and h, whoever does the tiles."""
+    monkeypatch.setattr(G, "sm_count", lambda device: 2 * clusters)
+    args = arguments(case, fused.problem(case, "cuda"), case.ranks - 1, "cuda")
+    da = run(args, fast)
+    h = (torch.randn(case.ranks * case.m, 2 * case.n, device="cuda") * 3).to(case.out)
+    h[0, :4] = torch.tensor([200.0, -200.0, 90.0, -90.0])  # beyond where the derivative is clamped, and before
+    source = dact(da, h, "swiglu")
+    out, made = run_with(args, G.Wanted("high precision", h), fast)
+    assert out is None
+    assert_bitwise_equal("gradient", made.data, transform(source, hp_dtype=h.dtype).hp)
+    out, made = run_with(args, G.Wanted("amax", h), fast)
+    assert_bitwise_equal("the product beside the amax", out, da)
+    assert_bitwise_equal("amax", made.amax.amax(), amax(source).amax())
+    if case.m % 16:
+        with pytest.raises(ValueError, match="multiples of 16, for fp8, and 64.*apart"):
+            run_with(args, G.Wanted("fp8", h, torch.ones(1, device="cuda")))
+        return
+    scale, seen = torch.rand(1, device="cuda") * 20, torch.zeros(1, device="cuda")
+    for fp8 in (E4M3, E5M2):
+        want = transform(source, fp8_dtype=fp8, row=True, col=True, scale=scale, amax_out=seen)
+        for start in (0.0, 2.0**100):
+            largest = torch.full((1,), start, device="cuda")
+            out, made = run_with(args, G.Wanted("fp8", h, scale, largest, fp8), fast)
+            assert out is None
+            assert_bitwise_equal("rows", made.data, want.row)
+            assert_bitwise_equal("columns", made.data_t, want.col)
+            assert_bitwise_equal("inverse scale", made.scale_inv, want.scale_inv)
+            assert largest.item() == max(start, seen.item())
+
+
 @pytest.mark.gpu
 def test_swiglu_of_what_is_not_a_number():
     args = arguments(GATED[0], fused.problem(GATED[0], "cuda"), 0, "cuda")
     args[0][3, 5] = float("nan")
-    h, made = run_with(args, "amax")
+    h, made = run_with(args, G.Wanted("amax"))
     assert h.isnan().any() and made.amax.amax().isinf() and not made.amax.isnan().any()
+    args = arguments(GRADS[0], fused.problem(GRADS[0], "cuda"), 0, "cuda")
+    args[0][3, 5] = float("nan")
+    da, made = run_with(args, G.Wanted("amax", torch.randn(1200, 1152, device="cuda").bfloat16()))
+    assert da.isnan().any() and made.amax.amax().isinf() and not made.amax.isnan().any()
 
 
 @pytest.mark.gpu
@@ -273,6 +337,17 @@ def test_errors_name_value_rule_and_remedy():
     shards[SCALE + 1] = torch.ones(CASES[12].n)
     with pytest.raises(ValueError, match="a scale a shard.*ring"):
         G.gemm_gather(*shards)
+
+
+def test_what_is_wanted_of_the_product_is_checked():
+    args = arguments(GRADS[0], fused.problem(GRADS[0], "cpu"), 0, "cpu")
+    h = torch.zeros(1200, 1152, dtype=BF16)
+    with pytest.raises(ValueError, match=r"h \[1200, 576\].*contiguous \[1200, 1152\].*pass"):
+        run_with(args, G.Wanted("amax", h[:, :576].contiguous()))
+    with pytest.raises(ValueError, match="h .*float32.*bfloat16; pass"):
+        run_with(args, G.Wanted("amax", h.float()))
+    with pytest.raises(ValueError, match="scale for act 'fp8'.*one fp32"):
+        run_with(arguments(GRADS[4], fused.problem(GRADS[4], "cpu"), 0, "cpu"), G.Wanted("fp8"))
 
 
 def test_operands_that_the_kernels_refuse():

@@ -57,10 +57,10 @@ class Rank:
         ]  # fmt: skip
         self.rank, self.others = rank, [r for r in range(case.ranks) if r != rank]
 
-    def run(self) -> torch.Tensor:
+    def run(self, fast: bool = True) -> torch.Tensor:
         self.products.fill_(float("nan"))
         self.told.zero_()
-        out = S.gemm_scatter(*self.arguments)
+        out = S.gemm_scatter(*self.arguments, fast)
         fused.finish(self.arguments[ABORT])
         assert not self.arguments[COUNTERS].any()
         assert (self.told[self.others] == 5).all() and not self.told[self.rank].any()
@@ -74,15 +74,18 @@ def columns(request, monkeypatch):
     monkeypatch.setattr(S, "tile_columns", lambda *shape: request.param)
 
 
+FAST_OR_NOT = [(case, fast) for case in CASES for fast in (True, False) if fast or case.a in fused.FP8]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_fp64(case, columns):
+@pytest.mark.parametrize(("case", "fast"), FAST_OR_NOT, ids=str)
+def test_against_fp64(case, fast, columns):
     p = fused.problem(case, "cuda")
     want, magnitude = (t.view(case.ranks, case.m, case.n) for t in fused.truth(case, p))
-    bound = accumulation(case, "cuda")
+    bound = accumulation(case, "cuda", fast)
     for rank in {0, case.ranks - 1}:
         one = Rank(case, p, rank)
-        out = one.run()
+        out = one.run(fast)
         for other in one.others:
             assert within(one.products[other], want[other], magnitude[other], bound), f"rank {rank}, rows of {other}"
         parts = [one.arguments[STAGING][r].cpu().double() for r in one.others]
@@ -100,14 +103,14 @@ def expected(case: Case, p: fused.Problem, one: Rank) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_is_exact(case, columns):
+@pytest.mark.parametrize(("case", "fast"), FAST_OR_NOT, ids=str)
+def test_the_kernel_is_exact(case, fast, columns):
     """Where no sum is rounded, every bit is the oracle's, and on every run."""
     p = fused.problem(case, "cuda", exact=True)
     one = Rank(case, p, case.ranks - 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float())
     products, own = expected(case, p, one)
     for _ in range(3):
-        assert_bitwise_equal("own rows", one.run(), own)
+        assert_bitwise_equal("own rows", one.run(fast), own)
         assert_bitwise_equal("others' rows", one.products[one.others], products[one.others])
 
 

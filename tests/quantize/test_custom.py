@@ -330,5 +330,4 @@ def test_a_gemm_makes_nothing_for_a_quantizer_with_a_quantize_of_its_own():
     assert Identity().wants_from_gemm(torch.bfloat16) == Named().wants_from_gemm(torch.bfloat16) == "high precision"
     assert Own().wants_from_gemm(torch.bfloat16) == Identity().wants_from_gemm(torch.float16) == ""
     assert Calibrating().wants_from_gemm(torch.bfloat16) == ""
-    delayed = {dtype: Delayed(FORMATS[dtype]).wants_from_gemm(torch.bfloat16) for dtype in FORMATS}
-    assert delayed == {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: ""}
+    assert all(Delayed(format).wants_from_gemm(torch.bfloat16) == "fp8" for format in FORMATS.values())
