@@ -6,7 +6,8 @@
 Sequence parallel, RMSNorm, SwiGLU, no bias. In each run the overlapped module, the same without overlap and the six
 GEMMs alone, as cuBLAS runs them back to back on operands that lie ready, are interleaved; a sample starts on all ranks
 together and is the slowest rank's. Methods: "ring", "fused" and "auto" (initialize_ub's default) ask for that wherever
-there is a choice, "auto, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad) instead of behind wgrad.
+there is a choice, "auto, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad), not behind wgrad. --graphs: also
+CUDA graphs of the whole step, in which the host launches nothing; not of delayed scaling, whose history is the host's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
@@ -72,6 +74,11 @@ def mlp_step(shape: Shape, recipe: str, flags: dict[str, bool], device: torch.de
     return ModuleStep(mlp, modules.recipe_context(recipe), x, torch.randn_like(x))
 
 
+def fresh_step(work: ModuleStep) -> None:
+    work.reset()
+    work.step()
+
+
 def compare(shape: Shape, recipe: str, method: str, args: argparse.Namespace, device: torch.device) -> dict:
     """One row: the overlapped module, with Collective and the GEMMs beside it. The same on all ranks."""
     overlapped = mlp_step(shape, recipe, METHODS[method][1], device)
@@ -84,6 +91,11 @@ def compare(shape: Shape, recipe: str, method: str, args: argparse.Namespace, de
         bench.Candidate("collective", plain.step, plain.reset),
         bench.Candidate("gemms", gemms),
     ]
+    graphs = args.graphs and recipe != "delayed"
+    if graphs:  # of modules of their own, whose gradients belong to the graph
+        for name, flags in (("overlapped, graph", METHODS[method][1]), ("collective, graph", {})):
+            work = mlp_step(shape, recipe, flags, device)
+            run.append(bench.Candidate(name, bench.captured(partial(fresh_step, work))))
     timings = bench.time_interleaved(run, RanksClock(device), rounds=args.rounds, wall_rounds=args.wall_rounds)
     rows = [row for row in te.overlap_report() if row["sent"] and row["schedule"] != "collective"]
     row = {"shape": shape.name, "tp": ranks, "recipe": recipe, "method": method}
@@ -91,8 +103,9 @@ def compare(shape: Shape, recipe: str, method: str, args: argparse.Namespace, de
     timing = asdict(timings["overlapped"])
     del timing["name"]
     row |= timing
-    for name in ("collective", "gemms"):
-        row |= {f"{name}_gpu_us": timings[name].gpu_us, f"{name}_wall_us": timings[name].wall_us}
+    for name in ("collective", "gemms", *(("overlapped, graph", "collective, graph") if graphs else ())):
+        column = name.replace("overlapped, ", "").replace(", ", "_")
+        row |= {f"{column}_gpu_us": timings[name].gpu_us, f"{column}_wall_us": timings[name].wall_us}
         row["error"] = row["error"] or timings[name].error
     if not row["error"]:
         row["against_collective"] = row["collective_gpu_us"] / row["gpu_us"]
@@ -106,7 +119,13 @@ def measure(args: argparse.Namespace, device: torch.device, rows: list[dict], wr
     for shape in (shape for shape in shapes if shape.name in args.shapes or device.type == "cpu"):
         for method in args.methods:
             config, _, recipes = METHODS[method]
-            te.initialize_ub([shape.tokens, shape.hidden], dist.get_world_size(), ub_cfgs=config, device=device)
+            te.initialize_ub(
+                [shape.tokens, shape.hidden],
+                dist.get_world_size(),
+                ub_cfgs=config,
+                cuda_graphs=args.graphs,
+                device=device,
+            )
             for recipe in (recipe for recipe in args.recipes if recipe in recipes):
                 rows.append(compare(shape, recipe, method, args, device))
                 write()
@@ -115,6 +134,7 @@ def measure(args: argparse.Namespace, device: torch.device, rows: list[dict], wr
 
 def summary(rows: list[dict]) -> str:
     columns = ("gpu_us", "collective_gpu_us", "gemms_gpu_us", "host_us", "wall_us", "collective_wall_us")
+    columns += ("graph_wall_us", "collective_graph_wall_us")
     ratios = ("against_collective", "against_gemms")
     lines = []
     for row in rows:
@@ -132,6 +152,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--wall-rounds", type=int, default=2)
+    parser.add_argument("--graphs", action="store_true", help="also under CUDA graphs; on GPUs")
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for overlap.json")
     return parser.parse_args(argv)

@@ -144,24 +144,6 @@ class Problem:
         )
 
 
-def captured(step: Callable[[], object]) -> Callable[[], None]:
-    """step() as a CUDA graph, captured at the first call."""
-    graphs: list[torch.cuda.CUDAGraph] = []
-
-    def replay() -> None:
-        if not graphs:
-            for _ in range(2):
-                step()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            graphs.append(graph)
-        graphs[0].replay()
-
-    return replay
-
-
 def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candidate]:
     ways: dict[str, Callable[[], object]] = {
         "gemm": problem.gemm_alone,
@@ -172,7 +154,7 @@ def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candida
     if problem.device.type == "cuda":
         ways["fused"] = lambda: problem.overlapped(fused)
         if args.torch and has_torch_fused():
-            ways["torch fused"] = captured(problem.torch_fused)
+            ways["torch fused"] = bench.captured(problem.torch_fused)
     return [bench.Candidate(name, step) for name, step in ways.items()]
 
 

@@ -258,13 +258,15 @@ def measured_twice(rows: list[dict]) -> str:
 
 def render_overlap(content: dict) -> str:
     columns = ("gpu_us", "collective_gpu_us", "gemms_gpu_us", "host_us", "wall_us", "collective_wall_us")
+    columns += ("graph_wall_us", "collective_graph_wall_us") * any("graph_wall_us" in row for row in content["rows"])
     lines = []
     for row in (row for row in content["rows"] if not row["error"]):
         ratios = [ratio(row["collective_gpu_us"], row["gpu_us"]), ratio(row["gpu_us"], row["gemms_gpu_us"])]
-        numbers = [number(row[column]) for column in columns]
+        numbers = [number(row.get(column)) for column in columns]
         lines.append([row["shape"], row["recipe"], row["method"], *numbers[:3], *ratios, *numbers[3:]])
     header = ["shape", "recipe", "method", "GPU us", "Collective", "GEMMs alone", "Collective / overlapped"]
     header += ["overlapped / GEMMs", "host us", "wall us", "Collective, wall us"]
+    header += ["graph, wall us", "Collective, graph, wall us"][: len(columns) - 6]
     about = f"{content['tp']} ranks, microseconds of the slowest, forward and backward."
     return f"{provenance(content)} {about}\n\n{markdown(header, lines, text_columns=3)}"
 

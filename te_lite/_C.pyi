@@ -54,12 +54,10 @@ class FusedGemm:
         to: list[int],
         act: list[int],
         act_t: list[int],
-        arrived: list[int],
-        tensors: list[int],
-        numbers: list[int],
+        arguments: _bytes,
     ) -> None:
-        """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h), h may be 0; the others: those of FusedArguments, and
-        its numbers. programs: even. RuntimeError when the driver refuses."""
+        """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h), h may be 0. arguments: FusedArguments as it lies in
+        memory. programs: even. RuntimeError when the driver refuses."""
 
 def dlpack(address: int, bytes: int, device: int, owner: object) -> object:
     """A "dltensor" capsule: uint8 [bytes] at address, which owner keeps alive. device -1: CPU, else that CUDA device,

@@ -5,6 +5,7 @@
 #include "gemm_fused.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "check.h"
@@ -85,38 +86,18 @@ class FusedGemm {
   bool transposed_;  // b
 };
 
-template <typename T>
-T pointer(uint64_t address) {
-  return reinterpret_cast<T>(address);
-}
-
 void launch(const FusedGemm& kernel, unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other,
             uint64_t h, const std::vector<uint64_t>& to, const std::vector<uint64_t>& act,
-            const std::vector<uint64_t>& act_t, const std::vector<uint64_t>& arrived,
-            const std::vector<uint64_t>& tensors, const std::vector<int>& numbers) {
-  if (to.size() > kMostFusedRanks || std::max({arrived.size(), act.size(), act_t.size()}) > to.size() ||
-      tensors.size() != 12 || numbers.size() != 11) {
-    throw std::invalid_argument("a launch with " + std::to_string(to.size()) + " ranks, " +
-                                std::to_string(tensors.size()) + " tensors and " + std::to_string(numbers.size()) +
-                                " numbers: at most " + std::to_string(kMostFusedRanks) + ", 12 and 11 are taken");
+            const std::vector<uint64_t>& act_t, const py::bytes& arguments) {
+  const std::string packed = arguments;
+  FusedArguments p;
+  if (to.size() > kMostFusedRanks || std::max(act.size(), act_t.size()) > to.size() || packed.size() != sizeof p) {
+    throw std::invalid_argument("a launch with " + std::to_string(to.size()) + " ranks and " +
+                                std::to_string(packed.size()) + " bytes of arguments: at most " +
+                                std::to_string(kMostFusedRanks) + " and " + std::to_string(sizeof p) + " are taken");
   }
-  FusedArguments p{};
-  std::transform(arrived.begin(), arrived.end(), p.arrived, pointer<int*>);
-  p.ready = pointer<const int*>(tensors[0]);
-  p.free = pointer<const int*>(tensors[1]);
-  p.counters = pointer<unsigned*>(tensors[2]);
-  p.word = pointer<const int*>(tensors[3]);
-  p.abort = pointer<const int*>(tensors[4]);
-  p.a_scale = pointer<const float*>(tensors[5]);
-  p.own_scale = pointer<const float*>(tensors[6]);
-  p.b_scale = pointer<const float*>(tensors[7]);
-  p.bias = pointer<const float*>(tensors[8]);
-  p.act_scale = pointer<const float*>(tensors[9]);
-  p.act_scale_inv = pointer<float*>(tensors[10]);
-  p.peak = pointer<unsigned*>(tensors[11]);
-  int* const fields[] = {&p.delta, &p.m, &p.n, &p.k, &p.rank, &p.flags, &p.blocks, &p.lag, &p.pairs, &p.columns,
-                         &p.scales};
-  for (size_t i = 0; i < numbers.size(); ++i) *fields[i] = numbers[i];
+  std::memcpy(&p, packed.data(), sizeof p);
+  const py::gil_scoped_release release;
   kernel.launch(programs, stream, a, b, other, h, to, act, act_t, p);
 }
 
@@ -132,6 +113,5 @@ void bind_gemm_fused(py::module_& m) {
            py::arg("cubin"), py::arg("gather"), py::arg("element_bytes"), py::arg("columns"), py::arg("transposed"),
            py::arg("grad"))
       .def("launch", &launch, py::arg("programs"), py::arg("stream"), py::arg("a"), py::arg("b"), py::arg("other"),
-           py::arg("h"), py::arg("to"), py::arg("act"), py::arg("act_t"), py::arg("arrived"), py::arg("tensors"), py::arg("numbers"),
-           py::call_guard<py::gil_scoped_release>());
+           py::arg("h"), py::arg("to"), py::arg("act"), py::arg("act_t"), py::arg("arguments"));
 }

@@ -97,38 +97,26 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 apart = 16) {
 #define D(i) "+f"(d[i])
 #define D8(i) D(i), D(i + 1), D(i + 2), D(i + 3), D(i + 4), D(i + 5), D(i + 6), D(i + 7)
 #define D64(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24), D8(i + 32), D8(i + 40), D8(i + 48), D8(i + 56)
-#define NAMES_64 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
-  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54," \
-  "%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define NAMES_112 \
-  NAMES_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define NAMES_96 \
-  NAMES_64 "," \
-  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89," \
-  "%90,%91,%92,%93,%94,%95"
+#define TEN(t) "%" t "0,%" t "1,%" t "2,%" t "3,%" t "4,%" t "5,%" t "6,%" t "7,%" t "8,%" t "9,"
+#define NAMES_60 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5")
+#define NAMES_90 NAMES_60 TEN("6") TEN("7") TEN("8")
+#define NAMES_110 NAMES_90 TEN("9") TEN("10")
 #if COLUMNS == 256
 #define ACCUMULATORS D64(0), D64(64)
-#define NAMES \
-  NAMES_112 "," \
-  "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define BEFORE "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-#define AFTER "}, %128, %129, p, 1, 1"
+#define NAMES NAMES_110 TEN("11") "%120,%121,%122,%123,%124,%125,%126,%127"
+#define OPERANDS(x) x("%128", "%129", "%130")
 #elif COLUMNS == 224
 #define ACCUMULATORS D64(0), D8(64), D8(72), D8(80), D8(88), D8(96), D8(104)
-#define NAMES NAMES_112
-#define BEFORE "{ .reg .pred p; setp.ne.b32 p, %114, 0;\n"
-#define AFTER "}, %112, %113, p, 1, 1"
+#define NAMES NAMES_110 "%110,%111"
+#define OPERANDS(x) x("%112", "%113", "%114")
 #elif COLUMNS == 192
 #define ACCUMULATORS D64(0), D8(64), D8(72), D8(80), D8(88)
-#define NAMES NAMES_96
-#define BEFORE "{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
-#define AFTER "}, %96, %97, p, 1, 1"
+#define NAMES NAMES_90 "%90,%91,%92,%93,%94,%95"
+#define OPERANDS(x) x("%96", "%97", "%98")
 #else
 #define ACCUMULATORS D64(0)
-#define NAMES NAMES_64
-#define BEFORE "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-#define AFTER "}, %64, %65, p, 1, 1"
+#define NAMES NAMES_60 "%60,%61,%62,%63"
+#define OPERANDS(x) x("%64", "%65", "%66")
 #endif
 #if IS_BYTE(A_TYPE)
 #define DEPTH "k32"
@@ -138,8 +126,10 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 apart = 16) {
 #define END ", 0, " TEXT(B_T) "; }"
 #endif
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u64 a, u64 b, int add) {
-  asm volatile(BEFORE "wgmma.mma_async.sync.aligned.m64n" TEXT(COLUMNS) DEPTH ".f32." TEXT(A_TYPE) "." TEXT(B_TYPE)
-               " {" NAMES AFTER END : ACCUMULATORS : "l"(a), "l"(b), "r"(add));
+#define WGMMA(a, b, add)                                                                                        \
+  "{ .reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" TEXT(COLUMNS) DEPTH ".f32."    \
+  TEXT(A_TYPE) "." TEXT(B_TYPE) " {" NAMES "}, " a ", " b ", p, 1, 1" END
+  asm volatile(OPERANDS(WGMMA) : ACCUMULATORS : "l"(a), "l"(b), "r"(add));
 }
 template <int N>
 __device__ __forceinline__ void wgmma_wait(float (&d)[COLUMNS / 2]) {  // until N groups are left

@@ -6,6 +6,7 @@ while others multiply the next.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,8 @@ SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
-_TENSORS = 12  # of FusedArguments
+_ARGUMENTS = struct.Struct("=20Q11i4x")  # FusedArguments of csrc/gemm_fused.h
+_TENSORS = 12  # of them, behind those of each rank
 ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8[0]: "e4m3", FP8[1]: "e5m2"}
 _SCALES = ("none", "tensor", "row")
@@ -116,11 +118,12 @@ def launch(
     """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first; the last may be left out."""
     index = a.device.index
     delta, *rest = numbers
-    addresses = (*tensors, *(None,) * (_TENSORS - len(tensors)))
+    arrived = (*arrived, *(0,) * (_C.MOST_FUSED_RANKS - len(arrived)))
+    addresses = (*(0 if t is None else t.data_ptr() for t in tensors), *(0,) * (_TENSORS - len(tensors)))
     _loaded(index, kind).launch(
         2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(),
-        0 if h is None else h.data_ptr(), to, act, act_t, arrived,
-        [0 if t is None else t.data_ptr() for t in addresses], [signed(delta), *rest],
+        0 if h is None else h.data_ptr(), to, act, act_t,
+        _ARGUMENTS.pack(*arrived, *addresses, signed(delta), *rest),
     )  # fmt: skip
 
 

@@ -121,6 +121,24 @@ def clock_for(device: torch.device | str) -> Clock:
     return CudaClock(device) if torch.device(device).type == "cuda" else HostClock()
 
 
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """step() as a CUDA graph, captured at the first call. Other threads may call CUDA meanwhile: NCCL's do."""
+    graphs: list[torch.cuda.CUDAGraph] = []
+
+    def replay() -> None:
+        if not graphs:
+            for _ in range(2):
+                step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+            graphs.append(graph)
+        graphs[0].replay()
+
+    return replay
+
+
 def interleave(candidates: Sequence[Candidate], rounds: int) -> Iterator[Candidate]:
     """Every candidate once a round. Round r starts with candidate r % n: the neighbours in time change."""
     for r in range(rounds):
