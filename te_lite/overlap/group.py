@@ -132,13 +132,12 @@ class Group:
 
     # one call
 
-    @staticmethod
-    def capturing() -> bool:
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    def capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def buffer(self, kind: str) -> Buffer:
         """The buffer for "gather" or "scatter" that this call uses."""
-        return self._buffers[f"{kind}.graph" if self.device.type == "cuda" and self.capturing() else kind]
+        return self._buffers[f"{kind}.graph" if self.capturing() else kind]
 
     def issue(self, use: Gather | Scatter, segment: int, arguments: tuple[int, ...]) -> None:
         """A segment of its program, in one call. RuntimeError once the group is broken."""
@@ -221,7 +220,7 @@ class Group:
         return self._refusal("scatter", rows * columns * dtype.itemsize * self.size)
 
     def _refusal(self, kind: str, needed: int) -> str:
-        if self.device.type == "cuda" and self.capturing() and f"{kind}.graph" not in self._buffers:
+        if self.capturing() and f"{kind}.graph" not in self._buffers:
             return "captured in a CUDA graph: initialize_ub(..., cuda_graphs=True) reserves buffers for graphs"
         room = self._buffers[kind].capacity
         if needed > room:

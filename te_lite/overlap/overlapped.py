@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_lite.overlap import fused, ring
 from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.choice import MOST
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.group import Group
 from te_lite.overlap.schedule import Backward, Gradients, Note, Product
@@ -54,6 +55,7 @@ class Overlapped(Collective):
         self.group, self.label, self.strict = group, label, strict or group.strict
         self.methods, self.remarks = methods, remarks
         self._measured: dict[str, str] = {}  # GEMM -> what "auto" has measured
+        self._chosen: dict[tuple, tuple[str, str]] = {}  # problem -> what "auto" takes, and what it has measured
 
     def planned(self, gemm: str) -> str:
         return self.methods.get(gemm, "local")
@@ -112,10 +114,33 @@ class Overlapped(Collective):
         choices = self.group.choices
         if method != "auto" or not choices.measures:
             return method  # _way has a rule
-        problem = f"{'scatter' if scatters else 'gather'} {a.format.label or a.dtype} {list(a.shape)} x {gemm.columns} "
-        bias = gemm.bias is not None or gemm.sum_bias is not None
-        problem += f"{gemm.b_layout} to {gemm.dtype}, bias {bias}, fast {gemm.fast_accum}"
-        problem += f", then {gemm.then.want}{' of a gradient' * (gemm.then.h is not None)}" if gemm.then else ""
+        bias, then = gemm.bias is not None or gemm.sum_bias is not None, gemm.then
+        wanted = f", then {then.want}{' of a gradient' * (then.h is not None)}" if then else ""
+        names = ("collective", "ring", *(() if fused.refusal(gemm, a, self.group) else ("fused",)))
+        layout = gemm.b_layout, gemm.dtype, bias, gemm.fast_accum, wanted
+        key = name, a.format, a.dtype, tuple(a.shape), gemm.columns, layout, names
+        if key not in self._chosen:
+            problem = (
+                f"{'scatter' if scatters else 'gather'} {a.format.label or a.dtype} {list(a.shape)} x {gemm.columns} "
+            )
+            problem += f"{gemm.b_layout} to {gemm.dtype}, bias {bias}, fast {gemm.fast_accum}{wanted}"
+            if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
+                self._measured.pop(name, None)
+                return method
+            if len(self._chosen) >= MOST:
+                self._chosen.clear()
+            self._chosen[key] = self._choose(name, problem, names, gemm, a, scatters=scatters)
+        way, measured = self._chosen[key]
+        self._measured[name] = measured
+        if way == "collective":
+            self.notes[name] = Note("collective", 0, measured)
+        return "" if way == "collective" else way
+
+    def _choose(
+        self, name: str, problem: str, names: tuple[str, ...], gemm: Product, a: QTensor, *, scatters: bool
+    ) -> tuple[str, str]:  # fmt: skip
+        """(the fastest of the named ways, what was measured)."""
+        some_scale = torch.ones(1, device=self.group.device)
 
         def run(way: str) -> object:
             then = gemm.then and replace(gemm.then, timed=True, some_scale=some_scale)
@@ -126,20 +151,9 @@ class Overlapped(Collective):
                 then.apart(out)
             return out
 
-        names = ("collective", "ring", *(() if fused.refusal(gemm, a, self.group) else ("fused",)))
-        some_scale = None
-        if not choices.knows(problem, names):
-            if choices.full or self.group.capturing():
-                self._measured.pop(name, None)
-                return method
-            some_scale = torch.ones(1, device=self.group.device)
         self.group.announce(f"auto: {problem}")
         ways = {way: partial(run, way) for way in names}
-        way, measured = choices.choose(problem, ways, self.tp.group, self.group.control.check)
-        self._measured[name] = measured
-        if way == "collective":
-            self.notes[name] = Note("collective", 0, measured)
-        return "" if way == "collective" else way
+        return self.group.choices.choose(problem, ways, self.tp.group, self.group.control.check)
 
     def _way(self, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
