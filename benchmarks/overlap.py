@@ -93,19 +93,19 @@ def compare(shape: Shape, recipe: str, method: str, args: argparse.Namespace, de
     ]
     graphs = args.graphs and recipe != "delayed"
     if graphs:  # of modules of their own, whose gradients belong to the graph
-        for name, flags in (("overlapped, graph", METHODS[method][1]), ("collective, graph", {})):
+        for name, flags in (("graph", METHODS[method][1]), ("collective_graph", {})):
             work = mlp_step(shape, recipe, flags, device)
             run.append(bench.Candidate(name, bench.captured(partial(fresh_step, work))))
     timings = bench.time_interleaved(run, RanksClock(device), rounds=args.rounds, wall_rounds=args.wall_rounds)
     rows = [row for row in te.overlap_report() if row["sent"] and row["schedule"] != "collective"]
+    took = dict.fromkeys(f"{one['gemm']} {one['schedule']}" for one in rows)  # the graph's module says the same
     row = {"shape": shape.name, "tp": ranks, "recipe": recipe, "method": method}
-    row["took"] = ", ".join(f"{one['gemm']} {one['schedule']}" for one in rows)
+    row["took"] = ", ".join(took)
     timing = asdict(timings["overlapped"])
     del timing["name"]
     row |= timing
-    for name in ("collective", "gemms", *(("overlapped, graph", "collective, graph") if graphs else ())):
-        column = name.replace("overlapped, ", "").replace(", ", "_")
-        row |= {f"{column}_gpu_us": timings[name].gpu_us, f"{column}_wall_us": timings[name].wall_us}
+    for name in (one.name for one in run[1:]):
+        row |= {f"{name}_gpu_us": timings[name].gpu_us, f"{name}_wall_us": timings[name].wall_us}
         row["error"] = row["error"] or timings[name].error
     if not row["error"]:
         row["against_collective"] = row["collective_gpu_us"] / row["gpu_us"]
@@ -155,7 +155,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--graphs", action="store_true", help="also under CUDA graphs; on GPUs")
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for overlap.json")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.graphs and args.device == "cpu":
+        parser.error("--graphs needs --device cuda: there are no graphs of CPU work")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,7 +46,7 @@ class FusedGemm {
   void launch(unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other, uint64_t h,
               const std::vector<uint64_t>& to, const std::vector<uint64_t>& act, const std::vector<uint64_t>& act_t,
               FusedArguments& p) const {
-    const int rows = static_cast<int>(to.size()) * p.m;
+    const int rows = static_cast<int>(std::max(to.size(), act.size())) * p.m;
     FusedMaps maps{};
     maps.a = tensor_map(a, bytes_, rows, p.k, kTileRows);
     maps.b = transposed_ ? tensor_map(b, bytes_, p.k, p.n, kBoxBytes / bytes_)
@@ -91,8 +91,9 @@ void launch(const FusedGemm& kernel, unsigned programs, uint64_t stream, uint64_
             const std::vector<uint64_t>& act_t, const py::bytes& arguments) {
   const std::string packed = arguments;
   FusedArguments p;
-  if (to.size() > kMostFusedRanks || std::max(act.size(), act_t.size()) > to.size() || packed.size() != sizeof p) {
-    throw std::invalid_argument("a launch with " + std::to_string(to.size()) + " ranks and " +
+  const size_t ranks = std::max({to.size(), act.size(), act_t.size()});
+  if (ranks > kMostFusedRanks || packed.size() != sizeof p) {
+    throw std::invalid_argument("a launch with " + std::to_string(ranks) + " ranks and " +
                                 std::to_string(packed.size()) + " bytes of arguments: at most " +
                                 std::to_string(kMostFusedRanks) + " and " + std::to_string(sizeof p) + " are taken");
   }

@@ -19,10 +19,10 @@
 //   own rows       wait for the flags of a block; slots of rank + 1, rank + 2, ... + product + bias -> out
 //
 // Own blocks of a reduce-scatter follow `lag` blocks behind the others', so that links are busy from the first tile to
-// nearly the last one. Of three warpgroups two multiply a tile, 64 rows each, and hold it, rounded, in registers. They hand it over in boxes
-// while they multiply the next one: stores that come at once fill the links' queues, and loads wait behind them. In the
-// third, single warps load operands (and slots, as if they were more of them), look at flags, and store. The two blocks
-// of a cluster take neighbouring rows and load half of b's tile each, for both.
+// nearly the last one. Two warpgroups multiply a tile, 64 rows each, and hold it, rounded, in registers. They hand it over
+// in boxes while they multiply the next one: stores that come at once fill the links' queues, and loads wait behind them.
+// In the third, single warps load operands (and slots, as if they were more of them), look at flags, and store; GRAD has a
+// fourth. The two blocks of a cluster take neighbouring rows and load half of b's tile each, for both.
 // Clusters take the next tiles from a counter, so those that run do all of the work when others find no room: what own
 // rows wait for has then been taken by clusters that wait for earlier blocks at most. No rank holds up another for ever.
 #include "gemm_grad.h"
@@ -293,7 +293,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
   for (int part = 0; part < kParts; part++) {
     if (i) hand_over(i - 1, part);
   }
-  if (kForward && ACT > 1) tell_peak(p, shared, group, peak, act_scale);
+  if (kForward && ACT > 1) tell_peak(p, shared, group, 2 * blockIdx.x + group, peak, act_scale);
 }
 
 #if GATHER
@@ -301,10 +301,11 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
 #else
 #define KERNEL gemm_scatter
 #endif
-static_assert(1024 + kStages * kStageBytes + (2 * kTurns + 6 * GRAD) * kOutputBytes + 16 * kStages + 32 * 2 + 16 + 12 * kTaken + 64
+static_assert(1024 + kStages * kStageBytes + (2 * kTurns + 6 * GRAD) * kOutputBytes + 16 * kStages + 32 * 2 + 16 + 12 * kTaken + 80
               <= kFusedShared, "what Shared lays out");
 static_assert(sizeof(Maps) + sizeof(Arguments) <= 4096, "a kernel's parameters");
-static_assert(!ACT || (GATHER && COLUMNS == (GRAD ? 128 : 256)), "an activation is a gather's");
+static_assert(!ACT || GATHER, "an activation is a gather's");
+static_assert(!ACT || COLUMNS == (GRAD ? 128 : 256), "two boxes of each half of h, or registers for a fourth warpgroup");
 static_assert(ACT || !GRAD, "of a gradient something is made");
 static_assert(!SPLIT || (COLUMNS == 128 && IS_BYTE(A_TYPE)), "registers hold two sums of so many columns");
 // Registers of a thread: 64 K in all, for 3 warpgroups or 4.

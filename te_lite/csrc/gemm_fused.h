@@ -38,8 +38,8 @@ struct FusedArguments {
   const float* bias;                  // [n] or null
   const float* act_scale;             // [1]
   float* act_scale_inv;               // [1], written
-  unsigned* peak;                     // fp32, [2 * blocks of the launch, or with GRAD 1], each written; or [1], raised;
-                                      // or null
+  unsigned* peak;                     // fp32; ACT 2: [blocks of the launch * (GRAD ? 1 : 2)], each written; ACT 3: [1],
+                                      // raised, or null
   int delta, m, n, k, rank, flags, blocks, lag;
   int pairs, columns;                 // a block has so many pairs of tiles, one below the other, in each column
   int scales;                         // of a, from rank to rank: 0, 1 or m

@@ -4,7 +4,7 @@
 
 #include "gemm_walk.h"
 
-constexpr int kGradGroup = 4;  // for together(), beside those that multiply and their turns
+constexpr int kGradGroup = 2;  // for together(), after those that multiply
 
 // One thread: the boxes of h.
 __device__ __forceinline__ void load_h(const Maps& maps, const Arguments& p, const Shared& shared) {
@@ -13,8 +13,8 @@ __device__ __forceinline__ void load_h(const Maps& maps, const Arguments& p, con
     for (int box = 0; box < kBoxes; box++) {
       for (int group = 0; group < 2; group++, use++) {
         const int col = at.col + box * kBoxColumns, row = at.owner * p.m + at.row + group * kHalfRows;
-        const u32 to = shared.h + use % 2 * (2 * kOutputBytes), bar = shared.loaded + use % 2 * 8;
-        bar_wait(shared.read + use % 2 * 8, use / 2 & 1 ^ 1);
+        const u32 to = shared.h + use % 2 * (2 * kOutputBytes), bar = shared.h_full + use % 2 * 8;
+        bar_wait(shared.h_empty + use % 2 * 8, use / 2 & 1 ^ 1);
         bar_expect(bar, 2 * kOutputBytes);
         load_box_once(to, &maps.h, bar, col, row);
         load_box_once(to + kOutputBytes, &maps.h, bar, p.n + col, row);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void differentiate(const Maps& maps, const Arguments&
         const int first_row = at.row + group * kHalfRows, first_col = at.col + box * kBoxColumns;
         const u32 grads = shared.output + group * kOutputBytes, h = shared.h + use % 2 * (2 * kOutputBytes);
         bar_wait(shared.filled + 8 * group, handed & 1);
-        bar_wait(shared.loaded + use % 2 * 8, use / 2 & 1);
+        bar_wait(shared.h_full + use % 2 * 8, use / 2 & 1);
 #pragma unroll 1
         for (int half = 0; half < 2; half++) {
           const int quad = lane / 4 + 8 * half;
@@ -77,13 +77,13 @@ __device__ __forceinline__ void differentiate(const Maps& maps, const Arguments&
           }
           if (half) {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // loads come here next
-            bar_arrive(shared.read + use % 2 * 8), bar_arrive(shared.drained + 8 * group);
+            bar_arrive(shared.h_empty + use % 2 * 8), bar_arrive(shared.drained + 8 * group);
           }
           if (kActs && !half) {
             if (!thread) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
             together(kGradGroup);
           }
-          u32 dgate[4], dup[4];  // fp8
+          u32 dgate[4], dup[4];  // in fp8, for ACT 3
 #pragma unroll
           for (int k = 0; k < 4; k++) {
             const float2 v[4] = {dswiglu(unpack(grad[k].x), unpack(gate[k].x), unpack(up[k].x)),
@@ -128,5 +128,5 @@ __device__ __forceinline__ void differentiate(const Maps& maps, const Arguments&
     }
   }
   if (!thread) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-  if (ACT > 1) tell_peak(p, shared, kGradGroup, __float_as_uint(peak), scale);
+  if (ACT > 1) tell_peak(p, shared, kGradGroup, blockIdx.x, __float_as_uint(peak), scale);
 }

@@ -12,7 +12,7 @@ constexpr int kStep = kBoxBytes >> !IS_BYTE(A_TYPE);  // elements of K in a stag
 constexpr u32 kABytes = kTileRows * kBoxBytes, kBBytes = COLUMNS * kBoxBytes, kStageBytes = kABytes + kBBytes;
 constexpr bool kForward = ACT && !GRAD;               // a tile has columns of both halves of h
 constexpr int kStages = COLUMNS == 128 ? 6 - GRAD : 4;
-constexpr int kSplitSteps = 4;  // what tensor cores cut off in so many is no more than half of a last place in bf16
+constexpr int kSplitSteps = 4;  // with SPLIT, of a sum in the tensor cores; docs/numerics.md, Accumulation
 constexpr int kTogether = kStageBytes / kABytes;      // slots in a stage
 constexpr int kHalfRows = kTileRows / 2;              // of a warpgroup
 constexpr int kBoxColumns = BOX_COLUMNS(COLUMNS), kWords = kBoxColumns / 4;  // words: a thread's, of a box
@@ -68,13 +68,13 @@ __device__ __forceinline__ int column(const Arguments& p, const Place& at, int b
 struct Shared {
   u32 stages;            // operands, or slots
   u32 output;            // for each warpgroup kTurns boxes, used by turns
-  u32 h, made;           // GRAD: two times a box of gates and one of ups, by turns; what is made of them
+  u32 h, made;           // GRAD: two times a box of gates and one of ups, by turns; what leaves in their place
   u32 full, empty;       // barriers of stages
   u32 filled, drained;   // of boxes of output
   u32 checked;           // a tile's flags, if it is an own one, were there
   u32 taken, pair_of;    // of the tiles that this cluster has taken: barriers, and the tiles
-  u32 peaks;             // of each warp that looks for one
-  u32 loaded, read;      // barriers of h, see gemm_grad.h
+  u32 peaks;             // of each warp that looks for one, of three warpgroups
+  u32 h_full, h_empty;   // barriers of h
 
   __device__ __forceinline__ explicit Shared(void* raw) {
     stages = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;  // the swizzle's period
@@ -83,13 +83,13 @@ struct Shared {
     full = h + GRAD * 6 * kOutputBytes, empty = full + 8 * kStages;
     filled = empty + 8 * kStages, drained = filled + 32, checked = drained + 32;
     taken = checked + 8, pair_of = taken + 8 * kTaken, peaks = pair_of + 4 * kTaken;
-    loaded = peaks + 32, read = loaded + 16;
+    h_full = peaks + 48, h_empty = h_full + 16;
   }
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; i++) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, 4);  // 4 warpgroups in a cluster
     const int drain = GRAD ? 128 + (ACT == 2) : 1;  // threads that read a box of output
     for (int i = 0; i < 4; i++) bar_init(filled + 8 * i, 128), bar_init(drained + 8 * i, drain);
-    for (int i = 0; i < 2; i++) bar_init(loaded + 8 * i, 1), bar_init(read + 8 * i, 128);
+    for (int i = 0; i < 2; i++) bar_init(h_full + 8 * i, 1), bar_init(h_empty + 8 * i, 128);
     bar_init(checked, 32);
     for (int i = 0; i < kTaken; i++) bar_init(taken + 8 * i, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -143,15 +143,17 @@ __device__ __forceinline__ u32 word(int row, int lane, int j) {
   return (row + j % 2 * 8) * kBoxColumns * 2 + ((j / 2 ^ lane / (256 / kBoxColumns)) << 4) + lane % 4 * 4;
 }
 
-// The largest magnitude that any thread of a warpgroup saw, and the scale that was taken.
-__device__ __forceinline__ void tell_peak(const Arguments& p, const Shared& shared, int group, u32 peak, float scale) {
-  const int thread = threadIdx.x % 128, warp = thread / 32;
+// The largest magnitude that any thread of a warpgroup saw, as number `slot` of the launch, and the scale that was taken.
+__device__ __forceinline__ void tell_peak(const Arguments& p, const Shared& shared, int group, int slot, u32 peak,
+                                          float scale) {
+  const int thread = threadIdx.x % 128;
+  const u32 peaks = shared.peaks + 4 * 4 * group;
   peak = min(__reduce_max_sync(~0u, peak), 0x7f800000u);  // not a number counts as infinite
-  if (thread % 32 == 0) store_shared(shared.peaks + (4 * (group % 2) + warp) * 4, peak);
+  if (thread % 32 == 0) store_shared(peaks + thread / 32 * 4, peak);
   together(group);
   if (thread) return;
-  for (int other = 0; other < 4; other++) peak = max(peak, load_shared(shared.peaks + (4 * (group % 2) + other) * 4));
-  if (ACT == 2) p.peak[(GRAD ? 1 : 2) * blockIdx.x + group % 2] = peak;
+  for (int warp = 0; warp < 4; warp++) peak = max(peak, load_shared(peaks + warp * 4));
+  if (ACT == 2) p.peak[slot] = peak;
   if (ACT == 3 && p.peak) atomicMax(p.peak, peak);
-  if (ACT == 3 && !blockIdx.x && group % 2 == 0) *p.act_scale_inv = __fdiv_rn(1.0f, scale);
+  if (ACT == 3 && !slot) *p.act_scale_inv = __fdiv_rn(1.0f, scale);
 }

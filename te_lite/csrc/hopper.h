@@ -16,7 +16,6 @@ using u64 = unsigned long long;
 #define IS_BYTE_(x) IS_BYTE_##x
 #define IS_BYTE(x) IS_BYTE_(x)
 
-
 __device__ __forceinline__ void bar_init(u32 bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
@@ -92,8 +91,8 @@ __device__ __forceinline__ void send(u32 word, u32 bar, int value, u32 cta) {
 __device__ __forceinline__ u64 descriptor(u32 address, u32 apart = 16) {
   return (u64)((address & 0x3ffff) >> 4) | (u64)(apart >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
-// d += a[64, 32 bytes] @ b[COLUMNS, 32 bytes]^T, or d = where add is 0; with B_T of b as [K, COLUMNS]. d[4 * j + 2 * h + i]: row warp * 16 + 8 * h +
-// lane / 4, column 8 * j + lane % 4 * 2 + i.
+// d += a[64, 32 bytes] @ b[COLUMNS, 32 bytes]^T, or d = where add is 0; with B_T of b as [K, COLUMNS].
+// d[4 * j + 2 * h + i]: row warp * 16 + 8 * h + lane / 4, column 8 * j + lane % 4 * 2 + i.
 #define D(i) "+f"(d[i])
 #define D8(i) D(i), D(i + 1), D(i + 2), D(i + 3), D(i + 4), D(i + 5), D(i + 6), D(i + 7)
 #define D64(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24), D8(i + 32), D8(i + 40), D8(i + 48), D8(i + 56)

@@ -138,7 +138,7 @@ def linear_backward(
     fast_accum = plan.operands.dgrad.fast_accum
     dgrad = None
     if need_x:
-        dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad", None, then, take_slots)
+        dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad", then=then, take_slots=take_slots)
     dx, dw = plan.schedule.backward(Backward(dgrad, wgrad if need_w else None, dq, dq_wgrad, x))
     return dx, dw, db
 

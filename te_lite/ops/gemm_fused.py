@@ -142,12 +142,16 @@ def check(name: str, a: Tensor, b: Tensor, shard: int, ranks: int) -> None:
     if m != shard * ranks:
         raise ValueError(f"{name}: {m} rows for {ranks} ranks with {shard} each: must be the product; pass all shards")
     for what, t, rows in (("a", a, a), ("b", b, b.t() if transposed(b) else b)):
-        misaligned = rows.shape[1] * t.element_size() % ALIGNMENT or (t.is_cuda and t.data_ptr() % ALIGNMENT)
-        if misaligned or not rows.is_contiguous():
+        if rows.shape[1] * t.element_size() % ALIGNMENT or not aligned(rows):
             raise ValueError(
                 f"{name}: {what} {list(t.shape)} has strides {t.stride()}: must be contiguous, each row at a multiple "
                 f"of {ALIGNMENT} bytes; pad it"
             )
+
+
+def aligned(t: Tensor) -> bool:
+    """Whether t is contiguous and begins where the tensor-copy unit can read it."""
+    return t.is_contiguous() and not (t.is_cuda and t.data_ptr() % ALIGNMENT)
 
 
 def transposed(b: Tensor) -> bool:

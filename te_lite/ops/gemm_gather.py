@@ -37,9 +37,10 @@ def tile_columns(m: int, n: int, ranks: int, b_t: bool, clusters: int) -> int:
 
 
 class Wanted(NamedTuple):
-    """What gemm_gather makes of its product: of h[M, 2F] = [gate | up] the activation v[M, F] = silu(gate) * up, or,
-    where h[M, 2F] is given, of the gradient of v[M, F] that of h: v[M, 2F].
+    """What gemm_gather makes of its product, v.
 
+    h None: the product is h[M, 2F] = [gate | up], and v[M, F] = silu(gate) * up.
+    h[M, 2F] given: the product is the gradient of silu(gate) * up, and v[M, 2F] that of h.
     act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, twice, at scale fp32 [1]
     and clamped; amax, fp32 [1], then becomes the largest of itself and all magnitudes, if it is given.
     """
@@ -67,9 +68,12 @@ class Activation(NamedTuple):
     amax: Tensor | None = None
 
 
-def act_refusal(m: int, n: int, act: str, grad: bool) -> str:
-    """Why gemm_gather of shards of m rows and n columns does not make `act` of it, or of h's gradient, or ""."""
+def act_refusal(m: int, n: int, act: str, grad: bool, split: bool) -> str:
+    """Why gemm_gather of shards of m rows and n columns does not make `act` of its product, or "". grad: h is given.
+    split: the product is one of fp8 without fast accumulation."""
     multiple = 64 if grad else 32
+    if split and not grad:
+        return "a product with split accumulation: its sums leave no registers for both halves of h"
     if n % multiple or (act == "fp8" and m % 16):
         return f"{m} rows a rank and {n} columns: must be multiples of 16, for fp8, and {multiple}"
     return ""
@@ -125,10 +129,10 @@ def gemm_gather(
     apart = {"row": m, "tensor": int(kinds[0] == "shard"), "none": 0}[scales]
     bias = None if bias is None else bias.float()
     split, grad = own.dtype in fused.FP8 and not fast_accum, wanted.h is not None
-    _check_wanted(wanted, own, m, ranks, n, out_dtype)
+    _check_wanted(wanted, own, m, ranks, n, out_dtype, split)
     clusters = sm_count(own.device) // 2
     wide = 256 if wanted.act else tile_columns(m, n, ranks, fused.transposed(b), clusters)
-    wide = 128 if split or grad else wide
+    wide = 128 if split or grad else wide  # registers
     pairs, columns = -(-m // ROWS), -(-n // wide)
     clusters = min(clusters, ranks * pairs * columns)
     out = None if grad and wanted.act != "amax" else own.new_empty((ranks * m, n), dtype=out_dtype)
@@ -138,7 +142,7 @@ def gemm_gather(
     fused.launch(
         Kind(True, own.dtype, b.dtype, scales, out_dtype, ranks, fused.transposed(b), wide, split, wanted.act, grad,
              wanted.fp8),
-        clusters, gathered, b, own, _shards(wanted.h if out is None else out, ranks, m * n), (),
+        clusters, gathered, b, own, _shards(out, ranks, m * n), (),
         (ready, None, counters, epoch, abort, gathered_scale, own_scale, b_scale, bias, wanted.scale, made.scale_inv,
          peak),
         (delta, m, n, k, rank, ready.shape[1], 1, 0, pairs, columns, apart),
@@ -147,10 +151,12 @@ def gemm_gather(
     return out, made
 
 
-def _check_wanted(wanted: Wanted, own: Tensor, m: int, ranks: int, n: int, dtype: torch.dtype) -> None:
+def _check_wanted(
+    wanted: Wanted, own: Tensor, m: int, ranks: int, n: int, dtype: torch.dtype, split: bool
+) -> None:  # fmt: skip
     if not wanted.act:
         return
-    if refusal := act_refusal(m, n, wanted.act, wanted.h is not None):
+    if refusal := act_refusal(m, n, wanted.act, wanted.h is not None, split):
         raise ValueError(f"an activation of {refusal}; compute it apart")
     for name, value in (("scale", wanted.scale), ("amax", wanted.amax)):
         given = value is not None and (value.dtype, value.numel(), value.device) == (torch.float32, 1, own.device)
@@ -159,10 +165,10 @@ def _check_wanted(wanted: Wanted, own: Tensor, m: int, ranks: int, n: int, dtype
                 f"{name} for act {wanted.act!r}: must be one fp32 on {own.device}; pass a view of one element"
             )
     h, needed = wanted.h, (ranks * m, 2 * n)
-    if h is not None and (tuple(h.shape) != needed or h.dtype != dtype or not h.is_contiguous()):
+    if h is not None and (tuple(h.shape) != needed or h.dtype != dtype or not fused.aligned(h)):
         raise ValueError(
-            f"h {list(h.shape)} of {h.dtype}, strides {h.stride()}: must be contiguous {list(needed)} of {dtype}; pass "
-            "the h that forward computed"
+            f"h {list(h.shape)} of {h.dtype}, strides {h.stride()}: must be contiguous {list(needed)} of {dtype} that "
+            f"begins at a multiple of {fused.ALIGNMENT} bytes; pass the h that forward computed, or a clone"
         )
 
 

@@ -17,7 +17,7 @@ from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
 from te_lite.ops.source import Source
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.group import Group
-from te_lite.overlap.schedule import Activated, Product
+from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
 
@@ -41,9 +41,9 @@ def refusal(gemm: Product, a: QTensor, group: Group) -> str:
     return group.no_fused
 
 
-def _aligned(t: Tensor) -> Tensor:
+def _aligned(t: Tensor | None) -> Tensor | None:
     """t, as it lies, where the tensor-copy unit can read it. No refusal: addresses may differ by rank."""
-    return t.clone() if t.data_ptr() % ALIGNMENT else t
+    return t if t is None or t.data_ptr() % ALIGNMENT == 0 else t.clone()
 
 
 def _scales(a: QTensor, gemm: Product) -> tuple[Tensor | None, Tensor | None]:
@@ -67,7 +67,7 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor | None:
     a, b = data.view(own.row.dtype), _aligned(gemm.b.operand(gemm.b_layout)[0])
     ready, _, *rest = _flags(gather)
     counters = gather.buffer.counters[gather.slot]
-    wanted = _wanted(gemm.then, own.shape[0], gemm.columns)
+    wanted = _wanted(gemm, own)
     out, made = gemm_gather(
         _aligned(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype,
         gemm.fast_accum, wanted,
@@ -77,12 +77,12 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor | None:
     return out
 
 
-def _wanted(then: Activated | None, m: int, columns: int) -> Wanted:
-    if then is None or act_refusal(m, columns, then.want, then.h is not None):
+def _wanted(gemm: Product, own: QTensor) -> Wanted:
+    then, split = gemm.then, own.row.element_size() == 1 and not gemm.fast_accum
+    if then is None or act_refusal(own.shape[0], gemm.columns, then.want, then.h is not None, split):
         return NOTHING
-    if then.want != "fp8":
-        return Wanted(then.want, then.h)
-    return Wanted("fp8", then.h, *then.take_scale(), then.quantizer.format.dtype)
+    scales = (*then.take_scale(), then.quantizer.format.dtype) if then.want == "fp8" else ()
+    return Wanted(then.want, _aligned(then.h), *scales)
 
 
 def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor | None) -> Source | QTensor:

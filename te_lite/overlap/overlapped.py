@@ -103,7 +103,7 @@ class Overlapped(Collective):
         with self.group.operation(self._text("fprop", x, f" x {gemm.columns}")):
             return self._run("fprop", method, gemm, x, scatters=scatters)
 
-    def _run(self, name: str, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> Tensor:
+    def _run(self, name: str, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> Tensor | None:
         """The GEMM with its exchange by `method`; "" is Collective's."""
         if not method:
             return self._gemm_sum(name, gemm, a) if scatters else gemm(self.gather(name, a, "row"))
@@ -117,13 +117,12 @@ class Overlapped(Collective):
         bias, then = gemm.bias is not None or gemm.sum_bias is not None, gemm.then
         wanted = f", then {then.want}{' of a gradient' * (then.h is not None)}" if then else ""
         names = ("collective", "ring", *(() if fused.refusal(gemm, a, self.group) else ("fused",)))
-        layout = gemm.b_layout, gemm.dtype, bias, gemm.fast_accum, wanted
-        key = name, a.format, a.dtype, tuple(a.shape), gemm.columns, layout, names
+        made = gemm.columns, gemm.b_layout, gemm.dtype, bias, gemm.fast_accum, wanted
+        key = name, a.format, a.dtype, tuple(a.shape), made, names
         if key not in self._chosen:
-            problem = (
-                f"{'scatter' if scatters else 'gather'} {a.format.label or a.dtype} {list(a.shape)} x {gemm.columns} "
-            )
-            problem += f"{gemm.b_layout} to {gemm.dtype}, bias {bias}, fast {gemm.fast_accum}{wanted}"
+            text = "{} x {} {} to {}, bias {}, fast {}{}".format(list(a.shape), *made)
+            label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
+            problem = f"{'scatter' if scatters else 'gather'} {label} {text}"
             if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
                 self._measured.pop(name, None)
                 return method
@@ -138,22 +137,22 @@ class Overlapped(Collective):
 
     def _choose(
         self, name: str, problem: str, names: tuple[str, ...], gemm: Product, a: QTensor, *, scatters: bool
-    ) -> tuple[str, str]:  # fmt: skip
+    ) -> tuple[str, str]:
         """(the fastest of the named ways, what was measured)."""
-        some_scale = torch.ones(1, device=self.group.device)
+        choices, then = self.group.choices, gemm.then
+        some_scale = None if choices.knows(problem, names) else torch.ones(1, device=self.group.device)
 
         def run(way: str) -> object:
-            then = gemm.then and replace(gemm.then, timed=True, some_scale=some_scale)
+            timed = replace(gemm, then=then and replace(then, timed=True, some_scale=some_scale))
             with self.group.operation(f"auto: {way}, {problem}"):
-                timed, method = replace(gemm, then=then), "" if way == "collective" else way
-                out = self._run(name, method, timed, a, scatters=scatters)
-            if then and then.result is None:
-                then.apart(out)
+                out = self._run(name, "" if way == "collective" else way, timed, a, scatters=scatters)
+            if then and timed.then.result is None:
+                timed.then.apart(out)
             return out
 
         self.group.announce(f"auto: {problem}")
         ways = {way: partial(run, way) for way in names}
-        return self.group.choices.choose(problem, ways, self.tp.group, self.group.control.check)
+        return choices.choose(problem, ways, self.tp.group, self.group.control.check)
 
     def _way(self, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
@@ -173,7 +172,7 @@ class Overlapped(Collective):
         called = "fused" if way is fused else "pipeline" if method == "pipeline" else "ring"
         self.notes[name] = Note(called, sent, reason or self._measured.get(name, ""))
 
-    def _gather_gemm(self, name: str, method: str, gemm: Product, own: QTensor) -> Tensor:
+    def _gather_gemm(self, name: str, method: str, gemm: Product, own: QTensor) -> Tensor | None:
         gather, way = self._gather(name, method, gemm, own, whole=False)
         out = way.gather_gemm(gemm, own, gather)
         gather.close()

@@ -27,8 +27,7 @@ class Quantizer:
     format: the number format of the result.
     fused: quantize() reads any Source in one pass, so that v itself never needs to exist in memory.
     needs_amax: a pass that computes v's statistics anyway should leave partial maxima in Source.amax.
-    from_gemm: what a GEMM should leave of v where it can, as in ops/gemm_gather.py; "": nothing. v is swiglu of the
-    product, or the gradient of what that is taken of.
+    from_gemm: what a GEMM should leave of v where it can, see Wanted in ops/gemm_gather.py; "": nothing.
     """
 
     from_gemm: ClassVar[str] = ""

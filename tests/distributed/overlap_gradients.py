@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -146,14 +148,14 @@ def gradients_travel_by_columns_too(device) -> None:
 
 def fused_gemms_make_the_activation(device) -> None:
     """Fused, fc1's fprop leaves swiglu of h and fc2's dgrad the gradient of h; else each is a pass that reads h. With
-    current scaling only its maxima are spared. Not where a bias' gradient needs sums."""
-    size, apart = dist.get_world_size(), []
-    begin(64 * size, 128, dist.group.WORLD, device, "fused")
+    current scaling only its maxima are spared. No gradient where that of a bias needs its sums."""
+    size, ran = dist.get_world_size(), []
+    group = begin(64 * size, 128, dist.group.WORLD, device, "fused")
     sizes = replace(SMALL, ffn=128 * size)
 
     def watched(what: str, function):
         def seen(*args):
-            apart.append(what)
+            ran.append(what)
             return function(*args)
 
         return seen
@@ -161,18 +163,51 @@ def fused_gemms_make_the_activation(device) -> None:
     passes = {name: watched(name, getattr(layernorm_mlp, name)) for name in ("act", "dact")}
     maxima = mock.patch.object(per_tensor, "amax", lambda source: watched(f"amax of {source.kind}", cast.amax)(source))
     with mock.patch.multiple(layernorm_mlp, **passes), maxima:
-        for recipe in ("bf16", "delayed", "current"):
-            pair = pair_of(MLP, recipe, device, "fused", sizes=sizes, bias=False)
+        for recipe, bias in itertools.product(("bf16", "delayed", "current"), (False, True)):
+            pair = pair_of(MLP, recipe, device, "fused", sizes=sizes, bias=bias)
             for seed in range(2):
-                apart.clear()
+                ran.clear()
                 batch = pair.batch(seed, 64)
                 got = pair.backward(pair.forward(batch))
-                spared = {"act", "dact", "amax of act", "amax of dact"} & set(apart)
-                assert bool(spared) == (device.type == "cpu"), f"{pair.label}: {apart}"
+                expected = {"act", "dact"} if group.no_fused else {"dact"} if bias else set()
+                expected |= {f"amax of {name}" for name in expected if recipe == "current"}
+                assert expected == {"act", "dact", "amax of act", "amax of dact"} & set(ran), f"{pair.label}: {ran}"
                 want = pair.expected(batch)
                 for name in got:
                     error = (got[name].double() - want[name].double()).norm() / want[name].double().norm()
                     assert error < 2.0**-6, f"{pair.label} {name} off by {error}"
+
+
+def fused_in_every_setting(device) -> None:
+    """Recomputation, frozen weights and saved tensors that lie elsewhere change no bit of what is left."""
+    begin(64 * dist.get_world_size(), 128, dist.group.WORLD, device, "fused")
+    sizes = replace(SMALL, ffn=128 * dist.get_world_size())
+
+    def elsewhere(t: torch.Tensor) -> torch.Tensor:
+        """t at an address that is no multiple of 16."""
+        return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t) if t.is_floating_point() and t.numel() else t
+
+    for recipe in ("bf16", "delayed", "current"):
+        settings = ("plain", "reentrant", "not reentrant", "elsewhere", "fc1_weight", "fc2_weight", "layer_norm_weight")
+        pairs = {name: pair_of(MLP, recipe, device, "fused", sizes=sizes, bias=False) for name in settings}
+        for step in range(3):  # scales of delayed scaling come from the steps before
+            found = {}
+            for name, pair in pairs.items():
+                batch = pair.batch(step, 64)
+                if name.endswith("_weight"):
+                    getattr(pair.module, name).requires_grad_(False)
+                x, dy = pair.inputs(batch)
+                hooks = torch.autograd.graph.saved_tensors_hooks(elsewhere, lambda t: t)
+                with under(recipe), hooks if name == "elsewhere" else nullcontext():
+                    if "reentrant" in name:
+                        out = te.checkpoint(pair.module, x, use_reentrant=name == "reentrant")
+                    else:
+                        out = pair.module(x)
+                found[name] = pair.backward((x, out, dy))
+            for name, got in found.items():
+                assert {"out", "dx"} <= set(got)
+                for what, value in got.items():
+                    assert_bitwise_equal(f"{recipe}, {name}, step {step}: {what}", value, found["plain"][what])
 
 
 GRADIENTS = [
@@ -181,4 +216,5 @@ GRADIENTS = [
     ended_between,
     gradients_travel_by_columns_too,
     fused_gemms_make_the_activation,
+    fused_in_every_setting,
 ]

@@ -247,7 +247,8 @@ def random_iteration(rng: random.Random, group: Group, tokens: int, device) -> s
         flags, bias, ub_name = draw_flags(rng), rng.random() < 0.5, rng.choice(NAMES[mode])
         named = {} if kind == LN_MLP else {"ub_name": ub_name}
         said.append(f"{kind} {mode} {recipe} {sizes} bias {bias} {flags} {ub_name}")
-        named["activation"] = "swiglu" if bias else "gelu"
+        named["activation"] = rng.choice(("swiglu", "gelu"))
+        said[-1] += f" {named['activation']}"
         pairs.append(Pair(kind, mode, recipe, "bulk", sizes, world, device, bias=bias, **flags, **named))
     # Over capacity now and then.
     counts = [rng.choice((1, 3, 8, 16, 32, 33, 128, 3 * tokens // size)) for _ in range(rng.choice((1, 2, 3)))]
