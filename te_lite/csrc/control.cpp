@@ -44,6 +44,10 @@ std::optional<Operation> read(const ControlBlock& block, uint64_t sequence) {
   return operation;
 }
 
+bool has_announced(const ControlBlock& block, uint64_t sequence) {
+  return block.ring[sequence % kRing].sequence.load(std::memory_order_acquire) >= sequence;
+}
+
 ControlBlock& block_of(int rank, int size, const std::vector<uint64_t>& addresses) {
   if (rank < 0 || rank >= size || addresses.size() != static_cast<size_t>(size)) {
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size) + " with " +
@@ -69,7 +73,9 @@ Control::Control(int rank, int size, const std::vector<uint64_t>& addresses, dou
       silence_(silence),
       process_(getpid()),
       own_(block_of(rank, size, addresses)) {
-  for (uint64_t address : addresses) peers_.push_back({reinterpret_cast<ControlBlock*>(address)});
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) peers_.push_back({peer, block_of(peer, size, addresses)});
+  }
   own_.state.store(ControlBlock::kUp, std::memory_order_release);
   watcher_ = std::make_unique<std::thread>(&Control::watch, this);
 }
@@ -97,26 +103,21 @@ uint64_t Control::announce(const std::string& operation, int64_t hash) {
 void Control::agree(const std::string& operation, int64_t hash) {
   const uint64_t sequence = announce(operation, hash);
   const auto begin = std::chrono::steady_clock::now();
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    if (peer == rank) continue;
+  for (const Peer& peer : peers_) {
     for (;;) {
-      if (has_announced(peer, sequence)) {
-        const std::optional<Operation> theirs = read(*peers_[peer].block, sequence);
+      if (has_announced(peer.block, sequence)) {
+        const std::optional<Operation> theirs = read(peer.block, sequence);
         if (!theirs || theirs->hash == hash) break;  // another operation is for the watcher to name
       }
       check();
       const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
       if (passed.count() > timeout) {
         break_group("rank " + name(rank) + " has waited " + one_decimal(passed.count()) + " s in " +
-                    describe(sequence) + " for rank " + name(peer) + ", which has not come to it");
+                    describe(sequence) + " for rank " + name(peer.rank) + ", which has not come to it");
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
-}
-
-bool Control::has_announced(int peer, uint64_t sequence) const {
-  return peers_[peer].block->ring[sequence % kRing].sequence.load(std::memory_order_acquire) >= sequence;
 }
 
 std::string Control::describe(uint64_t sequence) const {
@@ -134,11 +135,6 @@ void Control::break_group(const std::string& message) {
 void Control::set_abort_word(uint32_t* word) {
   std::lock_guard<std::mutex> lock(telling_);
   abort_word_ = word;
-}
-
-void Control::tell_abort_word() {
-  std::lock_guard<std::mutex> lock(telling_);
-  if (abort_word_ && is_broken()) __atomic_store_n(abort_word_, 1u, __ATOMIC_RELEASE);
 }
 
 std::optional<std::string> Control::broken() const {
@@ -161,8 +157,8 @@ void Control::close() {
   stop_ = true;
   watcher_->join();
   watcher_.reset();
-  for (int peer = 0; peer < static_cast<int>(peers_.size()) && !is_broken(); ++peer) {
-    if (peer != rank) compare_with(peer);  // what the watcher has not come to
+  for (Peer& peer : peers_) {
+    if (!is_broken()) compare_with(peer);  // what the watcher has not come to
   }
   own_.state.store(ControlBlock::kGone, std::memory_order_release);
 }
@@ -176,46 +172,44 @@ void Control::watch() {
     // Capped: after a pause of this process (a debugger, job control) the peers had no chance to show their heartbeat.
     const auto passed = std::min<std::chrono::duration<double>>(now - last, 5 * kPeriod);
     last = now;
-    for (int peer = 0; peer < static_cast<int>(peers_.size()) && !is_broken(); ++peer) {
-      if (peer != rank) look_at(peer, passed.count());
+    for (Peer& peer : peers_) {
+      if (!is_broken()) look_at(peer, passed.count());
     }
-    tell_abort_word();
+    std::lock_guard<std::mutex> lock(telling_);
+    if (abort_word_ && is_broken()) __atomic_store_n(abort_word_, 1u, __ATOMIC_RELEASE);
   }
 }
 
-void Control::look_at(int rank_of_peer, double passed) {
-  Peer& peer = peers_[rank_of_peer];
-  if (peer.block->broken.load(std::memory_order_acquire)) return break_group(peer.block->message);
-  compare_with(rank_of_peer);
-  const uint32_t heartbeat = peer.block->heartbeat.load(std::memory_order_relaxed);
+void Control::look_at(Peer& peer, double passed) {
+  if (peer.block.broken.load(std::memory_order_acquire)) return break_group(peer.block.message);
+  compare_with(peer);
+  const uint32_t heartbeat = peer.block.heartbeat.load(std::memory_order_relaxed);
   // One that is starting may take its time, one that is gone left in order.
-  const uint32_t state = peer.block->state.load(std::memory_order_acquire);
-  const bool up = state == ControlBlock::kUp;
+  const uint32_t state = peer.block.state.load(std::memory_order_acquire);
   const uint64_t newest = announced();
-  if (state == ControlBlock::kGone && newest && !has_announced(rank_of_peer, newest)) {
-    return break_group("rank " + name(rank_of_peer) + " has left (its program ended, or it called destroy_ub) and " +
+  if (state == ControlBlock::kGone && newest && !has_announced(peer.block, newest)) {
+    return break_group("rank " + name(peer.rank) + " has left (its program ended, or it called destroy_ub) and " +
                        "will not come to " + describe(newest) + ". See its output");
   }
+  const bool up = state == ControlBlock::kUp;
   peer.silent = up && heartbeat == peer.heartbeat ? peer.silent + passed : 0;
   peer.heartbeat = heartbeat;
   if (peer.silent < silence_) return;
-  break_group("rank " + name(rank_of_peer) + " has stopped: no heartbeat for " +
-              one_decimal(peer.silent) + " s (its process died or is suspended). See its output; the group's ranks " +
-              "must be started again");
+  break_group("rank " + name(peer.rank) + " has stopped: no heartbeat for " + one_decimal(peer.silent) +
+              " s (its process died or is suspended). See its output; the group's ranks must be started again");
 }
 
-void Control::compare_with(int rank_of_peer) {
-  Peer& peer = peers_[rank_of_peer];
+void Control::compare_with(Peer& peer) {
   const uint64_t newest = announced();
   if (newest >= kRing) peer.compared = std::max(peer.compared, newest - kRing);
   for (uint64_t sequence = peer.compared + 1; sequence <= newest; peer.compared = sequence++) {
-    if (!has_announced(rank_of_peer, sequence)) return;  // not yet
+    if (!has_announced(peer.block, sequence)) return;  // not yet
     const std::optional<Operation> mine = read(own_, sequence);
-    const std::optional<Operation> theirs = read(*peer.block, sequence);
+    const std::optional<Operation> theirs = read(peer.block, sequence);
     if (!mine || !theirs || mine->hash == theirs->hash) continue;
     std::string low = "rank " + name(rank) + " runs " + mine->text;
-    std::string high = "rank " + name(rank_of_peer) + " runs " + theirs->text;
-    if (rank > rank_of_peer) std::swap(low, high);  // the same words on both sides
+    std::string high = "rank " + name(peer.rank) + " runs " + theirs->text;
+    if (rank > peer.rank) std::swap(low, high);  // the same words on both sides
     break_group("the ranks do not run the same program: " + low + ", " + high + " as operation " +
                 std::to_string(sequence) +
                 ". All ranks must call the same modules in the same order with the same shapes and recipe");

@@ -70,17 +70,16 @@ class Control {
   const double timeout;
 
  private:
-  struct Peer {
-    ControlBlock* block;
+  struct Peer {  // another rank
+    int rank;
+    const ControlBlock& block;
     uint64_t compared = 0;  // operations up to this one agree or can no longer be compared
     uint32_t heartbeat = 0;
     double silent = 0;  // seconds
   };
   void watch();
-  void look_at(int peer, double passed);
-  void compare_with(int peer);
-  void tell_abort_word();
-  bool has_announced(int peer, uint64_t sequence) const;
+  void look_at(Peer& peer, double passed);
+  void compare_with(Peer& peer);
 
   const std::vector<int> names_;
   const double silence_;
