@@ -3,16 +3,15 @@
 
 #include <cstring>
 
-#include "check.h"
-#include "driver.h"
 #include "launch.h"
 
 namespace py = pybind11;
 using namespace py::literals;
 using namespace te_lite;
 
-void bind_userbuffers(py::module_& m);   // userbuffers.cpp
-void bind_gemm_fused(py::module_& m);  // gemm_fused.cpp
+void bind_cuda_memory(py::module_& m);  // cuda_memory.cpp
+void bind_userbuffers(py::module_& m);  // userbuffers.cpp
+void bind_gemm_fused(py::module_& m);   // gemm_fused.cpp
 
 namespace {
 
@@ -91,6 +90,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Kernel>(m, "Kernel", "A compiled kernel, ready to launch. See _C.pyi.")
       .def(py::init<uint64_t, int, int, std::string>(), "function"_a, "threads"_a, "shared_bytes"_a, "kinds"_a)
       .def("launch", &launch, "programs"_a, "stream"_a, "arguments"_a);
+  bind_cuda_memory(m);
   bind_userbuffers(m);
   bind_gemm_fused(m);
 }

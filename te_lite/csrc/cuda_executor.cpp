@@ -8,7 +8,6 @@
 #include <numeric>
 
 #include "check.h"
-#include "driver.h"
 #include "executor.h"
 
 namespace te_lite {
@@ -40,10 +39,54 @@ class CudaExecutor final : public Executor {
   }
   ~CudaExecutor() override { close(); }
 
-  void set_flags(uint64_t address, size_t bytes) override;
+  void set_flags(uint64_t address, size_t bytes) override {
+    if (address % 4 || bytes % 4 || !bytes) {
+      throw std::invalid_argument("flags of " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
+                                  ": both must be multiples of 4, and bytes above 0");
+    }
+    const PrimaryContext::Scope scope(context_.get());
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (flags_) throw std::invalid_argument("the flags of this executor are set already: set them once");
+    void* host = nullptr;
+    TE_LITE_CHECK(cuda_, cuMemHostAlloc, &host, bytes + 2 * sizeof *host_, 0);
+    flags_ = address;
+    flag_bytes_ = bytes;
+    host_ = static_cast<uint32_t*>(host);
+    abort_word()[0] = abort_word()[1] = 0;
+    control_.set_abort_word(abort_word());
+  }
+
   uint64_t abort_address() const override { return host_ ? reinterpret_cast<uint64_t>(abort_word()) : 0; }
-  void set_wait_kernel(const Kernel& kernel) override;
-  void close() override;
+
+  void set_wait_kernel(const Kernel& kernel) override {
+    std::string kinds = kernel.kinds();
+    kinds.erase(std::remove(kinds.begin(), kinds.end(), '-'), kinds.end());
+    if (kinds != "ppiiip") {
+      throw std::invalid_argument("a wait kernel with arguments '" + kernel.kinds() +
+                                  "': it takes flag p, word p, stride i, mask i, delta i and abort p");
+    }
+    wait_kernel_ = &kernel;
+  }
+
+  void close() override {
+    closed_ = true;
+    if (forked()) {
+      (void)watcher_.release();  // leaked, as is what the driver gave, which does not survive a fork
+      return;
+    }
+    if (watcher_) watcher_->join();
+    watcher_.reset();
+    control_.set_abort_word(nullptr);
+    // Unchecked from here on: nobody could act on a failure.
+    const PrimaryContext::Scope scope(context_.get());
+    if (own_stream_) {
+      cuda_.cuStreamSynchronize(own_stream_);
+      cuda_.cuStreamDestroy(own_stream_);
+    }
+    if (host_) cuda_.cuMemFreeHost(host_);
+    if (event_) cuda_.cuEventDestroy(event_);
+    own_stream_ = event_ = host_ = nullptr;
+  }
 
  private:
   struct Pending {
@@ -53,19 +96,157 @@ class CudaExecutor final : public Executor {
   using Batch = std::vector<CUstreamMemOp>;  // consecutive sets of one stream
   using Waits = std::vector<Step>;           // consecutive waits of one stream for the same epoch
 
-  void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override;
-  void remember(const Step& wait);
-  void flush(Batch& batch, int stream);
-  void flush(Waits& waits, uint64_t epoch_word);
-  void issue_one(const Step& step, uint64_t epoch_word);
-  void copy(const Step& step, bool engine);
-  void watch();
-  void look();
-  void find_overdue();
-  void launch_wait(const Step* first, const Step* last, uint64_t stride, uint64_t epoch_word);
   uint32_t* abort_word() const { return host_ + flag_bytes_ / sizeof *host_; }
   uint64_t zero_word() const { return reinterpret_cast<uint64_t>(abort_word() + 1); }
   uint32_t& seen(const Pending& pending) { return host_[(pending.wait.to - flags_) / sizeof *host_]; }
+
+  void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override {
+    std::lock_guard<std::mutex> lock(issuing_);
+    const PrimaryContext::Scope scope(context_.get());
+    streams_[0] = reinterpret_cast<void*>(main_stream);
+    if (!epoch_word) {
+      int capture = kCaptureNone;
+      TE_LITE_CHECK(cuda_, cuStreamIsCapturing, streams_[0], &capture);
+      if (capture != kCaptureNone) {
+        throw std::runtime_error("a program is issued to a stream under capture, which would freeze its epoch: pass "
+                                 "epoch_word, the address of a device word that holds it");
+      }
+    }
+    Batch batch;
+    Waits waits;
+    int stream = 0;  // of the batch
+    for (const Step& step : steps) {
+      if (step.kind == Step::kExpect) {
+        if (!epoch_word) remember(step);
+        continue;
+      }
+      const bool batched = !epoch_word && step.kind == Step::kSet, waits_too = step.kind == Step::kWait;
+      if (!batched || step.stream != stream || batch.size() == kMostMemOps) flush(batch, stream);
+      const bool joins = waits_too && !waits.empty() && step.stream == waits[0].stream && step.delta == waits[0].delta;
+      if (!joins) flush(waits, epoch_word);
+      stream = step.stream;
+      if (batched) {
+        batch.push_back({kMemOpWrite32, step.to, step.value, 0, 0, 0});
+      } else if (waits_too) {
+        waits.push_back(step);
+      } else {
+        issue_one(step, epoch_word);
+      }
+    }
+    flush(batch, stream);
+    flush(waits, epoch_word);
+  }
+
+  // A wait is known to the watcher before it can block: also this thread may block, in a full queue.
+  void remember(const Step& wait) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (wait.to < flags_ || wait.to + 4 > flags_ + flag_bytes_) {
+      throw std::invalid_argument("a wait for the flag at " + std::to_string(wait.to) + ", outside of the " +
+                                  std::to_string(flag_bytes_) + " bytes at " + std::to_string(flags_) +
+                                  " that set_flags() gave: nobody could release it");
+    }
+    pending_.push_back({wait, Clock::now()});
+  }
+
+  void flush(Batch& batch, int stream) {
+    if (batch.empty()) return;
+    TE_LITE_CHECK(cuda_, cuStreamBatchMemOp, streams_[stream], static_cast<unsigned>(batch.size()), batch.data(), 0);
+    batch.clear();
+  }
+
+  // One launch for flags that lie a multiple of some stride apart, near each other; the others after it.
+  void flush(Waits& waits, uint64_t epoch_word) {
+    if (waits.empty()) return;
+    std::sort(waits.begin(), waits.end(), [](const Step& a, const Step& b) { return a.to < b.to; });
+    const Step* const end = waits.data() + waits.size();
+    for (const Step *first = waits.data(), *last = first; first != end; first = last) {
+      uint64_t stride = 0;
+      for (++last; last != end; ++last) {
+        const uint64_t wider = std::gcd(stride, last->to - first->to);
+        if (wider && (last->to - first->to) / wider >= kMostFlags) break;
+        stride = wider;
+      }
+      if (!epoch_word) std::for_each(first, last, [this](const Step& wait) { remember(wait); });
+      launch_wait(first, last, stride, epoch_word);
+    }
+    waits.clear();
+  }
+
+  void issue_one(const Step& step, uint64_t epoch_word) {
+    void* const stream = streams_[step.stream];
+    if (step.kind == Step::kCopy) {
+      copy(step, step.engine && !epoch_word);
+    } else if (step.kind == Step::kAfter) {
+      if (step.other == step.stream) return;
+      TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
+      TE_LITE_CHECK(cuda_, cuStreamWaitEvent, stream, event_, 0);
+    } else {
+      if (step.delta != 0) {
+        throw std::invalid_argument("a set of epoch + " + std::to_string(step.delta) +
+                                    " with an epoch word: the word is copied as it is, so only + 0 can be set");
+      }
+      TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
+    }
+  }
+
+  void copy(const Step& step, bool engine) {
+    void* const stream = streams_[step.stream];
+    if (engine && step.rows == 1 && stream && cuda_.cuMemcpyBatchAsync) {
+      CUdeviceptr to = step.to, from = step.from;
+      size_t bytes = step.bytes, first = 0;
+      CUmemcpyAttributes attributes{kOrderStream, {}, {}, kPreferOverlap};
+      TE_LITE_CHECK(cuda_, cuMemcpyBatchAsync, &to, &from, &bytes, 1, &attributes, &first, 1, stream);
+    } else if (step.rows == 1) {
+      TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
+    } else {
+      const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};
+      const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.to_pitch};
+      const CUmemcpy2D rows{from, to, step.bytes, step.rows};
+      TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
+    }
+  }
+
+  // stride: bytes of which every flag lies a multiple behind the first.
+  void launch_wait(const Step* first, const Step* last, uint64_t stride, uint64_t epoch_word) {
+    if (!wait_kernel_) throw std::runtime_error("a wait needs the executor's wait_kernel: set it");
+    uint32_t mask = 0;
+    for (const Step* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
+    const uint32_t delta = epoch_word ? first->delta : first->value;
+    uint64_t arguments[] = {first->to, epoch_word ? epoch_word : zero_word(), stride / 4, mask, delta, abort_address()};
+    wait_kernel_->launch(1, reinterpret_cast<uint64_t>(streams_[first->stream]), arguments, 6);
+  }
+
+  void watch() try {
+    const PrimaryContext::Scope scope(context_.get());
+    int mode = kCaptureModeRelaxed;  // else what this thread does would spoil a capture of another
+    TE_LITE_CHECK(cuda_, cuThreadExchangeStreamCaptureMode, &mode);
+    for (int period = 1; !closed_; ++period) {
+      std::this_thread::sleep_for(kPeriod);
+      if (period % kLook == 0) look();
+    }
+  } catch (const DriverError& error) {
+    if (error.code == kDeinitialized) return;  // the process ends
+    control_.break_group("the watcher of rank " + control_.name(control_.rank) + " has failed: " + error.what());
+  }
+
+  void look() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const bool old = !pending_.empty() && Clock::now() - pending_.front().since > kYoung;
+      if (!old || control_.is_broken()) return;
+    }
+    // Not under the lock: threads that issue need it, and this may take a while on a busy device.
+    TE_LITE_CHECK(cuda_, cuMemcpyDtoHAsync, host_, flags_, flag_bytes_, own_stream_);
+    TE_LITE_CHECK(cuda_, cuStreamSynchronize, own_stream_);
+    std::lock_guard<std::mutex> lock(mutex_);
+    pending_.erase(std::remove_if(pending_.begin(), pending_.end(),
+                                  [this](const Pending& p) { return reached(seen(p), p.wait.value); }),
+                   pending_.end());
+    if (pending_.empty()) return;
+    const Pending& oldest = pending_.front();
+    const std::chrono::duration<double> waited = Clock::now() - oldest.since;
+    if (waited.count() > control_.timeout) control_.break_group(overdue(oldest.wait, seen(oldest), waited.count()));
+  }
 
   const Driver& cuda_;
   const PrimaryContext context_;
@@ -82,206 +263,6 @@ class CudaExecutor final : public Executor {
   void* own_stream_ = nullptr;
   std::unique_ptr<std::thread> watcher_;
 };
-
-void CudaExecutor::set_flags(uint64_t address, size_t bytes) {
-  if (address % 4 || bytes % 4 || !bytes) {
-    throw std::invalid_argument("flags of " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
-                                ": both must be multiples of 4, and bytes above 0");
-  }
-  const PrimaryContext::Scope scope(context_.get());
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (flags_) throw std::invalid_argument("the flags of this executor are set already: set them once");
-  void* host = nullptr;
-  TE_LITE_CHECK(cuda_, cuMemHostAlloc, &host, bytes + 2 * sizeof *host_, 0);
-  flags_ = address;
-  flag_bytes_ = bytes;
-  host_ = static_cast<uint32_t*>(host);
-  abort_word()[0] = abort_word()[1] = 0;
-  control_.set_abort_word(abort_word());
-}
-
-void CudaExecutor::set_wait_kernel(const Kernel& kernel) {
-  std::string kinds = kernel.kinds();
-  kinds.erase(std::remove(kinds.begin(), kinds.end(), '-'), kinds.end());
-  if (kinds != "ppiiip") {
-    throw std::invalid_argument("a wait kernel with arguments '" + kernel.kinds() +
-                                "': it takes flag p, word p, stride i, mask i, delta i and abort p");
-  }
-  wait_kernel_ = &kernel;
-}
-
-void CudaExecutor::close() {
-  closed_ = true;
-  if (forked()) {
-    (void)watcher_.release();  // leaked, as is what the driver gave, which does not survive a fork
-    return;
-  }
-  if (watcher_) watcher_->join();
-  watcher_.reset();
-  control_.set_abort_word(nullptr);
-  // Unchecked from here on: nobody could act on a failure.
-  const PrimaryContext::Scope scope(context_.get());
-  if (own_stream_) {
-    cuda_.cuStreamSynchronize(own_stream_);
-    cuda_.cuStreamDestroy(own_stream_);
-  }
-  if (host_) cuda_.cuMemFreeHost(host_);
-  if (event_) cuda_.cuEventDestroy(event_);
-  own_stream_ = event_ = host_ = nullptr;
-}
-
-void CudaExecutor::perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) {
-  std::lock_guard<std::mutex> lock(issuing_);
-  const PrimaryContext::Scope scope(context_.get());
-  streams_[0] = reinterpret_cast<void*>(main_stream);
-  if (!epoch_word) {
-    int capture = kCaptureNone;
-    TE_LITE_CHECK(cuda_, cuStreamIsCapturing, streams_[0], &capture);
-    if (capture != kCaptureNone) {
-      throw std::runtime_error("a program is issued to a stream under capture, which would freeze its epoch: pass "
-                               "epoch_word, the address of a device word that holds it");
-    }
-  }
-  Batch batch;
-  Waits waits;
-  int stream = 0;  // of the batch
-  for (const Step& step : steps) {
-    if (step.kind == Step::kExpect) {
-      if (!epoch_word) remember(step);
-      continue;
-    }
-    const bool batched = !epoch_word && step.kind == Step::kSet, waits_too = step.kind == Step::kWait;
-    if (!batched || step.stream != stream || batch.size() == kMostMemOps) flush(batch, stream);
-    const bool joins = waits_too && !waits.empty() && step.stream == waits[0].stream && step.delta == waits[0].delta;
-    if (!joins) flush(waits, epoch_word);
-    stream = step.stream;
-    if (batched) {
-      batch.push_back({kMemOpWrite32, step.to, step.value, 0, 0, 0});
-    } else if (waits_too) {
-      waits.push_back(step);
-    } else {
-      issue_one(step, epoch_word);
-    }
-  }
-  flush(batch, stream);
-  flush(waits, epoch_word);
-}
-
-// A wait is known to the watcher before it can block: also this thread may block, in a full queue.
-void CudaExecutor::remember(const Step& wait) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (wait.to < flags_ || wait.to + 4 > flags_ + flag_bytes_) {
-    throw std::invalid_argument("a wait for the flag at " + std::to_string(wait.to) + ", outside of the " +
-                                std::to_string(flag_bytes_) + " bytes at " + std::to_string(flags_) +
-                                " that set_flags() gave: nobody could release it");
-  }
-  pending_.push_back({wait, Clock::now()});
-}
-
-void CudaExecutor::flush(Batch& batch, int stream) {
-  if (batch.empty()) return;
-  TE_LITE_CHECK(cuda_, cuStreamBatchMemOp, streams_[stream], static_cast<unsigned>(batch.size()), batch.data(), 0);
-  batch.clear();
-}
-
-// One launch for flags that lie a multiple of some stride apart, near each other; the others after it.
-void CudaExecutor::flush(Waits& waits, uint64_t epoch_word) {
-  if (waits.empty()) return;
-  std::sort(waits.begin(), waits.end(), [](const Step& a, const Step& b) { return a.to < b.to; });
-  const Step* const end = waits.data() + waits.size();
-  for (const Step *first = waits.data(), *last = first; first != end; first = last) {
-    uint64_t stride = 0;
-    for (++last; last != end; ++last) {
-      const uint64_t wider = std::gcd(stride, last->to - first->to);
-      if (wider && (last->to - first->to) / wider >= kMostFlags) break;
-      stride = wider;
-    }
-    if (!epoch_word) std::for_each(first, last, [this](const Step& wait) { remember(wait); });
-    launch_wait(first, last, stride, epoch_word);
-  }
-  waits.clear();
-}
-
-void CudaExecutor::issue_one(const Step& step, uint64_t epoch_word) {
-  void* const stream = streams_[step.stream];
-  if (step.kind == Step::kCopy) {
-    copy(step, step.engine && !epoch_word);
-  } else if (step.kind == Step::kAfter) {
-    if (step.other == step.stream) return;
-    TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
-    TE_LITE_CHECK(cuda_, cuStreamWaitEvent, stream, event_, 0);
-  } else {
-    if (step.delta != 0) {
-      throw std::invalid_argument("a set of epoch + " + std::to_string(step.delta) +
-                                  " with an epoch word: the word is copied as it is, so only + 0 can be set");
-    }
-    TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
-  }
-}
-
-void CudaExecutor::copy(const Step& step, bool engine) {
-  void* const stream = streams_[step.stream];
-  if (engine && step.rows == 1 && stream && cuda_.cuMemcpyBatchAsync) {
-    CUdeviceptr to = step.to, from = step.from;
-    size_t bytes = step.bytes, first = 0;
-    CUmemcpyAttributes attributes{kOrderStream, {}, {}, kPreferOverlap};
-    TE_LITE_CHECK(cuda_, cuMemcpyBatchAsync, &to, &from, &bytes, 1, &attributes, &first, 1, stream);
-  } else if (step.rows == 1) {
-    TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
-  } else {
-    const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};
-    const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.to_pitch};
-    const CUmemcpy2D rows{from, to, step.bytes, step.rows};
-    TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
-  }
-}
-
-// stride: bytes of which every flag lies a multiple behind the first.
-void CudaExecutor::launch_wait(const Step* first, const Step* last, uint64_t stride, uint64_t epoch_word) {
-  if (!wait_kernel_) throw std::runtime_error("a wait needs the executor's wait_kernel: set it");
-  uint32_t mask = 0;
-  for (const Step* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
-  const uint32_t delta = epoch_word ? first->delta : first->value;
-  uint64_t arguments[] = {first->to, epoch_word ? epoch_word : zero_word(), stride / 4, mask, delta, abort_address()};
-  wait_kernel_->launch(1, reinterpret_cast<uint64_t>(streams_[first->stream]), arguments, 6);
-}
-
-void CudaExecutor::watch() try {
-  const PrimaryContext::Scope scope(context_.get());
-  int mode = kCaptureModeRelaxed;  // else what this thread does would spoil a capture of another
-  TE_LITE_CHECK(cuda_, cuThreadExchangeStreamCaptureMode, &mode);
-  for (int period = 1; !closed_; ++period) {
-    std::this_thread::sleep_for(kPeriod);
-    if (period % kLook == 0) look();
-  }
-} catch (const DriverError& error) {
-  if (error.code == kDeinitialized) return;  // the process ends
-  control_.break_group(std::string("the watcher of rank ") + control_.name(control_.rank) + " has failed: " +
-                       error.what());
-}
-
-void CudaExecutor::look() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const bool old = !pending_.empty() && Clock::now() - pending_.front().since > kYoung;
-    if (!old || control_.is_broken()) return;
-  }
-  // Not under the lock: threads that issue need it, and this may take a while on a busy device.
-  TE_LITE_CHECK(cuda_, cuMemcpyDtoHAsync, host_, flags_, flag_bytes_, own_stream_);
-  TE_LITE_CHECK(cuda_, cuStreamSynchronize, own_stream_);
-  std::lock_guard<std::mutex> lock(mutex_);
-  find_overdue();
-}
-
-void CudaExecutor::find_overdue() {
-  pending_.erase(std::remove_if(pending_.begin(), pending_.end(),
-                                [this](const Pending& p) { return reached(seen(p), p.wait.value); }),
-                 pending_.end());
-  if (pending_.empty()) return;
-  const Pending& oldest = pending_.front();
-  const std::chrono::duration<double> waited = Clock::now() - oldest.since;
-  if (waited.count() > control_.timeout) control_.break_group(overdue(oldest.wait, seen(oldest), waited.count()));
-}
 
 }  // namespace
 

@@ -8,7 +8,7 @@ namespace te_lite {
 namespace {
 
 template <typename Function>
-void resolve(void* library, const char* symbol, Function& entry, bool needed = true) {
+void resolve(void* library, const char* symbol, Function& entry, bool needed) {
   entry = reinterpret_cast<Function>(dlsym(library, symbol));
   if (!entry && needed) {
     throw DriverUnavailable(std::string("libcuda.so.1 has no symbol ") + symbol +
@@ -25,12 +25,11 @@ Driver open_library() {
                             "): install NVIDIA's driver to use GPUs, or run on the CPU");
   }
   Driver table{};
-#define TE_LITE_RESOLVE(name, version, parameters) resolve(library, #name version, table.name);
-  TE_LITE_ENTRIES(TE_LITE_RESOLVE)
+#define TE_LITE_RESOLVE(name, version, parameters) resolve(library, #name version, table.name, true);
+#define TE_LITE_RESOLVE_NEWER(name, version, parameters) resolve(library, #name version, table.name, false);
+  TE_LITE_ENTRIES(TE_LITE_RESOLVE, TE_LITE_RESOLVE_NEWER)
 #undef TE_LITE_RESOLVE
-#define TE_LITE_RESOLVE(name, version, parameters) resolve(library, #name version, table.name, false);
-  TE_LITE_NEWER_ENTRIES(TE_LITE_RESOLVE)
-#undef TE_LITE_RESOLVE
+#undef TE_LITE_RESOLVE_NEWER
   return table;
 }
 
@@ -59,17 +58,6 @@ PrimaryContext::PrimaryContext(int ordinal) {
   const Driver& cuda = driver();
   TE_LITE_CHECK(cuda, cuDeviceGet, &device_, ordinal);
   TE_LITE_CHECK(cuda, cuDevicePrimaryCtxRetain, &context_, device_);
-}
-
-PrimaryContext::~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
-
-PrimaryContext::Scope::Scope(void* context) : context_(context) {
-  driver().cuCtxGetCurrent(&before_);
-  if (before_ != context_) driver().cuCtxSetCurrent(context_);
-}
-
-PrimaryContext::Scope::~Scope() {
-  if (before_ != context_) driver().cuCtxSetCurrent(before_);
 }
 
 }  // namespace te_lite

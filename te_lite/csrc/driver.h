@@ -103,8 +103,9 @@ class DriverUnavailable : public std::runtime_error {
 };
 
 // The driver's entry points: the name by which a program calls one, what its symbol has behind that, the parameters.
-// Where that is a version, the plain name is an older ABI, with 32-bit sizes for instance.
-#define TE_LITE_ENTRIES(X) \
+// Where that is a version, the plain name is an older ABI, with 32-bit sizes for instance. NEWER: null where the driver
+// is older than CUDA 13.0; no default stream may be passed to it, nor one under capture.
+#define TE_LITE_ENTRIES(X, NEWER) \
   X(cuInit, "", (unsigned int flags)) \
   X(cuDriverGetVersion, "", (int* version)) \
   X(cuGetErrorName, "", (CUresult error, const char** name)) \
@@ -162,18 +163,14 @@ class DriverUnavailable : public std::runtime_error {
   X(cuEventCreate, "", (void** event, unsigned int flags)) \
   X(cuEventDestroy, "_v2", (void* event)) \
   X(cuEventRecord, "", (void* event, void* stream)) \
-  X(cuStreamWaitEvent, "", (void* stream, void* event, unsigned int flags))
-
-// Null where the driver is older than CUDA 13.0. No default stream may be passed, nor one under capture.
-#define TE_LITE_NEWER_ENTRIES(X) \
-  X(cuMemcpyBatchAsync, "_v2", \
+  X(cuStreamWaitEvent, "", (void* stream, void* event, unsigned int flags)) \
+  NEWER(cuMemcpyBatchAsync, "_v2", \
     (CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, CUmemcpyAttributes* attributes, \
      size_t* attributes_from, size_t attributes_count, void* stream))
 
 struct Driver {
 #define TE_LITE_FIELD(name, version, parameters) CUresult(*name) parameters;
-  TE_LITE_ENTRIES(TE_LITE_FIELD)
-  TE_LITE_NEWER_ENTRIES(TE_LITE_FIELD)
+  TE_LITE_ENTRIES(TE_LITE_FIELD, TE_LITE_FIELD)
 #undef TE_LITE_FIELD
 };
 
@@ -192,8 +189,13 @@ class PrimaryContext {
   // that destructors can use it: whatever is called next fails where this did.
   class Scope {
    public:
-    explicit Scope(void* context);
-    ~Scope();
+    explicit Scope(void* context) : context_(context) {
+      driver().cuCtxGetCurrent(&before_);
+      if (before_ != context_) driver().cuCtxSetCurrent(context_);
+    }
+    ~Scope() {
+      if (before_ != context_) driver().cuCtxSetCurrent(before_);
+    }
     Scope(const Scope&) = delete;
 
    private:
@@ -202,7 +204,7 @@ class PrimaryContext {
   };
 
   explicit PrimaryContext(int ordinal);
-  ~PrimaryContext();
+  ~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
   PrimaryContext(const PrimaryContext&) = delete;
   void* get() const { return context_; }
 

@@ -3,7 +3,9 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -22,7 +24,34 @@ class Executor {
 
   // Issues one segment. Throws GroupBroken, std::invalid_argument for what does not fit the program.
   void issue(const Program& program, int segment, uint32_t epoch, uint64_t main_stream,
-             const std::vector<uint64_t>& arguments, uint64_t epoch_word);
+             const std::vector<uint64_t>& arguments, uint64_t epoch_word) {
+    control_.check();
+    if (closed_) throw std::runtime_error("program " + program.name() + " is issued to an executor that is closed");
+    if (segment < 0 || segment >= program.segments() || program.streams() > streams_ ||
+        static_cast<size_t>(program.arguments()) > arguments.size()) {
+      throw std::invalid_argument("program " + program.name() + " has segments 0 to " +
+                                  std::to_string(program.segments() - 1) + ", " + std::to_string(program.streams()) +
+                                  " streams and takes " + std::to_string(program.arguments()) +
+                                  " arguments: segment " + std::to_string(segment) +
+                                  " was issued to an executor of " + std::to_string(streams_) + " streams with " +
+                                  std::to_string(arguments.size()) + " arguments");
+    }
+    std::vector<Step> steps = program.steps(segment);
+    const uint64_t operation = control_.announced();
+    for (Step& step : steps) {
+      if (step.to_argument >= 0) step.to += arguments[step.to_argument];
+      if (step.from_argument >= 0) step.from += arguments[step.from_argument];
+      step.value = epoch + step.delta;
+      step.operation = operation;
+    }
+    if (ignore_free_) {
+      steps.erase(std::remove_if(steps.begin(), steps.end(),
+                                 [](const Step& step) { return step.waiting && step.waiting->kind == "room at"; }),
+                  steps.end());
+    }
+    perform(steps, main_stream, epoch_word);
+  }
+
   virtual void synchronize() {}
   virtual void close() = 0;
 
@@ -32,15 +61,34 @@ class Executor {
   virtual void set_wait_kernel(const Kernel&) {}
 
   // For tests.
-  void set_delays(uint64_t seed, int max_microseconds);
+  void set_delays(uint64_t seed, int max_microseconds) {
+    random_ = seed;
+    most_delay_ = max_microseconds;
+  }
   void set_ignore_free(bool ignore) { ignore_free_ = ignore; }
 
  protected:
   Executor(Control& control, int streams) : control_(control), streams_(streams), process_(getpid()) {}
   bool forked() const { return getpid() != process_; }  // a child of the process has no threads that could be joined
   virtual void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) = 0;
-  std::string overdue(const Step& wait, uint32_t seen, double seconds) const;
-  void random_delay();
+
+  std::string overdue(const Step& wait, uint32_t seen, double seconds) const {
+    const std::string other = control_.name(wait.waiting->rank);
+    return control_.describe(wait.operation) + ", buffer " + wait.waiting->buffer + ": rank " +
+           control_.name(control_.rank) + " has waited " + one_decimal(seconds) + " s for " + wait.waiting->kind +
+           " rank " + other + ": epoch " + std::to_string(wait.value) + " is expected, " + std::to_string(seen) +
+           " is seen. See what rank " + other + " does; raise the time-out if it is only slow";
+  }
+
+  void random_delay() {
+    const int most = most_delay_.load(std::memory_order_relaxed);
+    if (most <= 0) return;
+    // splitmix64: a counter that every thread may advance, mixed.
+    uint64_t bits = random_.fetch_add(0x9E3779B97F4A7C15u);
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+    std::this_thread::sleep_for(std::chrono::microseconds((bits ^ (bits >> 31)) % (most + 1)));
+  }
 
   Control& control_;
   std::atomic<bool> closed_{false};

@@ -3,8 +3,13 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+
+#include "check.h"
 
 namespace te_lite {
+
+constexpr int kMostArguments = 64;
 
 class Kernel {
  public:
@@ -12,24 +17,50 @@ class Kernel {
   // f fp32, - not a parameter of the compiled kernel. Two null pointers (Triton's scratch memories) follow the rest.
   // To be built on a thread where the kernel's context is current; a thread that launches gets it when it has none
   // (torch's backward thread starts without) or another.
-  Kernel(uint64_t function, int threads, int shared_bytes, std::string kinds);
+  Kernel(uint64_t function, unsigned threads, unsigned shared_bytes, std::string kinds)
+      : function_(reinterpret_cast<void*>(function)),
+        threads_(threads),
+        shared_bytes_(shared_bytes),
+        kinds_(std::move(kinds)) {
+    if (kinds_.size() > kMostArguments - 2) {
+      throw std::invalid_argument("a kernel with " + std::to_string(kinds_.size()) + " arguments: at most " +
+                                  std::to_string(kMostArguments - 2) + " are supported");
+    }
+    if (kinds_.find_first_not_of("pilf-") != std::string::npos) {
+      throw std::invalid_argument("kinds '" + kinds_ + "': each must be one of p, i, l, f and -");
+    }
+    const Driver& cuda = driver();
+    TE_LITE_CHECK(cuda, cuCtxGetCurrent, &context_);
+  }
 
   const std::string& kinds() const { return kinds_; }
 
   // Launches (programs, 1, 1) on `stream`; `arguments` are the count parameters in order as the kernel takes
   // them: addresses, integers and floats, in the low bytes. Throws DriverError.
-  void launch(unsigned programs, uint64_t stream, uint64_t* arguments, int count) const;
+  void launch(unsigned programs, uint64_t stream, uint64_t* arguments, int count) const {
+    void* parameters[kMostArguments];
+    for (int i = 0; i < count; ++i) parameters[i] = &arguments[i];
+    uint64_t null = 0;
+    parameters[count] = parameters[count + 1] = &null;
+    launch(programs, stream, parameters);
+  }
+
   // The same with the addresses of all parameters, of whatever size they are.
-  void launch(unsigned programs, uint64_t stream, void** parameters) const;
+  void launch(unsigned programs, uint64_t stream, void** parameters) const {
+    const Driver& cuda = driver();
+    void* current = nullptr;
+    TE_LITE_CHECK(cuda, cuCtxGetCurrent, &current);
+    if (current != context_) TE_LITE_CHECK(cuda, cuCtxSetCurrent, context_);
+    TE_LITE_CHECK(cuda, cuLaunchKernel, function_, programs, 1, 1, threads_, 1, 1, shared_bytes_,
+                  reinterpret_cast<void*>(stream), parameters, nullptr);
+  }
 
  private:
-  void* function_;
+  void* const function_;
   void* context_ = nullptr;
-  unsigned threads_;
-  unsigned shared_bytes_;
-  std::string kinds_;
+  const unsigned threads_;
+  const unsigned shared_bytes_;
+  const std::string kinds_;
 };
-
-constexpr int kMostArguments = 64;
 
 }  // namespace te_lite

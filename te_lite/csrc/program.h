@@ -85,27 +85,24 @@ class Program {
     add(Step::kAfter, stream).other = other;
   }
   int cut() {
-    begins_.push_back(steps_.size());
-    return static_cast<int>(begins_.size()) - 1;
+    segments_.emplace_back();
+    return segments() - 1;
   }
 
   const std::string& name() const { return name_; }
   int streams() const { return streams_; }      // numbered from 1, beside the main one
   int arguments() const { return arguments_; }  // that issue() must pass at least
-  int segments() const { return static_cast<int>(begins_.size()); }
-  const Step* begin(int segment) const { return steps_.data() + begins_[segment]; }
-  const Step* end(int segment) const {
-    return steps_.data() + (segment + 1 < segments() ? begins_[segment + 1] : steps_.size());
-  }
+  int segments() const { return static_cast<int>(segments_.size()); }
+  const std::vector<Step>& steps(int segment) const { return segments_[segment]; }
 
  private:
   Step& add(Step::Kind kind, int stream) {
     if (stream < 0) throw std::invalid_argument("stream " + std::to_string(stream) + ": streams count from 0");
     streams_ = std::max(streams_, stream);
-    steps_.emplace_back();
-    steps_.back().kind = kind;
-    steps_.back().stream = stream;
-    return steps_.back();
+    Step& step = segments_.back().emplace_back();
+    step.kind = kind;
+    step.stream = stream;
+    return step;
   }
   Step& add_flag(Step::Kind kind, int stream, uint64_t flag, int64_t delta) {
     Step& step = add(kind, stream);
@@ -115,8 +112,7 @@ class Program {
   }
 
   std::string name_;
-  std::vector<Step> steps_;
-  std::vector<size_t> begins_{0};
+  std::vector<std::vector<Step>> segments_{1};
   int streams_ = 0;
   int arguments_ = 0;
 };

@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "cuda_memory.h"
 #include "executor.h"
 
 namespace py = pybind11;
@@ -32,31 +31,24 @@ struct DLManagedTensor {
 };
 static_assert(sizeof(DLTensor) == 48 && sizeof(DLManagedTensor) == 64);
 
-struct Export {
-  DLManagedTensor managed;
-  int64_t shape;
-  PyObject* owner;
+struct Export : DLManagedTensor {  // its context: the owner, a PyObject
+  int64_t bytes;                   // the shape
 };
 
 // The consumer may call this on any thread, and after the interpreter has ended.
 void drop(DLManagedTensor* managed) {
-  auto* out = static_cast<Export*>(managed->context);
   if (Py_IsInitialized()) {
     py::gil_scoped_acquire gil;
-    Py_DECREF(out->owner);
+    Py_DECREF(static_cast<PyObject*>(managed->context));
   }
-  delete out;
+  delete static_cast<Export*>(managed);
 }
 
 py::object dlpack(uint64_t address, int64_t bytes, int device, const py::object& owner) {
-  auto* out = new Export{};
-  out->shape = bytes;
-  out->owner = owner.inc_ref().ptr();
-  out->managed = {{reinterpret_cast<void*>(address), device < 0 ? 1 : 2, std::max(device, 0), 1, 1, 8, 1, &out->shape,
-                   nullptr, 0},
-                  out,
-                  &drop};
-  return py::capsule(&out->managed, "dltensor", [](PyObject* capsule) {
+  auto* out = new Export{{{}, owner.inc_ref().ptr(), &drop}, bytes};
+  out->tensor = {reinterpret_cast<void*>(address), device < 0 ? 1 : 2, std::max(device, 0), 1, 1, 8, 1, &out->bytes,
+                 nullptr, 0};
+  return py::capsule(static_cast<DLManagedTensor*>(out), "dltensor", [](PyObject* capsule) {
     // A consumer renames the capsule and has the deleter from then on.
     if (!PyCapsule_IsValid(capsule, "dltensor")) return;
     drop(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
@@ -75,15 +67,6 @@ void bind_userbuffers(py::module_& m) {
   // memory
   m.def("dlpack", &dlpack, "address"_a, "bytes"_a, "device"_a, "owner"_a,
         "A 'dltensor' capsule: uint8 of one dimension over memory that owner keeps; device -1 is the CPU.");
-  py::class_<CudaMemory>(m, "CudaMemory", "Device memory that other processes can map. See _C.pyi.")
-      .def_static("vmm", &CudaMemory::vmm, "device"_a, "bytes"_a, Unlocked())
-      .def_static("import_fd", &CudaMemory::import_fd, "device"_a, "fd"_a, "bytes"_a, Unlocked())
-      .def_static("ipc", &CudaMemory::ipc, "device"_a, "bytes"_a, Unlocked())
-      .def_static("open_ipc", &CudaMemory::open_ipc, "device"_a, "handle"_a, "bytes"_a, Unlocked())
-      .def("export_fd", &CudaMemory::export_fd)
-      .def("ipc_handle", [](const CudaMemory& memory) { return py::bytes(memory.ipc_handle()); })
-      .def_property_readonly("address", &CudaMemory::address)
-      .def_property_readonly("bytes", &CudaMemory::bytes);
 
   // control
   py::register_exception<GroupBroken>(m, "GroupBroken", PyExc_RuntimeError);
