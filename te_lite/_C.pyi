@@ -141,12 +141,11 @@ class Program:
     """
 
     def __init__(self, name: str) -> None: ...
-    def copy(self, stream: int, dst_arg: int, dst_off: int, src_arg: int, src_off: int, bytes: int) -> None: ...
-    def copy2d(
-        self, stream: int, dst_arg: int, dst_off: int, dst_pitch: int, src_arg: int, src_off: int, src_pitch: int,
-        width: int, rows: int, engine: bool = False,
+    def copy(
+        self, stream: int, dst_arg: int, dst_off: int, src_arg: int, src_off: int, bytes: int, rows: int = 1,
+        dst_pitch: int = 0, src_pitch: int = 0, engine: bool = False,
     ) -> None:  # fmt: skip
-        """`rows` rows of `width` bytes, each a pitch (bytes) behind the one before. ValueError.
+        """`rows` rows of `bytes` bytes, each a pitch (bytes) behind the one before. ValueError.
 
         engine: a single row within one GPU asks for a copy engine in place of multiprocessors, which several rows get
         anyway. Drivers before CUDA 13, CUDA graphs and the default stream ignore it."""

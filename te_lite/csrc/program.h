@@ -23,53 +23,41 @@ struct Step {
   enum Kind { kCopy, kSet, kWait, kExpect, kAfter };
   Kind kind = kCopy;
   int stream = 0;
-  int other = 0;  // the stream that kAfter waits for
   int to_argument = -1;
-  int from_argument = -1;
   uint64_t to = 0;  // a copy's destination; the flag of a set or wait
+  int from_argument = -1;
   uint64_t from = 0;
   size_t bytes = 0;  // of a row
   size_t rows = 1;
   size_t to_pitch = 0;  // from one row to the next
   size_t from_pitch = 0;
-  bool engine = false;  // see Program::copy2d
+  bool engine = false;  // see Program::copy
+  int other = 0;        // the stream that kAfter waits for
   uint32_t delta = 0;
   uint32_t value = 0;
   uint64_t operation = 0;  // announced when it was issued
   uint64_t ticket = 0;     // host: how much of `other` must be done
-  std::shared_ptr<const Waiting> waiting;
+  std::shared_ptr<const Waiting> waiting = nullptr;
 };
 
 class Program {
  public:
   explicit Program(std::string name) : name_(std::move(name)) {}
 
-  void copy(int stream, int to_argument, uint64_t to, int from_argument, uint64_t from, size_t bytes) {
-    copy2d(stream, to_argument, to, bytes, from_argument, from, bytes, bytes, 1);
-  }
   // engine: by a copy engine, if the driver has the choice; within one GPU it takes multiprocessors otherwise.
-  void copy2d(int stream, int to_argument, uint64_t to, size_t to_pitch, int from_argument, uint64_t from,
-              size_t from_pitch, size_t width, size_t rows, bool engine = false) {
+  void copy(int stream, int to_argument, uint64_t to, int from_argument, uint64_t from, size_t bytes, size_t rows,
+            size_t to_pitch, size_t from_pitch, bool engine) {
     if (std::min(to_argument, from_argument) < -1) {
       throw std::invalid_argument("a copy between arguments " + std::to_string(from_argument) + " and " +
                                   std::to_string(to_argument) + ": an argument is an index or -1 for an address");
     }
-    if (rows < 1 || std::min(to_pitch, from_pitch) < width) {
-      throw std::invalid_argument("a copy of " + std::to_string(rows) + " rows of " + std::to_string(width) +
+    if (rows < 1 || (rows > 1 && std::min(to_pitch, from_pitch) < bytes)) {
+      throw std::invalid_argument("a copy of " + std::to_string(rows) + " rows of " + std::to_string(bytes) +
                                   " bytes, pitches " + std::to_string(from_pitch) + " and " +
                                   std::to_string(to_pitch) + ": there is a row at least, and none is over a pitch");
     }
     arguments_ = std::max({arguments_, to_argument + 1, from_argument + 1});
-    Step& step = add(Step::kCopy, stream);
-    step.to_argument = to_argument;
-    step.to = to;
-    step.from_argument = from_argument;
-    step.from = from;
-    step.bytes = width;
-    step.rows = rows;
-    step.to_pitch = to_pitch;
-    step.from_pitch = from_pitch;
-    step.engine = engine;
+    add({Step::kCopy, stream, to_argument, to, from_argument, from, bytes, rows, to_pitch, from_pitch, engine});
   }
   void set(int stream, uint64_t flag, int64_t delta) { add_flag(Step::kSet, stream, flag, delta); }
   void wait(int stream, uint64_t flag, int64_t delta, int rank, const std::string& kind) {
@@ -82,7 +70,7 @@ class Program {
   void after(int stream, int other) {
     if (other < 0) throw std::invalid_argument("after stream " + std::to_string(other) + ": streams count from 0");
     streams_ = std::max(streams_, other);
-    add(Step::kAfter, stream).other = other;
+    add({Step::kAfter, stream}).other = other;
   }
   int cut() {
     segments_.emplace_back();
@@ -96,17 +84,15 @@ class Program {
   const std::vector<Step>& steps(int segment) const { return segments_[segment]; }
 
  private:
-  Step& add(Step::Kind kind, int stream) {
-    if (stream < 0) throw std::invalid_argument("stream " + std::to_string(stream) + ": streams count from 0");
-    streams_ = std::max(streams_, stream);
-    Step& step = segments_.back().emplace_back();
-    step.kind = kind;
-    step.stream = stream;
-    return step;
+  Step& add(const Step& step) {
+    if (step.stream < 0) {
+      throw std::invalid_argument("stream " + std::to_string(step.stream) + ": streams count from 0");
+    }
+    streams_ = std::max(streams_, step.stream);
+    return segments_.back().emplace_back(step);
   }
   Step& add_flag(Step::Kind kind, int stream, uint64_t flag, int64_t delta) {
-    Step& step = add(kind, stream);
-    step.to = flag;
+    Step& step = add({kind, stream, -1, flag});
     step.delta = static_cast<uint32_t>(delta);
     return step;
   }

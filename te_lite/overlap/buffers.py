@@ -142,7 +142,7 @@ def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], rows: int
         for part, (offset, n) in enumerate(zip(part_offsets(sizes, size), sizes, strict=True)):
             width, to = n // rows, base + offset + rank * (n // rows)
             if n:
-                program.copy2d(stream, -1, to, width * size, part, 0, width, width, rows, engine)
+                program.copy(stream, -1, to, part, 0, width, rows, width * size, width, engine)
         program.set(stream, buffer.ready(slot, peer, rank), 0)
     for source in following(rank, size):
         program.cut()

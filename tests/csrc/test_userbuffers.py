@@ -137,7 +137,7 @@ def test_a_copy_of_rows_leaves_what_is_between(alone, stream: int) -> None:
     source, target = bytes(range(1, 41)), (ctypes.c_char * 60)()
     place = memory.arenas[0]
     ctypes.memmove(place, source, 40)
-    steps = program(("copy2d", stream, 0, 2, 20, -1, place + 1, 13, 5, 3), ("after", 0, 1))
+    steps = program(("copy", stream, 0, 2, -1, place + 1, 5, 3, 20, 13), ("after", 0, 1))
     executor.issue(steps, 0, 0, 0, (ctypes.addressof(target),))
     want = bytearray(60)
     for row in range(3):
@@ -168,9 +168,9 @@ REFUSED = {
     "arguments": (lambda e: e.issue(program(("copy", 0, 2, 0, -1, 0, 1)), 0, 0, 0, (1, 2)), "takes 3 arguments"),
     "negative stream": (lambda e: program(("set", -1, 0, 0)), "count from 0"),
     "negative argument": (lambda e: program(("copy", 0, -2, 0, 0, 0, 1)), "index or -1"),
-    "no rows": (lambda e: program(("copy2d", 0, -1, 0, 8, -1, 0, 8, 8, 0)), "0 rows of 8 bytes"),
-    "destination pitch": (lambda e: program(("copy2d", 0, -1, 0, 7, -1, 0, 9, 8, 2)), "pitches 9 and 7:"),
-    "source pitch": (lambda e: program(("copy2d", 0, -1, 0, 9, -1, 0, 7, 8, 2)), "pitches 7 and 9:"),
+    "no rows": (lambda e: program(("copy", 0, -1, 0, -1, 0, 8, 0)), "0 rows of 8 bytes"),
+    "destination pitch": (lambda e: program(("copy", 0, -1, 0, -1, 0, 8, 2, 7, 9)), "pitches 9 and 7:"),
+    "source pitch": (lambda e: program(("copy", 0, -1, 0, -1, 0, 8, 2, 9, 7)), "pitches 7 and 9:"),
     "ranks": (lambda e: _C.Control(2, 2, [1, 2], None, 1.0), "rank 2 of 2"),
 }
 

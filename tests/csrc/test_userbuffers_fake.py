@@ -130,7 +130,7 @@ p.wait(1, at, -1, 1, "room at")
 p.wait(1, at + 40, -1, 1, "room at")
 p.wait(1, at + 24, -1, 1, "room at")  # three flags 24 and 40 bytes apart: one launch, 8 bytes a bit
 p.copy(1, 0, 8, 1, 0, 16)
-p.copy2d(1, 0, 4, 8, 1, 0, 1, 1, 2)  # x to bytes 4 and 12
+p.copy(1, 0, 4, 1, 0, 1, 2, 8, 1)  # x to bytes 4 and 12
 p.set(1, at + 4, 0)
 p.set(1, at + 8, 1)
 p.wait(2, at, 0, 1, "data from")
@@ -182,8 +182,8 @@ ENGINE = """
 control, executor = group()
 p = _C.Program("buffer")
 for stream in (1, 0):
-    p.copy2d(stream, 0, 0, 4, 1, 0, 4, 4, 1, engine=True)
-    p.copy2d(stream, 0, 4, 4, 1, 1, 2, 1, 3, engine=True)
+    p.copy(stream, 0, 0, 1, 0, 4, engine=True)
+    p.copy(stream, 0, 4, 1, 1, 1, 3, 4, 2, engine=True)
 word(40).value = 77
 for captured in (False, True):
     fake.fake_capture(captured)

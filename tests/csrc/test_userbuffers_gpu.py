@@ -104,9 +104,9 @@ def test_a_copy_of_rows_on_a_gpu(width: int, engine: bool) -> None:
     source = torch.randint(0, 255, (100, width), dtype=torch.uint8, device="cuda")
     use = _C.Program("buffer")
     use.after(1, 0)
-    use.copy2d(1, -1, g.there + 4096 + 2 * width, 4 * width, 0, 0, width, width, 100, engine)
+    use.copy(1, -1, g.there + 4096 + 2 * width, 0, 0, width, 100, 4 * width, width, engine)
     n, flat = source.numel(), 500 * width
-    use.copy2d(1, -1, g.there + 4096 + flat, n, 0, 0, n, n, 1, engine)
+    use.copy(1, -1, g.there + 4096 + flat, 0, 0, n, engine=engine)
     use.after(0, 1)
     g.executor.issue(use, 0, 1, torch.cuda.current_stream().cuda_stream, (source.data_ptr(),))
     data = g.data.view(torch.uint8)
