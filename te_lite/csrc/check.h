@@ -8,8 +8,7 @@
 
 namespace te_lite {
 
-class DriverError : public std::runtime_error {
- public:
+struct DriverError : std::runtime_error {
   DriverError(const std::string& call, CUresult code, const std::string& name, const std::string& text)
       : std::runtime_error(call + " failed: " + name + " (" + std::to_string(code) + "): " + text),
         code(code) {}

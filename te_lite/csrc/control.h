@@ -14,8 +14,7 @@
 namespace te_lite {
 
 // The group cannot go on, on any rank. what() is the first reason that any rank gave.
-class GroupBroken : public std::runtime_error {
- public:
+struct GroupBroken : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

@@ -97,8 +97,7 @@ constexpr int kAttributeComputeCapabilityMajor = 75;
 constexpr int kAttributeComputeCapabilityMinor = 76;
 
 // The driver cannot be used on this machine. what() is the reason, in words for the user.
-class DriverUnavailable : public std::runtime_error {
- public:
+struct DriverUnavailable : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
