@@ -54,10 +54,13 @@ class BlockFormat(TensorFormat):
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         data, scale, shape = parts[0].view(torch.float8_e4m3fn), parts[1], (rows, like.shape[1])
+        whole = VECTORS if self.gemm else self  # what no GEMM multiplies stays as it is
         if layout == "row":
-            return QTensor(VECTORS, shape, like.dtype, data, scale)
+            return QTensor(whole, shape, like.dtype, data, scale)
         q = unpadded(QTensor(self, shape, like.dtype, col=data, col_scale=scale), like)
-        return q if q.format != self else QTensor(VECTORS, shape, like.dtype, col=transpose(data), col_scale=scale.t())
+        if not self.gemm or q.format != self:
+            return q
+        return QTensor(whole, shape, like.dtype, col=transpose(data), col_scale=scale.t())
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip

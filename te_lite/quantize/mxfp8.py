@@ -9,12 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from te_lite.ops.block_cast import MX_BLOCK
-from te_lite.quantize.blockwise import BlockFormat, Blocks, unpadded
-from te_lite.quantize.qtensor import Layout, QTensor, TensorFormat
+from te_lite.quantize.blockwise import BlockFormat, Blocks
+from te_lite.quantize.qtensor import TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Site
 from te_lite.recipe import MXFP8BlockScaling
 
@@ -27,12 +24,6 @@ class MXFormat(BlockFormat):
     block: ClassVar[int] = MX_BLOCK
     gemm: str = ""
     flat: bool = True
-
-    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        data, scale, shape = parts[0].view(torch.float8_e4m3fn), parts[1], (rows, like.shape[1])
-        if layout == "row":
-            return QTensor(self, shape, like.dtype, data, scale)
-        return unpadded(QTensor(self, shape, like.dtype, col=data, col_scale=scale), like)
 
 
 @dataclass(frozen=True, slots=True)

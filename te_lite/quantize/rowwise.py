@@ -75,34 +75,30 @@ class Rows(Quantizer):
     pow2: bool = True
     amax_group: dist.ProcessGroup | None = None
 
-    def _vectors(self, source: Source, row: bool, col: bool) -> tuple[Tensor | None, ...]:
-        """(row scales, their inverses, column scales, their inverses)."""
-        amax = vector_amax(source, row, col)
-        rows = source.rows if row else 0
-        if col and self.amax_group is not None:
-            all_reduce_max("amax of columns", amax[rows:], self.amax_group)
-        # Apart, so that none keeps the memory of both, and each starts where cuBLAS reads scales.
-        by_row = vector_scales(amax[:rows], 0.0, self.pow2) if row else (None, None)
-        return *by_row, *(vector_scales(amax[rows:], 0.0, self.pow2) if col else (None, None))
-
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         q = QTensor(self.format, (source.rows, source.cols), source.dtype)
         if not (col or bias_grad) and rows_fit(source):
             q.row, q.row_scale = row_cast(source, 0.0, self.pow2)
             return q, None
-        row_scale, row_inverse, col_scale, col_inverse = self._vectors(source, row, col)
+        amax, rows = vector_amax(source, row, col), source.rows * row
+        if col and self.amax_group is not None:
+            all_reduce_max("amax of columns", amax[rows:], self.amax_group)
+        row_scale = col_scale = sums = None
+        # Apart, so that none keeps the memory of both, and each starts where cuBLAS reads scales.
+        if row:
+            row_scale, q.row_scale = vector_scales(amax[:rows], 0.0, self.pow2)
+        if col:
+            col_scale, q.col_scale = vector_scales(amax[rows:], 0.0, self.pow2)
         by_col = col and not self.format.flat
-        sums = None
         if row or by_col:
             made = transform(
                 source, fp8_dtype=E4M3, row=row, col=by_col, row_scale=row_scale,
                 col_scale=col_scale if by_col else None, bias_grad=bias_grad,
             )  # fmt: skip
-            q.row, q.row_scale, q.col, sums = made.row, row_inverse, made.col, made.bias_grad
+            q.row, q.col, sums = made.row, made.col, made.bias_grad
         if col and self.format.flat:
             made = transform(source, fp8_dtype=E4M3, row=True, col_scale=col_scale, bias_grad=bias_grad and not row)
             q.col, sums = made.row, sums if row else made.bias_grad
-        q.col_scale = col_inverse
         return q, sums
 
 
