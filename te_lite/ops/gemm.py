@@ -143,8 +143,8 @@ def gemm(
         return out.copy_(gemm(a, b, out_dtype, bias))
     if _widens(a, out_dtype):
         out = torch.mm(a, b.t(), out_dtype=out_dtype) if a.is_cuda else torch.mm(a.float(), b.t().float())
-        return out if bias is None else out.add_(bias)
-    out = torch.mm(a, b.t())
+    else:
+        out = torch.mm(a, b.t())
     return (out if bias is None else out.add_(bias)).to(out_dtype)
 
 

@@ -61,9 +61,7 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise ValueError(f"device={str(device)!r}: must be 'cpu' or 'cuda', where the activations are")
     if not torch.cuda.is_available():
         raise ValueError(f"device={str(device)!r}: there is no CUDA device here; pass device='cpu'")
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Sequence[Any]) -> LayerMethods:
