@@ -44,18 +44,9 @@ class FusedGemm:
         self, cubin: _bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool
     ) -> None: ...
     def launch(
-        self,
-        programs: int,
-        stream: int,
-        a: int,
-        b: int,
-        other: int,
-        h: int,
-        to: list[int],
-        act: list[int],
-        act_t: list[int],
-        arguments: _bytes,
-    ) -> None:
+        self, programs: int, stream: int, a: int, b: int, other: int, h: int, to: list[int], act: list[int],
+        act_t: list[int], arguments: _bytes,
+    ) -> None:  # fmt: skip
         """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h), h may be 0. arguments: FusedArguments as it lies in
         memory. programs: even. RuntimeError when the driver refuses."""
 
@@ -143,12 +134,9 @@ class Program:
     def __init__(self, name: str) -> None: ...
     def copy(
         self, stream: int, dst_arg: int, dst_off: int, src_arg: int, src_off: int, bytes: int, rows: int = 1,
-        dst_pitch: int = 0, src_pitch: int = 0, engine: bool = False,
+        dst_pitch: int = 0, src_pitch: int = 0,
     ) -> None:  # fmt: skip
-        """`rows` rows of `bytes` bytes, each a pitch (bytes) behind the one before. ValueError.
-
-        engine: a single row within one GPU asks for a copy engine in place of multiprocessors, which several rows get
-        anyway. Drivers before CUDA 13, CUDA graphs and the default stream ignore it."""
+        """`rows` rows of `bytes` bytes, each a pitch (bytes) behind the one before. ValueError."""
 
     def set(self, stream: int, flag_address: int, delta: int) -> None:
         """flag = epoch + delta, after what the stream did before."""

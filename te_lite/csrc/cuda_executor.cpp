@@ -175,7 +175,7 @@ class CudaExecutor final : public Executor {
   void issue_one(const Step& step, uint64_t epoch_word) {
     void* const stream = streams_[step.stream];
     if (step.kind == Step::kCopy) {
-      copy(step, step.engine && !epoch_word);
+      copy(step, stream);
     } else if (step.kind == Step::kAfter) {
       if (step.other == step.stream) return;
       TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
@@ -189,14 +189,8 @@ class CudaExecutor final : public Executor {
     }
   }
 
-  void copy(const Step& step, bool engine) {
-    void* const stream = streams_[step.stream];
-    if (engine && step.rows == 1 && stream && cuda_.cuMemcpyBatchAsync) {
-      CUdeviceptr to = step.to, from = step.from;
-      size_t bytes = step.bytes, first = 0;
-      CUmemcpyAttributes attributes{kOrderStream, {}, {}, kPreferOverlap};
-      TE_LITE_CHECK(cuda_, cuMemcpyBatchAsync, &to, &from, &bytes, 1, &attributes, &first, 1, stream);
-    } else if (step.rows == 1) {
+  void copy(const Step& step, void* stream) {
+    if (step.rows == 1) {
       TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
     } else {
       const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};

@@ -8,9 +8,9 @@ namespace te_lite {
 namespace {
 
 template <typename Function>
-void resolve(void* library, const char* symbol, Function& entry, bool needed) {
+void resolve(void* library, const char* symbol, Function& entry) {
   entry = reinterpret_cast<Function>(dlsym(library, symbol));
-  if (!entry && needed) {
+  if (!entry) {
     throw DriverUnavailable(std::string("libcuda.so.1 has no symbol ") + symbol +
                             ": te_lite needs a driver for CUDA 11.7 or newer; update the driver");
   }
@@ -25,11 +25,9 @@ Driver open_library() {
                             "): install NVIDIA's driver to use GPUs, or run on the CPU");
   }
   Driver table{};
-#define TE_LITE_RESOLVE(name, version, parameters) resolve(library, #name version, table.name, true);
-#define TE_LITE_RESOLVE_NEWER(name, version, parameters) resolve(library, #name version, table.name, false);
-  TE_LITE_ENTRIES(TE_LITE_RESOLVE, TE_LITE_RESOLVE_NEWER)
+#define TE_LITE_RESOLVE(name, version, parameters) resolve(library, #name version, table.name);
+  TE_LITE_ENTRIES(TE_LITE_RESOLVE)
 #undef TE_LITE_RESOLVE
-#undef TE_LITE_RESOLVE_NEWER
   return table;
 }
 

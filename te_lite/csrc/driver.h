@@ -57,14 +57,7 @@ struct CUmemcpy2D {
   size_t width;  // bytes
   size_t rows;
 };
-struct CUmemcpyAttributes {
-  int order;
-  CUmemLocation from;  // where managed memory is
-  CUmemLocation to;
-  unsigned flags;
-};
 static_assert(sizeof(CUmemcpyPlace) == 56 && sizeof(CUmemcpy2D) == 128, "CUDA's ABI");
-static_assert(sizeof(CUmemcpyAttributes) == 24, "CUDA's ABI");
 static_assert(sizeof(CUmemAllocationProp) == 32 && offsetof(CUmemAllocationProp, windows) == 16, "CUDA's ABI");
 static_assert(sizeof(CUmemAccessDesc) == 12 && sizeof(CUipcMemHandle) == 64, "CUDA's ABI");
 static_assert(sizeof(CUstreamMemOp) == 48 && offsetof(CUstreamMemOp, value) == 16, "CUDA's ABI");
@@ -79,8 +72,6 @@ constexpr int kLocationDevice = 1;
 constexpr int kAccessReadWrite = 3;
 constexpr int kGranularityMinimum = 0;
 constexpr int kMemoryUnified = 4;  // the address says where
-constexpr int kOrderStream = 1;         // the source is read in the stream's order
-constexpr unsigned kPreferOverlap = 1;  // with kernels: by a copy engine
 constexpr unsigned kIpcLazyPeerAccess = 1;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
@@ -102,9 +93,8 @@ struct DriverUnavailable : std::runtime_error {
 };
 
 // The driver's entry points: the name by which a program calls one, what its symbol has behind that, the parameters.
-// Where that is a version, the plain name is an older ABI, with 32-bit sizes for instance. NEWER: null where the driver
-// is older than CUDA 13.0; no default stream may be passed to it, nor one under capture.
-#define TE_LITE_ENTRIES(X, NEWER) \
+// Where that is a version, the plain name is an older ABI, with 32-bit sizes for instance.
+#define TE_LITE_ENTRIES(X) \
   X(cuInit, "", (unsigned int flags)) \
   X(cuDriverGetVersion, "", (int* version)) \
   X(cuGetErrorName, "", (CUresult error, const char** name)) \
@@ -162,14 +152,11 @@ struct DriverUnavailable : std::runtime_error {
   X(cuEventCreate, "", (void** event, unsigned int flags)) \
   X(cuEventDestroy, "_v2", (void* event)) \
   X(cuEventRecord, "", (void* event, void* stream)) \
-  X(cuStreamWaitEvent, "", (void* stream, void* event, unsigned int flags)) \
-  NEWER(cuMemcpyBatchAsync, "_v2", \
-    (CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, CUmemcpyAttributes* attributes, \
-     size_t* attributes_from, size_t attributes_count, void* stream))
+  X(cuStreamWaitEvent, "", (void* stream, void* event, unsigned int flags))
 
 struct Driver {
 #define TE_LITE_FIELD(name, version, parameters) CUresult(*name) parameters;
-  TE_LITE_ENTRIES(TE_LITE_FIELD, TE_LITE_FIELD)
+  TE_LITE_ENTRIES(TE_LITE_FIELD)
 #undef TE_LITE_FIELD
 };
 

@@ -31,8 +31,7 @@ struct Step {
   size_t rows = 1;
   size_t to_pitch = 0;  // from one row to the next
   size_t from_pitch = 0;
-  bool engine = false;  // see Program::copy
-  int other = 0;        // the stream that kAfter waits for
+  int other = 0;  // the stream that kAfter waits for
   uint32_t delta = 0;
   uint32_t value = 0;
   uint64_t operation = 0;  // announced when it was issued
@@ -44,9 +43,8 @@ class Program {
  public:
   explicit Program(std::string name) : name_(std::move(name)) {}
 
-  // engine: by a copy engine, if the driver has the choice; within one GPU it takes multiprocessors otherwise.
   void copy(int stream, int to_argument, uint64_t to, int from_argument, uint64_t from, size_t bytes, size_t rows,
-            size_t to_pitch, size_t from_pitch, bool engine) {
+            size_t to_pitch, size_t from_pitch) {
     if (std::min(to_argument, from_argument) < -1) {
       throw std::invalid_argument("a copy between arguments " + std::to_string(from_argument) + " and " +
                                   std::to_string(to_argument) + ": an argument is an index or -1 for an address");
@@ -57,7 +55,7 @@ class Program {
                                   std::to_string(to_pitch) + ": there is a row at least, and none is over a pitch");
     }
     arguments_ = std::max({arguments_, to_argument + 1, from_argument + 1});
-    add({Step::kCopy, stream, to_argument, to, from_argument, from, bytes, rows, to_pitch, from_pitch, engine});
+    add({Step::kCopy, stream, to_argument, to, from_argument, from, bytes, rows, to_pitch, from_pitch});
   }
   void set(int stream, uint64_t flag, int64_t delta) { add_flag(Step::kSet, stream, flag, delta); }
   void wait(int stream, uint64_t flag, int64_t delta, int rank, const std::string& kind) {

@@ -90,7 +90,7 @@ void bind_userbuffers(py::module_& m) {
   py::class_<Program>(m, "Program", "Steps over buffers and flags, written down once. See _C.pyi.")
       .def(py::init<std::string>(), "name"_a)
       .def("copy", &Program::copy, "stream"_a, "dst_arg"_a, "dst_off"_a, "src_arg"_a, "src_off"_a, "bytes"_a,
-           "rows"_a = 1, "dst_pitch"_a = 0, "src_pitch"_a = 0, "engine"_a = false)
+           "rows"_a = 1, "dst_pitch"_a = 0, "src_pitch"_a = 0)
       .def("set", &Program::set, "stream"_a, "flag_address"_a, "delta"_a)
       .def("wait", &Program::wait, "stream"_a, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)
       .def("expect", &Program::expect, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)

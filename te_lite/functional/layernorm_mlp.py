@@ -14,24 +14,16 @@ from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import load, save, without_amp
 from te_lite.ops.source import act, dact
 from te_lite.overlap.schedule import Activated
+from te_lite.quantize.quantizer import Quantizer
 
 
-def _then(plan: LinearPlan, activation: str, need_w: bool) -> Activated | None:
-    """What the GEMM before may compute of a linear's input. need_w: whether the linear's dw will be wanted."""
-    quantizer = plan.operands.fprop.a
-    if activation != "swiglu" or quantizer is not plan.operands.wgrad.b:
-        return None
-    want = quantizer.wants_from_gemm(plan.dtype)
-    return Activated(quantizer, want) if want and (need_w or want != "fp8") else None  # fp8 comes with its columns
-
-
-def _then_grad(plan: LinearPlan, activation: str, h: Tensor, needs: tuple[bool, bool, bool]) -> Activated | None:
-    """What fc2's dgrad may compute of h's gradient, which fc1 takes. needs: as of linear_backward."""
-    quantizer, (need_x, need_w, need_b) = plan.operands.dgrad.a, needs
-    if activation != "swiglu" or quantizer is not plan.operands.wgrad.a or need_b:  # nobody sums it over tokens there
-        return None
-    want = quantizer.wants_from_gemm(plan.dtype)
-    return Activated(quantizer, want, h) if want and ((need_x and need_w) or want != "fp8") else None
+def _then(
+    plan: LinearPlan, of: Quantizer, wgrads: Quantizer, activation: str, both: bool, h: Tensor | None = None
+) -> Activated | None:
+    """What the GEMM before may compute of what `of` quantizes for `plan`: of its linear's input, or, with h, of the
+    gradient of its output h. wgrads: the quantizer for wgrad. both: rows and columns will be wanted, as fp8 comes."""
+    want = of.wants_from_gemm(plan.dtype) if activation == "swiglu" and of is wgrads else ""
+    return Activated(of, want, h) if want and (both or want != "fp8") else None
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -51,7 +43,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         need_ln = bool(norm_saved)
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
-        then = _then(plan2, activation, need_w2)
+        then = _then(plan2, plan2.operands.fprop.a, plan2.operands.wgrad.b, activation, need_w2)
         h, kept1 = linear_forward(plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], then)
         a = act(h, activation) if then is None or then.result is None else then.result
         y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], own_input=True)
@@ -71,7 +63,10 @@ class LayerNormMLPFunction(torch.autograd.Function):
         grads = ctx.needs_input_grad
         dy, needs = as_operand(dy, plan2, grad=True), (need_h, need_w2, b2 is not None and grads[9])
         needs1 = need_ln, need_w1, b1 is not None and grads[7]
-        then = _then_grad(plan1, ctx.activation, h, needs1) if need_h else None
+        then = None
+        if need_h and not needs1[2]:  # a bias' gradient sums that of h over tokens, which no GEMM does
+            of = plan1.operands
+            then = _then(plan1, of.dgrad.a, of.wgrad.a, ctx.activation, need_ln and need_w1, h)
         da, dw2, db2 = linear_backward(plan2, (x2, q2), w2, call.weights[1], dy, needs, then=then)
         dln = dw1 = db1 = None
         if need_h:

@@ -128,8 +128,10 @@ def gemm_gather(
         gathered_scale = gathered_scale.expand(ranks * m).contiguous() if kinds[0] == "tensor" else gathered_scale
     apart = {"row": m, "tensor": int(kinds[0] == "shard"), "none": 0}[scales]
     bias = None if bias is None else bias.float()
-    split, grad = own.dtype in fused.FP8 and not fast_accum, wanted.h is not None
-    _check_wanted(wanted, own, m, ranks, n, out_dtype, split)
+    split, grad = own.dtype in fused.FP8 and not fast_accum, bool(wanted.act) and wanted.h is not None
+    if wanted.act and (refusal := act_refusal(m, n, wanted.act, grad, split)):
+        raise ValueError(f"an activation of {refusal}; compute it apart")
+    _check_wanted(wanted, (ranks * m, 2 * n), out_dtype, own.device)
     clusters = sm_count(own.device) // 2
     wide = 256 if wanted.act else tile_columns(m, n, ranks, fused.transposed(b), clusters)
     wide = 128 if split or grad else wide  # registers
@@ -146,25 +148,19 @@ def gemm_gather(
         (ready, None, counters, epoch, abort, gathered_scale, own_scale, b_scale, bias, wanted.scale, made.scale_inv,
          peak),
         (delta, m, n, k, rank, ready.shape[1], 1, 0, pairs, columns, apart),
-        _shards(made.data, ranks, m * width), _shards(made.data_t, ranks, m), wanted.h,
+        _shards(made.data, ranks, m * width), _shards(made.data_t, ranks, m),
+        wanted.h if grad else None,
     )  # fmt: skip
     return out, made
 
 
-def _check_wanted(
-    wanted: Wanted, own: Tensor, m: int, ranks: int, n: int, dtype: torch.dtype, split: bool
-) -> None:  # fmt: skip
-    if not wanted.act:
-        return
-    if refusal := act_refusal(m, n, wanted.act, wanted.h is not None, split):
-        raise ValueError(f"an activation of {refusal}; compute it apart")
+def _check_wanted(wanted: Wanted, needed: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """needed: of h."""
     for name, value in (("scale", wanted.scale), ("amax", wanted.amax)):
-        given = value is not None and (value.dtype, value.numel(), value.device) == (torch.float32, 1, own.device)
+        given = value is not None and (value.dtype, value.numel(), value.device) == (torch.float32, 1, device)
         if not given and (value is not None or (wanted.act == "fp8" and name == "scale")):
-            raise ValueError(
-                f"{name} for act {wanted.act!r}: must be one fp32 on {own.device}; pass a view of one element"
-            )
-    h, needed = wanted.h, (ranks * m, 2 * n)
+            raise ValueError(f"{name} for act {wanted.act!r}: must be one fp32 on {device}; pass a view of one element")
+    h = wanted.h
     if h is not None and (tuple(h.shape) != needed or h.dtype != dtype or not fused.aligned(h)):
         raise ValueError(
             f"h {list(h.shape)} of {h.dtype}, strides {h.stride()}: must be contiguous {list(needed)} of {dtype} that "

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAIN, COPY = 0, 1  # streams of a program: the caller's, and that of the copy engine
-OWN = COPY, True  # what copies a rank's own shard to its slot: the stream, and whether it asks for a copy engine
-OWN_IN_GRAPH = MAIN, False  # where there is no asking
 WORD = 4  # bytes of a flag
 MOST_PROGRAMS = 512  # kept; each token count makes some, and a run with ever new ones must not fill the memory
 
@@ -136,13 +134,13 @@ def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], rows: int
     for peer in [*readers, rank]:
         program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
     program.after(COPY, MAIN)
-    own_by = OWN if buffer.words is None else OWN_IN_GRAPH
-    for peer, stream, engine in [*((peer, COPY, False) for peer in readers), *[(rank, *own_by)] * own]:
+    own_by = COPY if buffer.words is None else MAIN
+    for peer, stream in [*((peer, COPY) for peer in readers), *[(rank, own_by)] * own]:
         base = arena.address(buffer.name, slot, peer)
         for part, (offset, n) in enumerate(zip(part_offsets(sizes, size), sizes, strict=True)):
             width, to = n // rows, base + offset + rank * (n // rows)
             if n:
-                program.copy(stream, -1, to, part, 0, width, rows, width * size, width, engine)
+                program.copy(stream, -1, to, part, 0, width, rows, width * size, width)
         program.set(stream, buffer.ready(slot, peer, rank), 0)
     for source in following(rank, size):
         program.cut()

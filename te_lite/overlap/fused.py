@@ -81,8 +81,10 @@ def _wanted(gemm: Product, own: QTensor) -> Wanted:
     then, split = gemm.then, own.row.element_size() == 1 and not gemm.fast_accum
     if then is None or act_refusal(own.shape[0], gemm.columns, then.want, then.h is not None, split):
         return NOTHING
-    scales = (*then.take_scale(), then.quantizer.format.dtype) if then.want == "fp8" else ()
-    return Wanted(then.want, _aligned(then.h), *scales)
+    if then.want != "fp8":
+        return Wanted(then.want, _aligned(then.h))
+    scale, amax = (then.some_scale, None) if then.timed else then.quantizer.take_scale()
+    return Wanted("fp8", _aligned(then.h), scale, amax, then.quantizer.format.dtype)
 
 
 def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor | None) -> Source | QTensor:

@@ -37,10 +37,6 @@ class Activated:
     result: Source | QTensor | None = None
     some_scale: Tensor | None = None  # fp32 [1], where timed
 
-    def take_scale(self) -> tuple[Tensor, Tensor | None]:
-        """For "fp8": the scale, and where the amax goes."""
-        return (self.some_scale, None) if self.timed else self.quantizer.take_scale()
-
     def source(self, product: Tensor) -> Source:
         """v, to be computed from the product."""
         return act(product, "swiglu") if self.h is None else dact(product, self.h, "swiglu")

@@ -53,10 +53,6 @@ struct Copy2D {
   Place from, to;
   size_t width, rows;
 };
-struct Attributes {
-  int order, locations[4];
-  unsigned flags;
-};
 struct MemOp {
   int operation;
   unsigned* address;
@@ -226,15 +222,6 @@ int cuMemcpy2DAsync_v2(const Copy2D* c, void* stream) {
   }
   return c->from.type == 4 && c->to.type == 4 && !(c->from.x | c->from.y | c->to.x | c->to.y) ? 0 : 1;
 }
-#ifndef OLD_DRIVER
-int cuMemcpyBatchAsync_v2(void** to, void** from, size_t* bytes, size_t count, const Attributes* attributes,
-                          const size_t* first, size_t attributes_count, void* stream) {
-  log("engine copy", stream, *bytes);
-  copy(*to, *from, *bytes);
-  return count == 1 && attributes_count == 1 && *first == 0 && attributes->order == 1 && attributes->flags == 1 &&
-                 stream && !capturing ? 0 : 1;
-}
-#endif
 int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
 int cuStreamCreateWithPriority(void** stream, unsigned, int) {
   return give("cuStreamCreateWithPriority", stream, at(0x900));

@@ -177,30 +177,22 @@ def test_a_program_as_the_driver_sees_it(fake_driver: Path) -> None:
     ]
 
 
-# Both kinds of copy, each on a stream of its own and on the default stream, eagerly and captured.
-ENGINE = """
+# Both kinds of copy.
+COPIES = """
 control, executor = group()
 p = _C.Program("buffer")
-for stream in (1, 0):
-    p.copy(stream, 0, 0, 1, 0, 4, engine=True)
-    p.copy(stream, 0, 4, 1, 1, 1, 3, 4, 2, engine=True)
-word(40).value = 77
-for captured in (False, True):
-    fake.fake_capture(captured)
-    source, target = ctypes.create_string_buffer(b"abcdefgh"), ctypes.create_string_buffer(16)
-    executor.issue(p, 0, 9, 0, (ctypes.addressof(target), ctypes.addressof(source)), at + 160 if captured else 0)
-    assert target.raw[:13] == b"abcdb" + bytes(3) + b"d" + bytes(3) + b"f", target.raw
+p.copy(1, 0, 0, 1, 0, 4)
+p.copy(1, 0, 4, 1, 1, 1, 3, 4, 2)
+source, target = ctypes.create_string_buffer(b"abcdefgh"), ctypes.create_string_buffer(16)
+executor.issue(p, 0, 9, 0, (ctypes.addressof(target), ctypes.addressof(source)))
+assert target.raw[:13] == b"abcdb" + bytes(3) + b"d" + bytes(3) + b"f", target.raw
 print(fake.fake_calls().decode(), end="")
 """
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_who_is_asked_for_a_copy_engine(tmp_path: Path, old: bool) -> None:
-    """The newer calls, but where the driver lacks them or would refuse the stream."""
-    folder = build(tmp_path, FAKE_SOURCE, *(["-DOLD_DRIVER"] if old else []))
-    plain = [f"copy {0x11} 4", f"copy2d {0x11} 3", "copy 0 4", "copy2d 0 3"]
-    asked = plain if old else [f"engine {plain[0]}", *plain[1:]]  # of rows with a pitch an engine takes care anyway
-    assert script(PREAMBLE + ENGINE, folder).splitlines() == asked + plain
+def test_one_row_and_several_are_copied(tmp_path: Path) -> None:
+    folder = build(tmp_path, FAKE_SOURCE)
+    assert script(PREAMBLE + COPIES, folder).splitlines() == [f"copy {0x11} 4", f"copy2d {0x11} 3"]
 
 
 CAPTURE = """

@@ -5,8 +5,8 @@ import torch
 
 from te_lite.ops import flags
 from te_lite.ops import gemm_gather as G
-from te_lite.ops.cast import amax, transform
-from te_lite.ops.source import act, dact
+from te_lite.ops.cast import amax
+from te_lite.ops.source import dact
 from te_lite.overlap.buffers import following
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
@@ -192,108 +192,6 @@ def test_it_waits(case, grad, epoch, columns):
     assert not grad or made.amax.amax() == amax(dact(want, h, "swiglu")).amax()
 
 
-GATED = [
-    Case(4, 300, 136, 544, bias=BF16, pieces=2),
-    Case(2, 7, 64, 32, FP16, out=FP16),
-    Case(2, 1104, 400, 1056, E4M3, scale="tensor"),
-    Case(3, 512, 1040, 2080, E4M3, scale="row", bias=FP32),
-    Case(4, 640, 64, 4096, turned=True),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("clusters", [3, 66])
-@pytest.mark.parametrize("case", GATED, ids=str)
-def test_swiglu_of_the_output(case, clusters, monkeypatch):
-    """All bits are those of the kernels that read h, whoever does the tiles; h is the same with and without."""
-    monkeypatch.setattr(G, "sm_count", lambda device: 2 * clusters)
-    args = arguments(case, fused.problem(case, "cuda"), case.ranks - 1, "cuda")
-    h = run(args)
-    source = act(h, "swiglu")
-    out, made = run_with(args, G.Wanted("high precision"))
-    assert_bitwise_equal("h beside its activation", out, h)
-    assert_bitwise_equal("activation", made.data, transform(source, hp_dtype=h.dtype).hp)
-    out, made = run_with(args, G.Wanted("amax"))
-    assert_bitwise_equal("h beside the amax", out, h)
-    assert_bitwise_equal("amax", made.amax.amax(), amax(source).amax())
-    if case.m % 16:
-        with pytest.raises(ValueError, match="multiples of 16, for fp8.*apart"):
-            run_with(args, G.Wanted("fp8", scale=torch.ones(1, device="cuda")))
-        return
-    scale, seen = torch.rand(1, device="cuda") * 20, torch.zeros(1, device="cuda")
-    want = transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, amax_out=seen)
-    for start in (0.0, 1e9):
-        largest = torch.full((1,), start, device="cuda")
-        out, made = run_with(args, G.Wanted("fp8", None, scale, largest))
-        assert_bitwise_equal("h beside fp8", out, h)
-        assert_bitwise_equal("rows", made.data, want.row)
-        assert_bitwise_equal("columns", made.data_t, want.col)
-        assert_bitwise_equal("inverse scale", made.scale_inv, want.scale_inv)
-        assert largest.item() == max(start, seen.item())
-
-
-GRADS = [
-    Case(4, 300, 136, 576, pieces=2, turned=True),
-    Case(2, 7, 64, 64, FP16, out=FP16),
-    Case(2, 1104, 400, 1088, E5M2, E4M3, scale="tensor"),
-    Case(3, 512, 1040, 2112, E4M3, E5M2, scale="row"),
-    Case(4, 640, 640, 4096, E4M3, scale="shard"),
-    Case(4, 640, 128, 4096, E4M3, scale="tensor", out=FP16),  # one step a tile
-    Case(2, 640, 64, 1024, turned=True),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("clusters", [1, 66])
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("case", GRADS, ids=str)
-def test_gradient_of_swiglu(case, fast, clusters, monkeypatch):
-    """All bits are those of the kernels that read the product and h, whoever does the tiles."""
-    monkeypatch.setattr(G, "sm_count", lambda device: 2 * clusters)
-    args = arguments(case, fused.problem(case, "cuda"), case.ranks - 1, "cuda")
-    da = run(args, fast)
-    h = (torch.randn(case.ranks * case.m, 2 * case.n, device="cuda") * 3).to(case.out)
-    h[0, :4] = torch.tensor([200.0, -200.0, 90.0, -90.0])  # beyond where the derivative is clamped, and before
-    source = dact(da, h, "swiglu")
-    out, made = run_with(args, G.Wanted("high precision", h), fast)
-    assert out is None
-    assert_bitwise_equal("gradient", made.data, transform(source, hp_dtype=h.dtype).hp)
-    out, made = run_with(args, G.Wanted("amax", h), fast)
-    assert_bitwise_equal("the product beside the amax", out, da)
-    assert_bitwise_equal("amax", made.amax.amax(), amax(source).amax())
-    if case.m % 16:
-        with pytest.raises(ValueError, match="multiples of 16, for fp8, and 64.*apart"):
-            run_with(args, G.Wanted("fp8", h, torch.ones(1, device="cuda")))
-        return
-    scale, seen = torch.rand(1, device="cuda") * 20, torch.zeros(1, device="cuda")
-    for fp8 in (E4M3, E5M2):
-        want = transform(source, fp8_dtype=fp8, row=True, col=True, scale=scale, amax_out=seen)
-        for start in (0.0, 2.0**100):
-            largest = torch.full((1,), start, device="cuda")
-            out, made = run_with(args, G.Wanted("fp8", h, scale, largest, fp8), fast)
-            assert out is None
-            assert_bitwise_equal("rows", made.data, want.row)
-            assert_bitwise_equal("columns", made.data_t, want.col)
-            assert_bitwise_equal("inverse scale", made.scale_inv, want.scale_inv)
-            assert largest.item() == max(start, seen.item())
-
-
-@pytest.mark.gpu
-def test_swiglu_of_what_is_not_a_number():
-    args = arguments(GATED[0], fused.problem(GATED[0], "cuda"), 0, "cuda")
-    args[0][3, 5] = float("nan")
-    h, made = run_with(args, G.Wanted("amax"))
-    assert h.isnan().any() and made.amax.amax().isinf() and not made.amax.isnan().any()
-    args = arguments(GRADS[0], fused.problem(GRADS[0], "cuda"), 0, "cuda")
-    args[0][3, 5] = float("nan")
-    da, made = run_with(args, G.Wanted("amax", torch.randn(1200, 1152, device="cuda").bfloat16()))
-    assert da.isnan().any() and made.amax.amax().isinf() and not made.amax.isnan().any()
-    args, largest = arguments(GRADS[4], fused.problem(GRADS[4], "cuda"), 0, "cuda"), torch.zeros(1, device="cuda")
-    h = torch.full((2560, 8192), float("nan"), device="cuda").bfloat16()
-    _, made = run_with(args, G.Wanted("fp8", h, torch.ones(1, device="cuda"), largest))
-    assert made.data.float().isnan().all() and made.data_t.float().isnan().all() and largest.isinf()
-
-
 @pytest.mark.gpu
 def test_abort_ends_the_wait():
     args = arguments(CASES[2], fused.problem(CASES[2], "cuda"), 0, "cuda")
@@ -350,41 +248,6 @@ def test_errors_name_value_rule_and_remedy():
     shards[SCALE + 1] = torch.ones(CASES[12].n)
     with pytest.raises(ValueError, match="a scale a shard.*ring"):
         G.gemm_gather(*shards)
-
-
-def test_what_is_wanted_of_the_product_is_checked():
-    args = arguments(GRADS[0], fused.problem(GRADS[0], "cpu"), 0, "cpu")
-    h = torch.zeros(1200, 1152, dtype=BF16)
-    with pytest.raises(ValueError, match=r"h \[1200, 576\].*contiguous \[1200, 1152\].*pass"):
-        run_with(args, G.Wanted("amax", h[:, :576].contiguous()))
-    with pytest.raises(ValueError, match="h .*float32.*bfloat16 that.*pass"):
-        run_with(args, G.Wanted("amax", h.float()))
-    with pytest.raises(ValueError, match="scale for act 'fp8'.*one fp32"):
-        run_with(arguments(GRADS[4], fused.problem(GRADS[4], "cpu"), 0, "cpu"), G.Wanted("fp8"))
-    split = arguments(GATED[2], fused.problem(GATED[2], "cpu"), 0, "cpu")
-    with pytest.raises(ValueError, match="split accumulation.*both halves of h; compute it apart"):
-        run_with(split, G.Wanted("amax"), fast=False)
-
-
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("act", ["", "high precision", "amax", "fp8"])
-@pytest.mark.parametrize("case", [GRADS[2], GRADS[6]], ids=str)
-def test_what_is_asked_of_the_kernel_is_what_it_offers(case, act, grad, fast, monkeypatch):
-    """The rules of its static_asserts, for all that is not refused."""
-    asked, split = [], case.a in fused.FP8 and not fast
-    monkeypatch.setattr(G.fused, "launch", lambda kind, *rest: asked.append(kind))
-    h = torch.zeros(case.ranks * case.m, 2 * case.n, dtype=case.out) if act and grad else None
-    wanted = G.Wanted(act, h, torch.ones(1) if act == "fp8" else None)
-    try:
-        G.gemm_gather(*arguments(case, fused.problem(case, "cpu"), 0, "cpu"), fast, wanted)
-    except ValueError as refusal:
-        assert act and split and not grad and "split" in str(refusal)
-        return
-    (kind,) = asked
-    assert kind.split == split and kind.grad == (h is not None) and kind.act == act
-    assert not kind.act or kind.columns == (128 if kind.grad else 256)
-    assert not kind.split or kind.columns == 128
 
 
 def test_operands_that_the_kernels_refuse():
