@@ -290,6 +290,7 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "per_shard": ("per_shard", render_per_shard),
     "overlap_gemms": ("overlap_gemms", render_overlap_gemms),
     "overlap": ("overlap", render_overlap),
+    "overlap_tp2": ("overlap_tp2", render_overlap),
     "check": ("gpu_check", render_check),
 }
 

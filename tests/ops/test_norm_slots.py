@@ -124,9 +124,9 @@ def test_it_sums_where_it_can(monkeypatch) -> None:
     calls = []
     plain = norm.reduce_slots
     monkeypatch.setattr(norm, "reduce_slots", lambda *args: calls.append(args) or plain(*args))
-    summed = (Case(4, 64, 8192), Case(5, 64, 2064))
+    summed = (Case(4, 64, 8192), Case(5, 64, 2064), Case(4, 64, 2048))
     others = (Case(6, 64, 2064), Case(4, 64, 2056), Case(4, 8, 8208), Case(2, 64, 2064, FP32))
-    others += (Case(2, 64, 2064, own=FP32), Case(4, 64, 2048))  # of 2048 columns and less a program has several rows
+    others += (Case(2, 64, 2064, own=FP32), Case(4, 64, 1024))  # of 1024 columns and less a program has several rows
     for case in (*summed, *others):
         calls.clear()
         slots, own, *rest = inputs(case, "cuda")
