@@ -7,7 +7,7 @@ Sequence parallel, RMSNorm, SwiGLU, no bias. In each run the overlapped module, 
 GEMMs alone, as cuBLAS runs them back to back on operands that lie ready, are interleaved; a sample starts on all ranks
 together and is the slowest rank's. Methods: "ring", "fused" and "auto" (initialize_ub's default) ask for that wherever
 there is a choice, "auto, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad), not behind wgrad. --graphs: also
-CUDA graphs of the whole step, in which the host launches nothing; not of delayed scaling, whose history is the host's.
+CUDA graphs of the whole step, in which the host launches nothing; not of delayed scaling, which makes new scales.
 """
 
 from __future__ import annotations

@@ -243,7 +243,8 @@ def random_iteration(rng: random.Random, group: Group, tokens: int, device) -> s
     pairs, said = [], []
     for _ in range(rng.choice((1, 1, 2))):
         (kind, mode), recipe = rng.choice(list(LAYERS)), rng.choice((*RECIPES, "current_per_shard"))
-        sizes = Sizes(*(16 * size * rng.choice((1, 2, 3, 4)) for _ in range(3)))
+        # Of the last, an MLP's middle, a fused dgrad makes the gradient where each rank has a multiple of 64.
+        sizes = Sizes(*(16 * size * rng.choice(of) for of in ((1, 2, 3, 4), (1, 2, 3, 4), (1, 3, 4, 8))))
         flags, bias, ub_name = draw_flags(rng), rng.random() < 0.5, rng.choice(NAMES[mode])
         named = {} if kind == LN_MLP else {"ub_name": ub_name}
         said.append(f"{kind} {mode} {recipe} {sizes} bias {bias} {flags} {ub_name}")
