@@ -137,35 +137,16 @@ class Linear(_OneLinear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Init | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: Split = None,
-        device: torch.device | str | None = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
-        *,
-        sequence_dim: int = 0,
-    ) -> None:
+        self, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: dist.ProcessGroup | None = None, tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None, rng_tracker_name: str | None = None,
+        init_method: Init | None = None, bias: bool = True, return_bias: bool = False,
+        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None, parameters_split: Split = None,
+        device: torch.device | str | None = "cuda", ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None, delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
+        save_original_input: bool = False, name: str | None = None, *, sequence_dim: int = 0,
+    ) -> None:  # fmt: skip
         given = locals()
         super().__init__(given, (parallel_mode,), (ub_name,), ("in_features", "out_features"))
         self.save_original_input = save_original_input

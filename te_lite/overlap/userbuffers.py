@@ -74,19 +74,11 @@ def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Sequ
 
 
 def initialize_ub(
-    shape: Sequence[int],
-    tp_size: int,
-    use_fp8: bool = False,
-    quantization_modes: Any = None,
-    dtype: torch.dtype = torch.bfloat16,
-    ub_cfgs: Config | Sequence[Config] | None = None,
-    bootstrap_backend: str | None = None,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    device: torch.device | str | None = None,
-    strict: bool = False,
-    cuda_graphs: bool = False,
-) -> None:
+    shape: Sequence[int], tp_size: int, use_fp8: bool = False, quantization_modes: Any = None,
+    dtype: torch.dtype = torch.bfloat16, ub_cfgs: Config | Sequence[Config] | None = None,
+    bootstrap_backend: str | None = None, *, tp_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None, strict: bool = False, cuda_graphs: bool = False,
+) -> None:  # fmt: skip
     """Makes the buffers by which modules with ub_* flags hide their communication behind GEMMs. Collective.
 
     shape: [tokens of all ranks (sequence * batch), hidden], the largest of the run; calls that need more run without
