@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_lite.ops.gemm import placed
 from te_lite.quantize.qtensor import QTensor
 
 
@@ -46,6 +47,8 @@ def save(ctx: Any, *items: QTensor | Tensor | None) -> None:
 
 
 def load(ctx: Any) -> list[QTensor | Tensor | None]:
-    """The items of save(ctx, ...), in order."""
+    """The items of save(ctx, ...), in order. Saved-tensor hooks may have put them anywhere."""
     tensors = iter(ctx.saved_tensors)
-    return [next(tensors) if shell is None else QTensor(*shell, *islice(tensors, 5)) for shell in ctx.shells]
+    return [
+        next(tensors) if shell is None else QTensor(*shell, *map(placed, islice(tensors, 5))) for shell in ctx.shells
+    ]

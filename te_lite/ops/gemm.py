@@ -19,6 +19,11 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LOW = (torch.bfloat16, torch.float16)
 
 
+def placed(t: Tensor | None) -> Tensor | None:
+    """t, as it lies, where cuBLAS and the tensor-copy unit can read it: at a multiple of 16 bytes."""
+    return t if t is None or t.data_ptr() % FP8_ALIGNMENT == 0 else t.clone()
+
+
 def _check_fp8(a: Tensor, b: Tensor) -> None:
     """TypeError, ValueError unless a[M, K] and b[N, K] are what cuBLAS multiplies."""
     if a.dtype not in _FP8 or b.dtype not in _FP8:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_lite.ops.gemm import _check_fp8, gemm_ref, register_product, scaled_mm, with_epilogue
+from te_lite.ops.gemm import _check_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
 
 BLOCK = 128
 _FUSED = (torch.bfloat16,)
@@ -40,8 +40,7 @@ def gemm_fp8_rowwise_ref(
 
 def _vector(scale: Tensor, length: int) -> Tensor:
     """One scale for each of `length` rows, at an address that cuBLAS takes; a slice may begin at any row."""
-    scale = scale.reshape(-1).expand(length).contiguous()
-    return scale.clone() if scale.data_ptr() % 16 else scale
+    return placed(scale.reshape(-1).expand(length).contiguous())
 
 
 def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum, out=None):

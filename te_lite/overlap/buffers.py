@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from te_lite import _C
+from te_lite.ops.gemm import placed
 from te_lite.ops.reduce import reduce_slots
 from te_lite.overlap.arena import Arena, aligned
 from te_lite.quantize.qtensor import Layout, QTensor
@@ -206,9 +207,8 @@ class Gather:
             shape, own = list(part.shape), part.shape[self._dim]
             shape[self._dim] *= self.group.size
             whole = memory[offset : offset + part.nbytes * self.group.size].view(part.dtype).view(shape)
-            view = whole if source is None else whole.narrow(self._dim, source * own, own)
             # A vector of scales of an odd number of rows begins where no GEMM may read it.
-            views.append(view if view.data_ptr() % 16 == 0 else view.clone())
+            views.append(placed(whole if source is None else whole.narrow(self._dim, source * own, own)))
         return tuple(views)
 
     def shard(self, source: int) -> QTensor:

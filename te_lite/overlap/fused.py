@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_lite._C import MOST_FUSED_RANKS
 from te_lite.ops import source
+from te_lite.ops.gemm import placed
 from te_lite.ops.gemm_fused import ALIGNMENT, transposed
 from te_lite.ops.gemm_gather import NOTHING, Activation, Wanted, act_refusal, gemm_gather
 from te_lite.ops.gemm_scatter import blocks
@@ -41,11 +42,6 @@ def refusal(gemm: Product, a: QTensor, group: Group) -> str:
     return group.no_fused
 
 
-def _aligned(t: Tensor | None) -> Tensor | None:
-    """t, as it lies, where the tensor-copy unit can read it. No refusal: addresses may differ by rank."""
-    return t if t is None or t.data_ptr() % ALIGNMENT == 0 else t.clone()
-
-
 def _scales(a: QTensor, gemm: Product) -> tuple[Tensor | None, Tensor | None]:
     a_scale, b_scale = a.operand("row")[1], gemm.b.operand(gemm.b_layout)[1]
     return (None, None) if a_scale is None else (a_scale.reshape(-1), b_scale.reshape(-1))
@@ -64,12 +60,12 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor | None:
     own_scale, b_scale = _scales(own, gemm)
     data, *scales = gather.parts()
     scale = scales[0].reshape(-1) if scales else own_scale
-    a, b = data.view(own.row.dtype), _aligned(gemm.b.operand(gemm.b_layout)[0])
+    a, b = data.view(own.row.dtype), placed(gemm.b.operand(gemm.b_layout)[0])
     ready, _, *rest = _flags(gather)
     counters = gather.buffer.counters[gather.slot]
     wanted = _wanted(gemm, own)
     out, made = gemm_gather(
-        _aligned(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype,
+        placed(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype,
         gemm.fast_accum, wanted,
     )  # fmt: skip
     if wanted.act:
@@ -82,9 +78,9 @@ def _wanted(gemm: Product, own: QTensor) -> Wanted:
     if then is None or act_refusal(own.shape[0], gemm.columns, then.want, then.h is not None, split):
         return NOTHING
     if then.want != "fp8":
-        return Wanted(then.want, _aligned(then.h))
+        return Wanted(then.want, placed(then.h))
     scale, amax = (then.some_scale, None) if then.timed else then.quantizer.take_scale()
-    return Wanted("fp8", _aligned(then.h), scale, amax, then.quantizer.format.dtype)
+    return Wanted("fp8", placed(then.h), scale, amax, then.quantizer.format.dtype)
 
 
 def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor | None) -> Source | QTensor:
@@ -108,7 +104,7 @@ def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
     counters = scatter.buffer.counters[scatter.slot]
     ready, free, *rest = _flags(scatter)
     out = run_scatter(
-        _aligned(a.operand("row")[0]), _aligned(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
+        placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
         ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum,
     )  # fmt: skip
     scatter.close()
