@@ -25,7 +25,9 @@ class LayerNormLinearFunction(torch.autograd.Function):
         need_w = call.grad and weight.requires_grad
         made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
         needs = bool(norm_saved), need_w
-        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0])
+        room = plan.spared(x.numel(), need_w and not spec.returned)
+        keeps_w = plan.keeps_weight(room, weight, call.cached[0], needs[0])
+        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], keeps_w=keeps_w)
         if call.grad:
             save(ctx, *kept, weight if any(needs) else None, bias, *norm_saved)
             ctx.call, ctx.spec, ctx.needs, ctx.x_shape, ctx.x_dtype = call, spec, needs, x.shape, x.dtype

@@ -47,29 +47,18 @@ def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QT
     return quantizer.quantize(x)[0], kept
 
 
-def _keeps_weight(plan: LinearPlan, kept: QTensor | None, weight: Tensor) -> bool:
-    """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where it
-    takes no more memory than is saved by keeping the input at one byte an element, not two or four."""
-    quantizer = plan.operands.fprop.b
-    if kept is None or not kept.format.label or quantizer is not plan.operands.dgrad.b:
-        return False
-    one_byte = quantizer.format.col_from_row and quantizer.format.scales_product
-    return one_byte and kept.shape[0] >= weight.shape[0]
-
-
 def linear_forward(
     plan: LinearPlan, x: Input, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None,
-    then: Activated | None = None, own_input: bool = False,
+    then: Activated | None = None, keeps_w: bool = False,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N], communication by the plan's schedule.
 
     needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None. then: what may be
-    computed of y with it. own_input: nobody else keeps x, so what fp8 saves of it is saved.
+    computed of y with it. keeps_w: by plan.keeps_weight.
     """
     (need_x, need_w), fprop = needs, plan.operands.fprop
     with nvtx_range("te_lite.quantize"):
         xq, kept = _quantize_input(plan, x, need_w)
-        keeps_w = own_input and need_x and cached is None and _keeps_weight(plan, kept, weight)
         wq = cached if cached is not None else fprop.b.quantize(plain(weight), row=True, col=keeps_w)[0]
     if bias is not None:
         bias = bias.to(plan.dtype).contiguous()

@@ -90,3 +90,15 @@ class LinearPlan:
     dtype: torch.dtype
     bias_in_gemm: bool
     keep_original: bool = False
+
+    def spared(self, elements: int, need_w: bool) -> int:
+        """Bytes that fp8 saves, at least, of an input of so many elements which nobody else keeps. need_w: for dw."""
+        return elements if need_w and self.operands.wgrad.b.format.label and not self.keep_original else 0
+
+    def keeps_weight(self, room: int, weight: Tensor, cached: QTensor | None, need_x: bool) -> bool:
+        """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where
+        it takes no more than `room` bytes. cached: what is used in its place. need_x: for dx."""
+        quantizer = self.operands.fprop.b
+        wanted = need_x and cached is None and quantizer is self.operands.dgrad.b
+        one_byte = quantizer.format.col_from_row and quantizer.format.scales_product
+        return wanted and one_byte and weight.numel() <= room
