@@ -25,9 +25,10 @@ class Kernel:
 
     function: CUfunction handle. threads: a program (block). kinds: a letter for each argument of launch(): "p" address
     (an int, or None for null), "i" int32, "l" int64, "f" fp32, "-" passed over: not a parameter of the compiled kernel.
+    early: it may begin before the kernel before it on its stream has ended, and waits for that itself.
     """
 
-    def __init__(self, function: int, threads: int, shared_bytes: int, kinds: str) -> None: ...
+    def __init__(self, function: int, threads: int, shared_bytes: int, kinds: str, early: bool = False) -> None: ...
     def launch(self, programs: int, stream: int, arguments: tuple[int | float | None, ...]) -> None:
         """Launches (programs, 1, 1) on the stream handle. RuntimeError when the driver refuses."""
 

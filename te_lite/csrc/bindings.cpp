@@ -88,7 +88,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "What Python cannot do. Importing it opens no driver; the first call that needs one does.";
   m.def("driver_info", &driver_info, "The CUDA driver and its devices. See _C.pyi.");
   py::class_<Kernel>(m, "Kernel", "A compiled kernel, ready to launch. See _C.pyi.")
-      .def(py::init<uint64_t, int, int, std::string>(), "function"_a, "threads"_a, "shared_bytes"_a, "kinds"_a)
+      .def(py::init<uint64_t, int, int, std::string, bool>(), "function"_a, "threads"_a, "shared_bytes"_a, "kinds"_a,
+           "early"_a = false)
       .def("launch", &launch, "programs"_a, "stream"_a, "arguments"_a);
   bind_cuda_memory(m);
   bind_userbuffers(m);

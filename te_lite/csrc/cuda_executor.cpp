@@ -48,11 +48,11 @@ class CudaExecutor final : public Executor {
     std::lock_guard<std::mutex> lock(mutex_);
     if (flags_) throw std::invalid_argument("the flags of this executor are set already: set them once");
     void* host = nullptr;
-    TE_LITE_CHECK(cuda_, cuMemHostAlloc, &host, bytes + 2 * sizeof *host_, 0);
+    TE_LITE_CHECK(cuda_, cuMemHostAlloc, &host, bytes + sizeof *host_, 0);
     flags_ = address;
     flag_bytes_ = bytes;
     host_ = static_cast<uint32_t*>(host);
-    abort_word()[0] = abort_word()[1] = 0;
+    *abort_word() = 0;
     control_.set_abort_word(abort_word());
   }
 
@@ -97,7 +97,6 @@ class CudaExecutor final : public Executor {
   using Waits = std::vector<Step>;           // consecutive waits of one stream for the same epoch
 
   uint32_t* abort_word() const { return host_ + flag_bytes_ / sizeof *host_; }
-  uint64_t zero_word() const { return reinterpret_cast<uint64_t>(abort_word() + 1); }
   uint32_t& seen(const Pending& pending) { return host_[(pending.wait.to - flags_) / sizeof *host_]; }
 
   void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override {
@@ -206,7 +205,7 @@ class CudaExecutor final : public Executor {
     uint32_t mask = 0;
     for (const Step* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
     const uint32_t delta = epoch_word ? first->delta : first->value;
-    uint64_t arguments[] = {first->to, epoch_word ? epoch_word : zero_word(), stride / 4, mask, delta, abort_address()};
+    uint64_t arguments[] = {first->to, epoch_word, stride / 4, mask, delta, abort_address()};
     wait_kernel_->launch(1, reinterpret_cast<uint64_t>(streams_[first->stream]), arguments, 6);
   }
 
@@ -253,7 +252,7 @@ class CudaExecutor final : public Executor {
   std::vector<Pending> pending_;  // in the order of issue
   CUdeviceptr flags_ = 0;
   size_t flag_bytes_ = 0;
-  uint32_t* host_ = nullptr;  // pinned: the flags as last seen, then the abort word and one that stays zero
+  uint32_t* host_ = nullptr;  // pinned: the flags as last seen, then the abort word
   void* own_stream_ = nullptr;
   std::unique_ptr<std::thread> watcher_;
 };

@@ -57,6 +57,17 @@ struct CUmemcpy2D {
   size_t width;  // bytes
   size_t rows;
 };
+struct CUlaunchAttribute {
+  int id, pad, value;
+  char rest[60];
+};
+struct CUlaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  void* stream;
+  CUlaunchAttribute* attributes;
+  unsigned count;
+};
+static_assert(sizeof(CUlaunchAttribute) == 72 && sizeof(CUlaunchConfig) == 56, "CUDA's ABI");
 static_assert(sizeof(CUmemcpyPlace) == 56 && sizeof(CUmemcpy2D) == 128, "CUDA's ABI");
 static_assert(sizeof(CUmemAllocationProp) == 32 && offsetof(CUmemAllocationProp, windows) == 16, "CUDA's ABI");
 static_assert(sizeof(CUmemAccessDesc) == 12 && sizeof(CUipcMemHandle) == 64, "CUDA's ABI");
@@ -79,6 +90,7 @@ constexpr int kCaptureModeRelaxed = 2;
 constexpr int kCaptureNone = 0;
 constexpr int kMemOpWrite32 = 2;  // with flags 0: after a fence for what the stream wrote before
 constexpr int kFunctionDynamicShared = 8;  // the most that a launch may ask for
+constexpr int kLaunchEarly = 6;  // programmatic stream serialization
 constexpr int kMapUint8 = 0;
 constexpr int kMapUint16 = 1;
 constexpr int kMapSwizzle64 = 2, kMapSwizzle128 = 3;
@@ -107,9 +119,7 @@ struct DriverUnavailable : std::runtime_error {
   X(cuDeviceGetAttribute, "", (int* value, int attribute, CUdevice device)) \
   X(cuCtxGetCurrent, "", (void** context)) \
   X(cuCtxSetCurrent, "", (void* context)) \
-  X(cuLaunchKernel, "", \
-    (void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
-     unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra)) \
+  X(cuLaunchKernelEx, "", (const CUlaunchConfig* config, void* function, void** parameters, void** extra)) \
   X(cuModuleLoadData, "", (void** module, const void* image)) \
   X(cuModuleGetFunction, "", (void** function, void* module, const char* name)) \
   X(cuFuncSetAttribute, "", (void* function, int attribute, int value)) \

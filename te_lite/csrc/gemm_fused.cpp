@@ -36,7 +36,7 @@ TensorMap tensor_map(uint64_t address, unsigned bytes, int rows, int columns, un
 class FusedGemm {
  public:
   FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed, bool grad)
-      : kernel_(load(cubin, gather ? "gemm_gather" : "gemm_scatter"), FUSED_THREADS(grad), kFusedShared, ""),
+      : kernel_(load(cubin, gather ? "gemm_gather" : "gemm_scatter"), FUSED_THREADS(grad), kFusedShared, "", true),
         gather_(gather),
         bytes_(element_bytes),
         columns_(columns),

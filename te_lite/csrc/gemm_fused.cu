@@ -36,7 +36,7 @@ __device__ __forceinline__ void load(const Maps& maps, const Arguments& p, const
     const int taken = i % kTaken;
     bar_expect(shared.taken + 8 * taken, 4);
     for (u32 to = 0; to < 2 && !cta; to++) send(shared.pair_of + 4 * taken, shared.taken + 8 * taken, next, to);
-    if (!shared.tile(p, i, at)) return;
+    if (!shared.tile(p, i, at)) break;
     if (!cta) next = take(p);
     const bool own = at.owner == p.rank;
     if (GATHER && at.owner != there) {
@@ -74,6 +74,8 @@ __device__ __forceinline__ void load(const Maps& maps, const Arguments& p, const
       }
     }
   }
+  // Nothing is waited for any more that would need room on the device: the next kernel may take what is left.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Reduce-scatter, one warp: flags are looked at, and slots on their way to L2, before the products of an own tile are loaded.
@@ -320,6 +322,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(FUSED_THR
   const int steps = (p.k + kStep - 1) / kStep, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) shared.init();
   cluster_sync();
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // the kernel before has ended
   if (warp < 8) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplies));
     multiply(p, shared, warp / 4, steps);

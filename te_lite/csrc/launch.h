@@ -17,11 +17,13 @@ class Kernel {
   // f fp32, - not a parameter of the compiled kernel. Two null pointers (Triton's scratch memories) follow the rest.
   // To be built on a thread where the kernel's context is current; a thread that launches gets it when it has none
   // (torch's backward thread starts without) or another.
-  Kernel(uint64_t function, unsigned threads, unsigned shared_bytes, std::string kinds)
+  // early: launched before the kernel before it on the stream has ended, for which it waits itself.
+  Kernel(uint64_t function, unsigned threads, unsigned shared_bytes, std::string kinds, bool early)
       : function_(reinterpret_cast<void*>(function)),
         threads_(threads),
         shared_bytes_(shared_bytes),
-        kinds_(std::move(kinds)) {
+        kinds_(std::move(kinds)),
+        early_(early) {
     if (kinds_.size() > kMostArguments - 2) {
       throw std::invalid_argument("a kernel with " + std::to_string(kinds_.size()) + " arguments: at most " +
                                   std::to_string(kMostArguments - 2) + " are supported");
@@ -51,8 +53,10 @@ class Kernel {
     void* current = nullptr;
     TE_LITE_CHECK(cuda, cuCtxGetCurrent, &current);
     if (current != context_) TE_LITE_CHECK(cuda, cuCtxSetCurrent, context_);
-    TE_LITE_CHECK(cuda, cuLaunchKernel, function_, programs, 1, 1, threads_, 1, 1, shared_bytes_,
-                  reinterpret_cast<void*>(stream), parameters, nullptr);
+    CUlaunchAttribute early{kLaunchEarly, 0, 1, {}};
+    const CUlaunchConfig config{programs, 1, 1, threads_, 1, 1, shared_bytes_, reinterpret_cast<void*>(stream), &early,
+                                early_};
+    TE_LITE_CHECK(cuda, cuLaunchKernelEx, &config, function_, parameters, nullptr);
   }
 
  private:
@@ -61,6 +65,7 @@ class Kernel {
   const unsigned threads_;
   const unsigned shared_bytes_;
   const std::string kinds_;
+  const bool early_;
 };
 
 }  // namespace te_lite

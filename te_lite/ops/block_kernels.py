@@ -7,6 +7,7 @@ import triton.language as tl
 
 from te_lite.ops import tiles
 from te_lite.ops.cast_kernels import Config, scale_of
+from te_lite.ops.launch import begin
 from te_lite.ops.word_tiles import column_bits, column_words, row_bits, to_fp8_pairs, word_quarters
 
 # (block length, square, row wanted, col wanted) -> tile, one block high: columns of blocks need no second one.
@@ -205,6 +206,7 @@ def block_kernel(
     as a tile is high, BLOCK_M; those of 32 are MX's.
     Programs and tiles as in transform_kernel.
     """
+    begin()
     TWO: tl.constexpr = GLU and KIND == "dact"
     width = cols * 2 if TWO else cols
     source, outputs = (x, dy, mean, rstd, gamma, beta), (row, row_scale, col, col_scale)
@@ -238,6 +240,7 @@ def dequantize_kernel(
     ROW_B: tl.constexpr, COL_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out[m, n] = data[m, n] * scale[m // ROW_B, n // COL_B], E4M3 to bf16, fp16 or fp32; one rounding."""
+    begin()
     MB: tl.constexpr = BLOCK_M // ROW_B
     NB: tl.constexpr = BLOCK_N // COL_B
     tile_m, n0, _ = tiles.tile_of_program(cols, BLOCK_N, False)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from te_lite.ops import tiles
+from te_lite.ops.launch import begin
 from te_lite.ops.source import produce
 from te_lite.ops.word_tiles import largest_bits, largest_words, to_fp8_pairs, turned, word_quarters
 
@@ -164,6 +165,7 @@ def transform_kernel(
     [width]: scales of rowwise quantization, in place of one scale. A program does one tile, or with LOOP every
     splits-th tile of its columns: straight-line code takes 40 registers fewer (77 against 81 us at 8192 x 8192).
     """
+    begin()
     TWO: tl.constexpr = GLU and KIND == "dact"
     # Maxima, and statistics of a norm, come from a reading of the same source directly before.
     READ: tl.constexpr = (KIND == "norm" or amax is not None) or (row_scale is not None or col_scale is not None)
@@ -212,6 +214,7 @@ def amax_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = largest |value| of the program's tiles; nan counts as inf, no tiles as 0."""
+    begin()
     program = tl.program_id(0)
     tiles_n = tl.cdiv(cols, BLOCK_N)
     source = (x, dy, mean, rstd, gamma, beta)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_lite.ops.launch import launch
+from te_lite.ops.launch import begin, launch
 from te_lite.ops.registry import register
 
 ALGORITHMS = ("max", "most_recent")
@@ -27,6 +27,7 @@ def _delayed_update_kernel(
     L, n, stride_row, stride_col, stride_scale, stride_out, fp8_max,
     MOST_RECENT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    begin()
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_cols = cols < n
     column_ptr = history_ptr + cols.to(tl.int64) * stride_col

@@ -13,9 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from te_lite.ops.launch import _ready
-
-_ON_DEVICE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
+from te_lite.ops.launch import INTERPRETED, _ready, begin
 
 # Goes to POLL, or on when the word at ABORT is set. That one lies in host memory: read at every 64th poll by all
 # multiprocessors it slowed the copies that they wait for 32-fold; at every 4096th it costs nothing.
@@ -60,15 +58,21 @@ def wait_flags(flag, stride, mask, epoch, abort):
 
     What was written before those flags may be read afterwards, by loads and by the tensor-copy unit.
     """
-    if _ON_DEVICE:
+    if not INTERPRETED:
         args = [flag.to(tl.int64), stride * 4, mask, epoch, abort.to(tl.int64)]
         tl.inline_asm_elementwise(_WAIT, "=r,l,r,r,r,l,~{memory}", args, tl.int32, False, 1)
 
 
 @triton.jit(do_not_specialize=["stride", "mask", "delta"], do_not_specialize_on_alignment=["flag", "word", "abort"])
 def wait_kernel(flag, word, stride, mask, delta, abort):
-    """Ends when the flags that wait_flags takes have reached *word + delta, or *abort is not zero. One warp."""
-    wait_flags(flag, stride, mask, tl.load(word) + delta, abort)
+    """Ends when the flags that wait_flags takes have reached *word + delta, or *abort is not zero. One warp.
+
+    word: null for 0, and then nothing is read that the kernel before may write: the two wait at the same time."""
+    counted = word.to(tl.int64) != 0
+    if counted:
+        begin(True)
+    wait_flags(flag, stride, mask, tl.load(word, mask=counted, other=0) + delta, abort)
+    begin(True)
 
 
 def signed(epoch: int) -> int:

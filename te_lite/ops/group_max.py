@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_lite.ops.flags import _ON_DEVICE, POLL_AGAIN, wait_flags
-from te_lite.ops.launch import _ready
+from te_lite.ops.flags import POLL_AGAIN, wait_flags
+from te_lite.ops.launch import INTERPRETED, _ready, begin
 from te_lite.ops.scalars import new_scalar
 
 SLOTS = 2
@@ -65,13 +65,14 @@ def group_max_kernel(
 
     Every thread has sent to all of its ranks before it polls.
     """
+    begin(True)
     epoch = tl.load(word) + delta
     if MOST == 1:
         rank, at = tl.arange(0, _LANES), 0
         live = rank < RANKS
         largest = tl.zeros([_BLOCK], tl.float32)
-        for begin in range(0, count, _BLOCK):
-            partial = begin + tl.arange(0, _BLOCK)
+        for i in range(0, count, _BLOCK):
+            partial = i + tl.arange(0, _BLOCK)
             largest = tl.maximum(largest, tl.load(values + partial, mask=partial < count, other=0.0))
         value = tl.max(largest, 0)
     else:
@@ -84,13 +85,13 @@ def group_max_kernel(
     first, asked = (epoch & 1) * (RANKS * MOST) + at, live.to(tl.int32)
     for step in tl.static_range(1 if MOST == 1 else RANKS):
         there = tl.load(targets + rank + step, mask=rank < RANKS, other=0) + first * 8
-        if _ON_DEVICE:
+        if not INTERPRETED:
             tl.inline_asm_elementwise(_PUSH, "=r,l,l,r,~{memory}", [there, message, asked], tl.int32, False, 1)
         else:
             tl.store(there.to(tl.pointer_type(tl.int64)), message, mask=live)
     for step in tl.static_range(1 if MOST == 1 else RANKS):
         here = slots + (rank + step) * MOST + first
-        if _ON_DEVICE:
+        if not INTERPRETED:
             args = [here.to(tl.int64), asked, epoch, abort.to(tl.int64)]
             found = tl.inline_asm_elementwise(_POLL, "=r,l,r,r,l,~{memory}", args, tl.int32, False, 1)
         else:

@@ -14,13 +14,32 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from te_lite import _C
 
 _COMPILED: dict[tuple, Any] = {}
 _HAS_CUDA = torch.cuda.device_count() > 0  # is_available() reads the environment each time, 10 us
 _MOST = 4096  # entries; each token count makes some, and a run with ever new ones must not fill the memory
+
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which has no inline assembly
+_AFTER_OTHERS = tl.constexpr("griddepcontrol.wait; mov.u32 $0, 0;")
+_OTHERS_MAY = tl.constexpr("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
+
+
+@triton.jit
+def begin(WAITS: tl.constexpr = False):
+    """First in every kernel. From compute capability 9.0 on it is launched before the kernel before it has ended; here
+    it waits until that has, with all that it wrote. The next one may be launched from now on, unless this one WAITS for
+    other ranks, or for what another stream does: the next might take the room that those need."""
+    if not INTERPRETED:
+        if cuda_capability_geq(9, 0):
+            tl.inline_asm_elementwise(_AFTER_OTHERS, "=r,~{memory}", [], tl.int32, False, 1)
+            if not WAITS:
+                tl.inline_asm_elementwise(_OTHERS_MAY, "=r,~{memory}", [], tl.int32, False, 1)
 
 
 @lru_cache(maxsize=64)
@@ -101,4 +120,5 @@ def _ready(compiled: Any) -> _C.Kernel | _ThroughTriton:
     if not (triton.__version__.startswith(CONVENTION_READ) and known and plain) or scratch:
         return _ThroughTriton(compiled)
     kinds = "".join("p" if kind.startswith("*") else _LETTERS[kind] for kind in types)
-    return _C.Kernel(compiled.function, 32 * data.num_warps, data.shared, kinds)
+    early = "griddepcontrol.wait" in compiled.asm["ptx"]
+    return _C.Kernel(compiled.function, 32 * data.num_warps, data.shared, kinds, early)

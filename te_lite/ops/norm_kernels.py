@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from te_lite.ops.cast_kernels import Config
+from te_lite.ops.launch import begin
 from te_lite.ops.reduce import sum_of_slots
 from te_lite.ops.tiles import magnitude_bits, record_amax, to_fp8_bytes
 
@@ -90,6 +91,7 @@ def forward_kernel(
     before them it takes 23 to 50 registers a thread more, and a third of the rows in flight with them.
 
     scale: y is fp8, cast as transform_kernel does it."""
+    begin()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     live = rows < M
@@ -127,6 +129,7 @@ def stats_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Persistent: a program walks rows, keeps one running maximum and writes one partial."""
+    begin()
     cols = tl.arange(0, BLOCK_N)
     in_row = (cols < N)[None, :] if not EVEN else tl.full([1, BLOCK_N], 1, tl.int1)
     # Eight neighbours share a running maximum: they sit in one thread, so folding them needs no exchange.
@@ -179,6 +182,7 @@ def backward_kernel(
     registers while they are on their way: with STAGES = 3 those of two rows come to shared memory while the row before
     them is reduced. With 2 nothing would be under way then: the compiler loads at a row's end.
     """
+    begin()
     cols = tl.arange(0, BLOCK_N)[None, :]
     in_row = cols < N if not EVEN else tl.full([1, BLOCK_N], 1, tl.int1)
     dgamma = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_lite.ops.launch import launch, sm_count
+from te_lite.ops.launch import begin, launch, sm_count
 from te_lite.ops.registry import register
 
 _STEP, _PER_SM, _WARPS = 4096, 4, 8  # elements a step; programs an SM: 3.8 of 4.27 TB/s where a naive kernel has 2.5
@@ -32,6 +32,7 @@ def reduce_kernel(
     staging, own, out, bias, total, n, rank, RANKS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr
 ):
     """VECTOR: elements side by side that lie in one row, so that 16 bytes are loaded at once."""
+    begin()
     group = tl.arange(0, STEP // VECTOR)[:, None]
     lane = tl.arange(0, VECTOR)[None, :]
     for start in tl.range(tl.program_id(0) * STEP, total, tl.num_programs(0) * STEP):

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from te_lite.ops.cast_kernels import _FLOAT_MAX, Config, scale_of
+from te_lite.ops.launch import begin
 from te_lite.ops.source import produce
 from te_lite.ops.tiles import magnitude_bits, tile_of_program, to_fp8_bytes
 
@@ -27,6 +28,7 @@ def vector_amax_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """row_amax[m], col_amax[n] = max with the largest |value| of each row and column, as bits; one tile a program."""
+    begin()
     TWO: tl.constexpr = GLU and KIND == "dact"
     tile_m, n0, _ = tile_of_program(cols, BLOCK_N, False)
     m0 = tile_m * BLOCK_M
@@ -50,6 +52,7 @@ def row_kernel(
     POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """E4M3 with one scale a row, in one read: a program holds BLOCK_M whole rows, BLOCK_N >= cols."""
+    begin()
     TWO: tl.constexpr = GLU and KIND == "dact"
     width = cols * 2 if TWO else cols
     m0 = tile_of_program(cols, BLOCK_N, KIND == "norm")[0] * BLOCK_M
@@ -72,6 +75,7 @@ def row_kernel(
 @triton.jit
 def vector_scales_kernel(amax, scale, inverse, eps, n, POW2: tl.constexpr, BLOCK: tl.constexpr):
     """scale_of each amax, and its inverse."""
+    begin()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = scale_of(tl.load(amax + i, mask=i < n, other=0.0), eps, 448.0, _FLOAT_MAX, POW2)
     tl.store(scale + i, s, mask=i < n)

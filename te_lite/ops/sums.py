@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_lite.ops.launch import launch
+from te_lite.ops.launch import begin, launch
 
 MOST_SPLITS = 512  # rows of partial sums; a program of a matrix that is higher does several tiles
 _ROWS, _COLUMNS = 64, 32  # 128 bytes of a row; small blocks, so that a few thousand columns occupy many programs
@@ -14,6 +14,7 @@ _ROWS, _COLUMNS = 64, 32  # 128 bytes of a row; small blocks, so that a few thou
 
 @triton.jit
 def _column_sums_kernel(partial, out, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    begin()
     n = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for first in range(0, rows, BLOCK_R):

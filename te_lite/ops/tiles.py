@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from te_lite.ops.launch import INTERPRETED
 from te_lite.ops.source import produce
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def pack(kind: str, order: str) -> tl.constexpr:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_lite.ops.launch import launch
+from te_lite.ops.launch import begin, launch
 from te_lite.ops.registry import register
 
 PAD = 16  # a col layout has its rows' count M rounded up to what an fp8 GEMM needs of its inner dimension
@@ -18,6 +18,7 @@ _TILE = (128, 128, 8)  # rows, columns, warps
 @triton.jit
 def transpose_kernel(data, out, rows, cols, padded, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """out[n, m] = data[m, n], zero for rows <= m < padded; bytes."""
+    begin()
     tiles_n = tl.cdiv(cols, BLOCK_N)
     m0 = (tl.program_id(0) // tiles_n) * BLOCK_M
     n0 = (tl.program_id(0) % tiles_n) * BLOCK_N

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_lite.ops.tiles import INTERPRETED, magnitude_bits, pack, quarters, to_fp8_words
+from te_lite.ops.launch import INTERPRETED
+from te_lite.ops.tiles import magnitude_bits, pack, quarters, to_fp8_words
 
 _PAIRS_E4M3, _PAIRS_E5M2 = pack("e4m3", "1324"), pack("e5m2", "1324")  # $1 and $2 are even columns, $3 and $4 odd ones
 # Four rows of pairs, two columns of them in each register -> words of four rows: even columns, then odd ones.

@@ -284,10 +284,12 @@ class Overlapped(Collective):
             self.notes["wgrad"] = Note(columns_by, columns.sent)
         if dgrad is not None:
             dx = way.gather_gemm(dgrad, dy, rows)
+        if columns is not None and rows is not None:
+            rows.close()  # now: behind wgrad, the close of columns would wait until this one's flags are set
         if wgrad is not None:
             gathered = rows if one else columns
             dw = wgrad(self._regather(dy_wgrad) if gathered is None else gathered.whole(), x)
-        for gather in (rows, columns):
-            if gather is not None:
-                gather.close()
+        last = rows if columns is None else columns
+        if last is not None:
+            last.close()
         return dx, dw

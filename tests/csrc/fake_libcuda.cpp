@@ -103,14 +103,23 @@ int cuCtxSetCurrent(void* context) {
   current_context = context;
   return needs_init("cuCtxSetCurrent");
 }
-// The function handle is the address of a record of 10 words: grid, block, shared memory, stream and the first six
-// parameters.
-int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                   unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters, void**) {
+// The function handle is the address of a record of 10 words: grid, block, shared memory and attributes, stream and
+// the first six parameters.
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  const int* attributes;  // id, padding, value
+  unsigned count;
+};
+int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** parameters, void**) {
+  void* const stream = config->stream;
   auto* record = static_cast<unsigned long long*>(function);
-  record[0] = grid_x * 100 + grid_y * 10 + grid_z;
-  record[1] = block_x * 100 + block_y * 10 + block_z;
-  record[2] = shared;
+  record[0] = config->grid[0] * 100 + config->grid[1] * 10 + config->grid[2];
+  record[1] = config->block[0] * 100 + config->block[1] * 10 + config->block[2];
+  record[2] = config->shared;
+  for (unsigned i = 0; i < config->count; ++i) {  // of 72 bytes each
+    record[2] += 1'000'000'000ull * config->attributes[18 * i] + 1'000'000 * config->attributes[18 * i + 2];
+  }
   record[3] = reinterpret_cast<unsigned long long>(stream);
   for (int i = 0; i < 6; ++i) std::memcpy(&record[4 + i], parameters[i], sizeof *record);
   if (function == wait_kernel) {
@@ -120,13 +129,14 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
     const auto word = [&](int i, unsigned offset) {
       return __atomic_load_n(reinterpret_cast<unsigned*>(record[4 + i] + offset), __ATOMIC_ACQUIRE);
     };
+    const unsigned epoch = record[5] ? word(1, 0) : 0;
     for (unsigned bit = 0; bit < 32; ++bit) {
-      while (mask >> bit & 1 && static_cast<int>(word(0, 4 * stride * bit) - (word(1, 0) + delta)) < 0 && !word(5, 0)) {
+      while (mask >> bit & 1 && static_cast<int>(word(0, 4 * stride * bit) - (epoch + delta)) < 0 && !word(5, 0)) {
         usleep(1000);
       }
     }
   }
-  return needs_init("cuLaunchKernel");
+  return needs_init("cuLaunchKernelEx");
 }
 int cuModuleLoadData(void** module, const void*) { return *module = at(0xa00), needs_init("cuModuleLoadData"); }
 int cuModuleGetFunction(void** function, void*, const char*) {

@@ -105,9 +105,15 @@ def test_launch_packs_grid_stream_and_arguments(fake_driver: Path) -> None:
     assert record[8:] == [0, 0]  # Triton's two scratch pointers
 
 
+def test_a_launch_may_begin_before_the_kernel_before_has_ended(fake_driver: Path) -> None:
+    """By one attribute, which the stand-in for the driver counts: programmatic stream serialization, 6, set."""
+    record = evaluate(fake_driver, {"out": LAUNCH.replace("'ppi-f')", "'ppi-f', early=True)")})["out"][1]
+    assert record[:4] == [711, 256 * 100 + 11, 4096 + 6_001_000_000, 99]
+
+
 def test_a_refused_launch_names_the_call(fake_driver: Path) -> None:
-    out = evaluate(fake_driver, {"out": LAUNCH}, FAKE_CUDA_FAIL="cuLaunchKernel")["out"]
-    assert out == "RuntimeError: cuLaunchKernel failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
+    out = evaluate(fake_driver, {"out": LAUNCH}, FAKE_CUDA_FAIL="cuLaunchKernelEx")["out"]
+    assert out == "RuntimeError: cuLaunchKernelEx failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
 
 
 REFUSED = {
