@@ -16,6 +16,7 @@ from te_lite.ops import cast
 from te_lite.overlap import overlapped
 from te_lite.overlap.buffers import Gather
 from te_lite.quantize import per_tensor
+from te_lite.testing.memory import bytes_kept
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.distributed.overlapping import (
     COLUMN,
@@ -218,7 +219,28 @@ def fused_in_every_setting(device) -> None:
                     assert error < 2.0**-8, f"{label} off by {error}"
 
 
+def fp8_keeps_no_more_than_bf16(device) -> None:
+    """Nothing, one weight or both stay transposed: as many as fp8 saves bytes of norm(x), of this rank's tokens, and of
+    the activation, of all tokens."""
+    size, features = dist.get_world_size(), 512
+    begin(256 * size, features, dist.group.WORLD, device)
+    weight = features * features // size  # bytes of either
+    for m in (64, 128, 192, 256):
+        kept = {}
+        for recipe in ("bf16", "delayed", "current"):
+            pair = pair_of(MLP, recipe, device, sizes=replace(SMALL, k=features, n=features, ffn=features), bias=False)
+            x, out, dy = pair.forward(pair.batch(0, m))
+            kept[recipe] = bytes_kept(out)
+            pair.backward((x, out, dy))
+        room = m * features + m * size * (features // size)
+        left = room - min(room // weight, 2) * weight
+        for recipe in ("delayed", "current"):
+            saved = kept["bf16"] - kept[recipe]
+            assert abs(saved - left) <= 16384, f"{recipe}, {m} tokens a rank: {saved} bytes saved, not {left}"  # scales
+
+
 GRADIENTS = [
+    fp8_keeps_no_more_than_bf16,
     checkpointed,
     weight_gradients,
     ended_between,
