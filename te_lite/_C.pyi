@@ -188,7 +188,8 @@ class Executor:
         """CUDA, after set_flags: a word in pinned host memory, for kernels that poll, that becomes 1 when the group
         breaks. A thread of the host writes it, so neither the driver nor a queue stands in its way. 0 without."""
 
-    # CUDA, write only, what every wait launches: flag "p", word "p", stride "i", mask "i", delta "i", abort "p".
+    # CUDA, write only, what every wait launches: flag "p", word "p", stride "i", mask "i", delta "i", abort "p". A null
+    # word stands for 0.
     wait_kernel: Kernel
 
     def set_delays(self, seed: int, max_microseconds: int) -> None:

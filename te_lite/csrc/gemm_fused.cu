@@ -74,8 +74,8 @@ __device__ __forceinline__ void load(const Maps& maps, const Arguments& p, const
       }
     }
   }
-  // Nothing is waited for any more that would need room on the device: the next kernel may take what is left.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // All shards are here: the next kernel may take the room that is left. Of a reduce-scatter others may wait for it.
+  if (GATHER) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Reduce-scatter, one warp: flags are looked at, and slots on their way to L2, before the products of an own tile are loaded.

@@ -25,8 +25,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         need_w = call.grad and weight.requires_grad
         made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
         needs = bool(norm_saved), need_w
-        room = plan.spared(x.numel(), need_w and not spec.returned)
-        keeps_w = plan.keeps_weight(room, weight, call.cached[0], needs[0])
+        saved = plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1], need_w and not spec.returned)
+        keeps_w = plan.keeps_weight(saved, weight, call.cached[0], needs[0])
         y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], keeps_w=keeps_w)
         if call.grad:
             save(ctx, *kept, weight if any(needs) else None, bias, *norm_saved)

@@ -44,11 +44,11 @@ class LayerNormMLPFunction(torch.autograd.Function):
         need_ln = bool(norm_saved)
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
         then = _then(plan2, plan2.operands.fprop.a, plan2.operands.wgrad.b, activation, need_w2)
-        gathered = x.numel() * (plan1.tp.size if plan1.tp.gathers_input else 1)
-        room = plan2.spared(gathered // w1.shape[1] * w2.shape[1], need_w2)
-        room += plan1.spared(x.numel(), need_w1 and not spec.returned)
-        keeps_w1 = plan1.keeps_weight(room, w1, call.cached[0], need_ln)
-        keeps_w2 = plan2.keeps_weight(room - keeps_w1 * w1.numel(), w2, call.cached[1], need_h)
+        tokens, ranks = x.numel() // x.shape[-1], plan1.tp.size if plan1.tp.gathers_input else 1
+        saved = plan1.bytes_saved(tokens, x.shape[-1], need_w1 and not spec.returned)
+        saved += plan2.bytes_saved(tokens * ranks, w2.shape[1], need_w2)
+        keeps_w1 = plan1.keeps_weight(saved, w1, call.cached[0], need_ln)
+        keeps_w2 = plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1], need_h)
         h, kept1 = linear_forward(plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], then, keeps_w1)
         a = act(h, activation) if then is None or then.result is None else then.result
         y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], keeps_w=keeps_w2)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from te_lite.ops.transpose import PAD
 from te_lite.overlap.schedule import Schedule
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.qtensor import QTensor, matmul, matmul_accumulate_
+from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
 
 
@@ -91,14 +92,20 @@ class LinearPlan:
     bias_in_gemm: bool
     keep_original: bool = False
 
-    def spared(self, elements: int, need_w: bool) -> int:
-        """Bytes that fp8 saves, at least, of an input of so many elements which nobody else keeps. need_w: for dw."""
-        return elements if need_w and self.operands.wgrad.b.format.label and not self.keep_original else 0
+    def bytes_saved(self, tokens: int, features: int, need_w: bool) -> int:
+        """By keeping an input of the module's own in fp8, and not in 16 bits. need_w: for dw, else none is kept."""
+        kept = need_w and _is_bytes(self.operands.wgrad.b.format) and not self.keep_original
+        padded = -(-tokens // PAD) * PAD
+        return max(0, 2 * tokens - padded) * features if kept else 0
 
-    def keeps_weight(self, room: int, weight: Tensor, cached: QTensor | None, need_x: bool) -> bool:
+    def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None, need_x: bool) -> bool:
         """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where
-        it takes no more than `room` bytes. cached: what is used in its place. need_x: for dx."""
+        it takes no more than the bytes that were saved. cached: what is used in its place. need_x: for dx."""
         quantizer = self.operands.fprop.b
         wanted = need_x and cached is None and quantizer is self.operands.dgrad.b
-        one_byte = quantizer.format.col_from_row and quantizer.format.scales_product
-        return wanted and one_byte and weight.numel() <= room
+        return wanted and _is_bytes(quantizer.format) and weight.numel() <= saved
+
+
+def _is_bytes(format: TensorFormat) -> bool:
+    """Whether either layout is a byte an element, and one scale for all of them."""
+    return bool(format.label) and format.col_from_row and format.scales_product

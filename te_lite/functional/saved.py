@@ -47,8 +47,10 @@ def save(ctx: Any, *items: QTensor | Tensor | None) -> None:
 
 
 def load(ctx: Any) -> list[QTensor | Tensor | None]:
-    """The items of save(ctx, ...), in order. Saved-tensor hooks may have put them anywhere."""
+    """The items of save(ctx, ...), in order. Of QTensors, which saved-tensor hooks may have put anywhere, data and
+    scales are where cuBLAS can read them."""
     tensors = iter(ctx.saved_tensors)
     return [
-        next(tensors) if shell is None else QTensor(*shell, *map(placed, islice(tensors, 5))) for shell in ctx.shells
+        next(tensors) if shell is None else QTensor(*shell, *map(placed, islice(tensors, 4)), next(tensors))
+        for shell in ctx.shells
     ]

@@ -2,7 +2,8 @@
 
 A flag has reached an epoch when (int32)(flag - epoch) >= 0. An epoch is always word + delta, an int32 in device memory
 and an int32 argument: under a CUDA graph the word advances once a replay and delta is frozen; elsewhere the word stays
-zero and delta is the epoch. Waits also end when the abort word is not zero; what they return then is garbage.
+zero, or for wait_kernel is null, and delta is the epoch. Waits also end when the abort word is not zero; what they
+return then is garbage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from te_lite.ops.launch import INTERPRETED, _ready, begin
+from te_lite.ops.launch import INTERPRETED, _ready, after_previous
 
 # Goes to POLL, or on when the word at ABORT is set. That one lies in host memory: read at every 64th poll by all
 # multiprocessors it slowed the copies that they wait for 32-fold; at every 4096th it costs nothing.
@@ -70,9 +71,9 @@ def wait_kernel(flag, word, stride, mask, delta, abort):
     word: null for 0, and then nothing is read that the kernel before may write: the two wait at the same time."""
     counted = word.to(tl.int64) != 0
     if counted:
-        begin(True)
+        after_previous()
     wait_flags(flag, stride, mask, tl.load(word, mask=counted, other=0) + delta, abort)
-    begin(True)
+    after_previous()
 
 
 def signed(epoch: int) -> int:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_lite.ops.flags import POLL_AGAIN, wait_flags
-from te_lite.ops.launch import INTERPRETED, _ready, begin
+from te_lite.ops.launch import INTERPRETED, _ready, after_previous
 from te_lite.ops.scalars import new_scalar
 
 SLOTS = 2
@@ -65,7 +65,7 @@ def group_max_kernel(
 
     Every thread has sent to all of its ranks before it polls.
     """
-    begin(True)
+    after_previous()
     epoch = tl.load(word) + delta
     if MOST == 1:
         rank, at = tl.arange(0, _LANES), 0

@@ -26,20 +26,25 @@ _MOST = 4096  # entries; each token count makes some, and a run with ever new on
 
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which has no inline assembly
-_AFTER_OTHERS = tl.constexpr("griddepcontrol.wait; mov.u32 $0, 0;")
-_OTHERS_MAY = tl.constexpr("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
+_WAIT = tl.constexpr("griddepcontrol.wait; mov.u32 $0, 0;")
+_LET_NEXT = tl.constexpr("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 
 @triton.jit
-def begin(WAITS: tl.constexpr = False):
-    """First in every kernel. From compute capability 9.0 on it is launched before the kernel before it has ended; here
-    it waits until that has, with all that it wrote. The next one may be launched from now on, unless this one WAITS for
-    other ranks, or for what another stream does: the next might take the room that those need."""
-    if not INTERPRETED:
-        if cuda_capability_geq(9, 0):
-            tl.inline_asm_elementwise(_AFTER_OTHERS, "=r,~{memory}", [], tl.int32, False, 1)
-            if not WAITS:
-                tl.inline_asm_elementwise(_OTHERS_MAY, "=r,~{memory}", [], tl.int32, False, 1)
+def after_previous():
+    """Returns when the kernel before has ended, with all that it wrote. Every kernel calls this or begin(): from
+    compute capability 9.0 on it is launched before that."""
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        tl.inline_asm_elementwise(_WAIT, "=r,~{memory}", [], tl.int32, False, 1)
+
+
+@triton.jit
+def begin():
+    """after_previous(), and then the next kernel may be launched. Not for one that waits for other ranks, or for what
+    another stream does: the next might take the room that those need."""
+    after_previous()
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        tl.inline_asm_elementwise(_LET_NEXT, "=r,~{memory}", [], tl.int32, False, 1)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """Fused: a persistent GEMM that waits for its operand's shards, or for what the others add to its result, by flags.
 
-On GPUs, for number formats whose product is scaled by tensor, shard or row. Where a refusal is given, Ring runs.
+On GPUs, for number formats whose product is scaled by tensor, shard or row. Where a refusal is given, Ring runs. The
+address of a tensor is no reason for one, for it may differ by rank: it is copied where that is needed (`placed`).
 """
 
 from __future__ import annotations

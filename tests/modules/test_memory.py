@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+import te_lite as te
+from te_lite.quantize.custom import Role
+from te_lite.quantize.per_tensor import FORMATS, Current
+from te_lite.recipe import CustomRecipe
 from te_lite.testing.memory import bytes_kept, kept_tensors
 from tests import reference
 from tests.harness import FP8, RECIPES, build, leaf, under
@@ -74,6 +78,39 @@ def test_fp8_never_keeps_more_than_bf16(kind, activation, recipe, m):
     """Up to the padding of a token count to 16 and a few scales."""
     padding = 16 * (K + N + 3 * FFN) if m % 16 else 0
     assert kept(kind, activation, recipe, m) <= kept(kind, activation, "bf16", m) + padding + 64
+
+
+def bf16_weights(role: Role) -> Current | None:
+    """Current scaling of all but the weights."""
+    return None if role.operand == "w" else Current(FORMATS[torch.float8_e4m3fn])
+
+
+@pytest.mark.parametrize("setting", ["weight", "fc1_weight", "fc2_weight", "returned", "amp", "bf16 weights", "padded"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("kind", [LN_LINEAR, LN_MLP])
+def test_nor_does_it_where_transposed_weights_may_stay(kind, recipe, setting):
+    """With many tokens: a frozen weight, whose input is not kept; norm(x) returned, so that it is the caller's too;
+    parameters in fp32; a recipe that keeps weights in bf16; tokens that are padded."""
+    amp = setting in ("amp", "bf16 weights")
+    just = N if kind == LN_LINEAR else 2 * FFN * K // (K + FFN)  # tokens that pay for the first weight
+    m = {"bf16 weights": just, "padded": just + 1}.get(setting, 1024)
+    quantized = CustomRecipe(bf16_weights) if setting == "bf16 weights" else recipe
+    found = []
+    for name in ("bf16", quantized):
+        options = {"return_layernorm_output": True} if setting == "returned" else {}
+        module = build(
+            Spec(kind, activation="swiglu"), K, N, FFN, dtype=torch.float32 if amp else torch.bfloat16, **options
+        )
+        for parameter, value in module.named_parameters():
+            value.requires_grad_(parameter != setting)
+        x = leaf(reference.make_tokens(m, K, dtype=torch.bfloat16))
+        with under(name) if name == "bf16" or isinstance(name, str) else te.autocast(recipe=name):
+            with torch.amp.autocast("cpu", torch.bfloat16, enabled=amp):
+                out = module(x)
+        found.append(bytes_kept(out[0] if setting == "returned" else out))
+    assert found[1] <= found[0] + 64
+    if setting == "returned" and kind == LN_LINEAR:  # nothing is saved of it, so nothing stays for that
+        assert found[1] <= m * (3 * K + 8) + 2 * N * K + SMALL
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

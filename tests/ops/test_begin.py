@@ -20,29 +20,49 @@ def kernels() -> dict[str, ast.FunctionDef]:
     """Every function of te_lite/ops that is compiled and named a kernel."""
     trees = [ast.parse(path.read_text()) for path in sorted(OPS.glob("*.py"))]
     found = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return {node.name: node for node in found if node.name.endswith("_kernel") and node.decorator_list}
+    named = [node for node in found if node.name.endswith("_kernel") and node.decorator_list]
+    assert len({node.name for node in named}) == len(named), "two of one name"
+    return {node.name: node for node in named}
 
 
-def begins(function: ast.FunctionDef) -> bool:
-    """Whether its first statement, behind the docstring, is begin()."""
-    first = function.body[ast.get_docstring(function) is not None]
-    return isinstance(first, ast.Expr) and ast.unparse(first.value) in ("begin()", "begin(True)")
+def first_call(function: ast.FunctionDef) -> str:
+    """Its first statement behind the docstring."""
+    return ast.unparse(function.body[ast.get_docstring(function) is not None])
+
+
+def waits_for_ranks(function: ast.FunctionDef) -> bool:
+    return "wait_flags" in ast.unparse(function) or "_POLL" in ast.unparse(function)
 
 
 def test_every_kernel_waits_first() -> None:
-    """But the one that waits for flags: it polls while the kernel before runs, and waits for that at its end."""
+    """Those that wait for other ranks without letting the next one start; the wait kernel at its end, for it polls
+    while the kernel before runs."""
     found = kernels()
     assert len(found) >= 16
-    assert [name for name, function in found.items() if not begins(function)] == ["wait_kernel"]
-    assert ast.unparse(found["wait_kernel"].body[-1]) == "begin(True)"
+    expected = {name: "after_previous()" if waits_for_ranks(found[name]) else "begin()" for name in found}
+    assert {name for name, call in expected.items() if call == "after_previous()"} == {
+        "group_max_kernel",
+        "wait_kernel",
+    }
+    for name, function in found.items():
+        if name == "wait_kernel":
+            assert ast.unparse(function.body[-1]) == expected[name]
+        else:
+            assert first_call(function) == expected[name], name
+
+
+def test_the_fused_gemms_wait_first_too() -> None:
+    """And let the next kernel start in one place, behind the loop that awaits shards, and not of a reduce-scatter."""
     source = (OPS.parent / "csrc" / "gemm_fused.cu").read_text()
-    body = source[source.index("extern") :]
-    assert "griddepcontrol.wait" in body.split("setmaxnreg")[0]
+    assert "griddepcontrol.wait" in source[source.index("extern") :].split("setmaxnreg")[0]
+    load = source[source.index("void load(") : source.index("void look(")]
+    assert source.count("launch_dependents") == load.count('if (GATHER) asm volatile("griddepcontrol.launch_dep') == 1
+    assert load.rindex("await(") < load.rindex("if (GATHER) continue;") < load.index("launch_dependents")
 
 
 def test_the_check_finds_a_kernel_that_does_not() -> None:
-    late = ast.parse("def f():\n    'doc'\n    x = 1\n    begin()").body[0]
-    assert not begins(late) and begins(ast.parse("def f():\n    'doc'\n    begin()").body[0])
+    late, early = (ast.parse(f"def f():\n    'doc'\n    {body}").body[0] for body in ("x = 1; begin()", "begin()"))
+    assert first_call(late) != "begin()" == first_call(early)
 
 
 @pytest.mark.gpu
