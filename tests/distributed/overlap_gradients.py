@@ -236,7 +236,8 @@ def fp8_keeps_no_more_than_bf16(device) -> None:
         left = room - min(room // weight, 2) * weight
         for recipe in ("delayed", "current"):
             saved = kept["bf16"] - kept[recipe]
-            assert abs(saved - left) <= 16384, f"{recipe}, {m} tokens a rank: {saved} bytes saved, not {left}"  # scales
+            # Scales: cut from blocks of 4 KiB that count whole, of which those of two linears lie in four at most.
+            assert abs(saved - left) <= 4 * 4096, f"{recipe}, {m} tokens a rank: {saved} bytes saved, not {left}"
 
 
 GRADIENTS = [

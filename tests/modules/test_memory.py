@@ -65,7 +65,7 @@ def test_bytes_per_token_and_per_parameter(kind, activation, recipe):
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_a_second_weight_may_fit_where_the_first_does_not(recipe):
-    """fc2's alone, of the 3 * 512 * 768 bytes of both: fc1's takes more than 512 tokens spare."""
+    """What 256 tokens save, 1,024 bytes each, pays for fc2's 196,608 and not for fc1's 393,216."""
     few, less, more = (kept(LN_MLP, "swiglu", recipe, m) for m in (64, 128, 256))
     slope = (less - few) / 64
     assert abs(more - (few + 192 * slope) - K * FFN) <= SMALL

@@ -2,18 +2,27 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 import te_lite
+from te_lite.ops import flags
 from te_lite.ops.cast import amax, transform, transform_ref
 from te_lite.ops.norm import norm_forward
 from te_lite.ops.source import plain
+from te_lite.ops.transpose import transpose_kernel
 from te_lite.testing.numerics import assert_bitwise_equal
+from tests.ops.interpreted import ACTIVE
+from tests.ops.test_compile_sm90 import compile_for
 
 OPS = Path(te_lite.__file__).parent / "ops"
 E4M3 = torch.float8_e4m3fn
+TRANSPOSED = {"data": "*u8", "out": "*u8", "rows": "i32", "cols": "i32", "padded": "i32"}
+WAITED = {"flag": "*i32", "word": "*i32", "stride": "i32", "mask": "i32", "delta": "i32", "abort": "*i32"}
 
 
 def kernels() -> dict[str, ast.FunctionDef]:
@@ -63,6 +72,23 @@ def test_the_fused_gemms_wait_first_too() -> None:
 def test_the_check_finds_a_kernel_that_does_not() -> None:
     late, early = (ast.parse(f"def f():\n    'doc'\n    {body}").body[0] for body in ("x = 1; begin()", "begin()"))
     assert first_call(late) != "begin()" == first_call(early)
+
+
+def instructions(capability: int, kernel, types: dict[str, str], constants: dict, monkeypatch) -> tuple[int, int]:
+    """How many waits for the kernel before, and starts of the next one, a kernel becomes."""
+    target = GPUTarget("cuda", capability, 32)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target))
+    ptx = compile_for(target, kernel, types, constants, 4).asm["ptx"]
+    return ptx.count("griddepcontrol.wait"), ptx.count("griddepcontrol.launch_dependents")
+
+
+@pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
+def test_what_the_calls_become(monkeypatch) -> None:
+    """Nothing on GPUs that have no such instructions. The wait kernel waits in a branch, too."""
+    blocks = {"BLOCK_M": 64, "BLOCK_N": 64}
+    assert instructions(90, transpose_kernel, TRANSPOSED, blocks, monkeypatch) == (1, 1)
+    assert instructions(80, transpose_kernel, TRANSPOSED, blocks, monkeypatch) == (0, 0)
+    assert instructions(90, flags.wait_kernel, WAITED, {}, monkeypatch) == (2, 0)
 
 
 @pytest.mark.gpu

@@ -27,6 +27,13 @@ SIZES = {"eps": "fp32", "rows": "i32", "cols": "i32", "padded": "i32", "count": 
 def compile_sm90(
     kernel, types: dict[str, str], constants: dict, num_warps: int, aligned: bool = True, registers: int | None = None
 ):
+    return compile_for(SM90, kernel, types, constants, num_warps, aligned, registers)
+
+
+def compile_for(
+    target: GPUTarget, kernel, types: dict[str, str], constants: dict, num_warps: int, aligned: bool = True,
+    registers: int | None = None,
+):  # fmt: skip
     """types: those of the arguments that are given; the others, constants aside, are None.
 
     aligned: pointers and sizes are multiples of 16, as Triton finds out by itself at a launch.
@@ -41,7 +48,7 @@ def compile_sm90(
         if aligned and name not in ("amax_out", "eps"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=SM90, options={"num_warps": num_warps, "maxnreg": registers})
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "maxnreg": registers})
 
 
 def resources(compiled, folder: Path) -> str | None:

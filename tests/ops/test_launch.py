@@ -1,5 +1,7 @@
 """The table of compiled kernels, with a stand-in for Triton: what may share an entry and what must not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -74,6 +76,17 @@ def test_unaligned_pointers_never_take_what_was_compiled_for_aligned_ones(kernel
     for offset in (0, 1, 1, 0):
         L.launch(kernel, 1, (), (_tensor(offset),), (), (), 4)
     assert len(kernel.compiled) == 3 and len(kernel.launched) == 1
+
+
+@pytest.mark.parametrize("ptx", ["griddepcontrol.wait;", "ret;"])
+def test_a_kernel_that_waits_for_the_one_before_is_launched_early(ptx, monkeypatch):
+    data = SimpleNamespace(num_ctas=1, launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0,
+                           profile_scratch_size=0, num_warps=4, shared=0)  # fmt: skip
+    source = SimpleNamespace(signature={"x": "*fp32", "n": "i32"})
+    monkeypatch.setattr(L, "_C", SimpleNamespace(Kernel=lambda *args: args))
+    monkeypatch.setattr(L.triton, "__version__", "3.6.0")
+    made = L._ready(SimpleNamespace(metadata=data, src=source, asm={"ptx": ptx}, function=5))
+    assert made == (5, 128, 0, "pi", "wait" in ptx)
 
 
 def test_the_table_stays_small(kernel, monkeypatch):
