@@ -8,7 +8,9 @@ each peer through userbuffers), NCCL and then the GEMM or the other way round ("
 schedules and torch's fused operators in a CUDA graph. A sample starts on all ranks together and is the slowest rank's.
 The limit is the longer of GEMM and copies; "of limit" is its share of a candidate's time. "against" a peer is the
 median over rounds of the peer's time over the candidate's. fp8 is current scaling with fast accumulation, as in a
-forward pass; its operands lie ready and reduce-scatters travel in bf16.
+forward pass; its operands lie ready. Reduce-scatters travel in bf16, but "narrow" ones as ub_cfgs' fp8_buf has it; what
+that costs in accuracy is "relative_error": the norm of a result's difference from the sum of the products in fp32, over
+that sum's, of the rank where it is largest.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from benchmarks import report
 from benchmarks.modules import BF16, RESULTS
 from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
+from te_lite.ops.narrow import BLOCK
 from te_lite.ops.source import plain
 from te_lite.overlap import fused, ring, userbuffers
 from te_lite.overlap.buffers import Gather, following
-from te_lite.overlap.collective import Collective
+from te_lite.overlap.collective import Collective, reduce_scatter
 from te_lite.overlap.schedule import Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
@@ -63,7 +66,7 @@ SHAPES = (
     Shape("fc2 8b", "RS", 8192, 3584, 4096),
     Shape("fc2 small", "RS", 2048, 3584, 4096),
 )
-SMOKE_SHAPES = (Shape("smoke", "AG", 64, 64, 48), Shape("smoke", "RS", 64, 48, 64))
+SMOKE_SHAPES = (Shape("smoke", "AG", 64, 64, 48), Shape("smoke", "RS", 256, 48, 128))
 RECIPES = {"bf16": "bf16", "fp8": "current"}
 
 
@@ -117,15 +120,19 @@ class Problem:
     def collective(self) -> Tensor:
         return Collective(self.tp).fprop(self.gemm, self.x)
 
-    def overlapped(self, way) -> Tensor:
-        """way: the module ring or fused."""
+    def overlapped(self, way, narrow: bool = False) -> Tensor:
+        """way: the module ring or fused. narrow: partial sums travel in fp8."""
         with self.group.operation(f"{self.shape.op} {way.__name__} {list(self.x.shape)}"):
             if self.shape.op == "RS":
-                return way.gemm_scatter(self.gemm, self.x, way.begin_scatter(self.gemm, self.x, self.group))
+                return way.gemm_scatter(self.gemm, self.x, way.begin_scatter(self.gemm, self.x, self.group, narrow))
             gather = Gather(self.group, self.x, "row", own=False)
             out = way.gather_gemm(self.gemm, self.x, gather)
             gather.close()
             return out
+
+    def exact_sum(self) -> Tensor:
+        """This rank's rows of the sum of the products, in fp32."""
+        return reduce_scatter(self.gemm(self.x, torch.float32), dist.group.WORLD)
 
     def torch_fused(self) -> object:
         """torch's operator for it, decomposed into pieces by the library itself."""
@@ -145,12 +152,17 @@ class Problem:
 
 
 def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candidate]:
+    scatters = problem.shape.op == "RS"
     ways: dict[str, Callable[[], object]] = {
         "gemm": problem.gemm_alone,
         "copies": problem.copies_alone,
         "collective": problem.collective,
         "ring": lambda: problem.overlapped(ring),
     }
+    if scatters and not problem.m % BLOCK:
+        ways["ring narrow"] = lambda: problem.overlapped(ring, narrow=True)
+        if problem.device.type == "cuda":
+            ways["fused narrow"] = lambda: problem.overlapped(fused, narrow=True)
     if problem.device.type == "cuda":
         ways["fused"] = lambda: problem.overlapped(fused)
         if args.torch and has_torch_fused():
@@ -158,12 +170,26 @@ def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candida
     return [bench.Candidate(name, step) for name, step in ways.items()]
 
 
+def relative_errors(problem: Problem, found: list[bench.Candidate]) -> dict[str, float]:
+    """Of a reduce-scatter's candidates, but for those that sum nothing."""
+    if problem.shape.op == "AG":
+        return {}
+    exact, errors = problem.exact_sum(), {}
+    for one in (one for one in found if one.name not in ("gemm", "copies", "torch fused")):
+        error = (one.step().float() - exact).norm() / exact.norm()
+        dist.all_reduce(error, dist.ReduceOp.MAX)
+        errors[one.name] = float(error)
+    return errors
+
+
 def compare(shape: Shape, dtype: str, args: argparse.Namespace, device: torch.device) -> list[dict]:
     """A row for each candidate. The same on all ranks."""
     problem = Problem(shape, dtype, device)
     clock = RanksClock(device)
     kept: dict[str, list[bench.Sample]] = {}
-    timings = bench.time_interleaved(candidates(problem, args), clock, rounds=args.rounds, wall_rounds=0, kept=kept)
+    found = candidates(problem, args)
+    errors = relative_errors(problem, found)
+    timings = bench.time_interleaved(found, clock, rounds=args.rounds, wall_rounds=0, kept=kept)
     limit = max(timings[name].gpu_us or 0.0 for name in ("gemm", "copies"))
     rows = []
     for timing in timings.values():
@@ -174,6 +200,7 @@ def compare(shape: Shape, dtype: str, args: argparse.Namespace, device: torch.de
             pairs = zip(kept.get(peer, []), kept.get(timing.name, []), strict=False)
             ratios = [theirs.gpu_us / ours.gpu_us for theirs, ours in pairs]
             row[f"against_{peer.replace(' ', '_')}"] = statistics.median(ratios) if ratios else None
+        row["relative_error"] = errors.get(timing.name)
         rows.append(row | {"exposed": timing.exposed, "error": timing.error})
     return rows
 

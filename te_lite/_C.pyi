@@ -38,11 +38,11 @@ class FusedGemm:
     """csrc/gemm_fused.cu compiled for one kind of operands, loaded for the current device.
 
     gather: compiled as an all-gather. element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
-    grad: compiled for a gradient.
+    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them.
     """
 
     def __init__(
-        self, cubin: _bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool
+        self, cubin: _bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool
     ) -> None: ...
     def launch(
         self, programs: int, stream: int, a: int, b: int, other: int, h: int, to: list[int], act: list[int],

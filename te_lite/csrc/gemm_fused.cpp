@@ -32,15 +32,23 @@ TensorMap tensor_map(uint64_t address, unsigned bytes, int rows, int columns, un
   return encode(address, bytes, rows, columns, 1ull * columns * bytes, box_rows, kBoxBytes / bytes, kMapSwizzle128);
 }
 
+// Boxes of [rows, columns], as wide as one is of the output.
+TensorMap boxes(uint64_t address, unsigned bytes, int rows, int columns, unsigned box_rows, unsigned wide) {
+  return encode(address, bytes, rows, columns, 1ull * columns * bytes, box_rows, wide,
+                wide * bytes == 64 ? kMapSwizzle64 : kMapSwizzle128);
+}
+
 // gemm_fused.cu compiled for one kind of operands. Built and launched where the device's context is current.
 class FusedGemm {
  public:
-  FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed, bool grad)
+  FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed, bool grad,
+            bool narrow)
       : kernel_(load(cubin, gather ? "gemm_gather" : "gemm_scatter"), FUSED_THREADS(grad), kFusedShared, "", true),
         gather_(gather),
         bytes_(element_bytes),
         columns_(columns),
-        transposed_(transposed) {}
+        transposed_(transposed),
+        narrow_(narrow) {}
 
   // As in FusedMaps.
   void launch(unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other, uint64_t h,
@@ -51,10 +59,11 @@ class FusedGemm {
     maps.a = tensor_map(a, bytes_, rows, p.k, kTileRows);
     maps.b = transposed_ ? tensor_map(b, bytes_, p.k, p.n, kBoxBytes / bytes_)
                          : tensor_map(b, bytes_, p.n, p.k, columns_ / 2);
-    maps.other = gather_ ? tensor_map(other, bytes_, p.m, p.k, kTileRows) : tensor_map(other, 2, rows, p.n, kTileRows);
     const unsigned wide = BOX_COLUMNS(columns_);
+    maps.other = gather_ ? tensor_map(other, bytes_, p.m, p.k, kTileRows) : boxes(other, narrow_ ? 1 : 2, rows, p.n, kTileRows, wide);
     for (size_t i = 0; i < to.size(); ++i) {
-      maps.to[i] = encode(to[i], 2, p.m, p.n, 2ull * p.n, kTileRows / 2, wide, wide == 64 ? kMapSwizzle128 : kMapSwizzle64);
+      const bool travels = !gather_ && static_cast<int>(i) != p.rank;
+      maps.to[i] = boxes(to[i], travels && narrow_ ? 1 : 2, p.m, p.n, kTileRows / 2, wide);
     }
     if (h) maps.h = tensor_map(h, 2, rows, 2 * p.n, kTileRows / 2);
     const unsigned act_bytes = act_t.empty() ? 2 : 1, box = h ? 64 : kBoxBytes / act_bytes;
@@ -84,6 +93,7 @@ class FusedGemm {
   bool gather_;
   unsigned bytes_, columns_;
   bool transposed_;  // b
+  bool narrow_;
 };
 
 void launch(const FusedGemm& kernel, unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other,
@@ -108,11 +118,11 @@ void bind_gemm_fused(py::module_& m) {
   m.attr("MOST_FUSED_RANKS") = kMostFusedRanks;
   py::class_<FusedGemm>(m, "FusedGemm", "csrc/gemm_fused.cu, compiled. See _C.pyi.")
       .def(py::init([](const py::bytes& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed,
-                       bool grad) {
-             return std::make_unique<FusedGemm>(std::string(cubin), gather, element_bytes, columns, transposed, grad);
+                       bool grad, bool narrow) {
+             return std::make_unique<FusedGemm>(std::string(cubin), gather, element_bytes, columns, transposed, grad, narrow);
            }),
            py::arg("cubin"), py::arg("gather"), py::arg("element_bytes"), py::arg("columns"), py::arg("transposed"),
-           py::arg("grad"))
+           py::arg("grad"), py::arg("narrow"))
       .def("launch", &launch, py::arg("programs"), py::arg("stream"), py::arg("a"), py::arg("b"), py::arg("other"),
            py::arg("h"), py::arg("to"), py::arg("act"), py::arg("act_t"), py::arg("arguments"));
 }

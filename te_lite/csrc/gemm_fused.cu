@@ -4,7 +4,7 @@
 //   OUT_TYPE        bf16 or f16                  COLUMNS  of a tile: 128, 256; with GATHER
 //                                                         192 and, not with B_T, 224
 //   RANKS                                        B_T      1: b lies as [k, n], for 16-bit types
-//   GATHER          1: all-gather, 0: reduce-scatter
+//   GATHER          1: all-gather, 0: reduce-scatter      NARROW   1: partials travel in fp8, see gemm_slots.h
 //   SPLIT           1: fp8 products are summed in fp32 registers every 512 elements of K; with 128 COLUMNS
 //   ACT             of an all-gather's h = [gate | up], to be followed by silu(gate) * up: 0 nothing, 1 written beside h,
 //                   2 its largest magnitude, 3 both, in ACT_TYPE (e4m3, e5m2) by rows and by columns; with 256 COLUMNS
@@ -61,35 +61,10 @@ __device__ __forceinline__ void load(const Maps& maps, const Arguments& p, const
     if (GATHER) continue;
     bar_wait(shared.checked, i & 1);  // so `look` is never behind by more than a tile
     if (!own) continue;
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    for (int box = 0; box < kBoxes; box++) {
-      for (int first = 1; first < RANKS; first += kTogether, ring.advance()) {
-        const u32 to = shared.stages + ring.stage * kStageBytes, bar = shared.full + 8 * ring.stage;
-        const int count = min(kTogether, RANKS - first), col = at.col + box * kBoxColumns;
-        bar_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1);
-        bar_expect(bar, count * kABytes);
-        for (int s = 0; s < count; s++) {
-          load_box<false>(to + s * kABytes, &maps.other, bar, col, (p.rank + first + s) % RANKS * p.m + at.row);
-        }
-      }
-    }
+    load_slots(maps, p, shared, at, ring);
   }
   // All shards are here: the next kernel may take the room that is left. Of a reduce-scatter others may wait for it.
   if (GATHER) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Reduce-scatter, one warp: flags are looked at, and slots on their way to L2, before the products of an own tile are loaded.
-__device__ __forceinline__ void look(const Maps& maps, const Arguments& p, const Shared& shared) {
-  const int source = threadIdx.x % 32;
-  Place at;
-  for (int i = 0; shared.tile(p, i, at); i++) {
-    if (at.owner == p.rank && source < RANKS && source != p.rank) {
-      await(p, p.ready + source * p.flags + at.block, 0);
-      asm volatile("fence.proxy.async.global;" ::: "memory");
-      for (int box = 0; box < kBoxes; box++) prefetch_box(&maps.other, at.col + box * kBoxColumns, source * p.m + at.row);
-    }
-    bar_arrive(shared.checked);
-  }
 }
 
 // One thread for each warpgroup that multiplies. Of a reduce-scatter the one that stores the last half tile of a block
@@ -105,7 +80,11 @@ __device__ __forceinline__ void store(const Maps& maps, const Arguments& p, cons
       const u32 from = shared.output + turn * kOutputBytes;
       bar_wait(shared.filled + 8 * turn, use / kTurns & 1);
       if (box < kBoxes) {
-        store_box(&maps.to[at.owner], from, column(p, at, box), row);
+        const int col = column(p, at, box);
+        store_box(&maps.to[at.owner], from, col, row);
+        if (NARROW && at.owner != p.rank && box % 2 && row < p.m && col < p.n) {
+          store_bytes(p.scales_to[at.owner] + (u64)(col / 128) * p.m + row, from + kNarrowBytes, 4 * kHalfRows);
+        }
       } else if (ACT == 3 && box > kBoxes) {
         store_box(&maps.act_t[at.owner], from, row, at.col);
       } else {
@@ -162,8 +141,12 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
   const auto hand_over = [&](int i, int part) {
     if (part < kBoxes) {
       const u32 to = room(i, part);
+      if (NARROW) {
+        store_wide_or_narrow(held[part], to, row, lane, before.owner != p.rank, part % 2);
+      } else {
 #pragma unroll
-      for (int j = 0; j < kWords; j++) store_shared(to + word(row, lane, j), held[part][j]);
+        for (int j = 0; j < kWords; j++) store_shared(to + word(row, lane, j), held[part][j]);
+      }
       filled(i, part);
       return;
     }
@@ -233,23 +216,33 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
     for (int h = 0; h < 2 && SCALES == 2; h++) {
       if (first + 8 * h < p.m) scale[h] = __ldcg(a_scale + first + 8 * h);
     }
-#pragma unroll
-    for (int box = 0; box < kBoxes; box++) {
+    const auto factor = [&](const float* of, int box, int j, float otherwise) -> float2 {
+      const int c = column(p, at, box) + lane % 4 * 2 + 8 * j;
+      return of && c < p.n ? float2{of[c], of[c + 1]} : float2{otherwise, otherwise};
+    };
+    const auto apply_scales = [&](int box) {
       float* const x = d + kBoxColumns / 2 * box;
-      const int first_col = column(p, at, box) + lane % 4 * 2;
-      const auto factor = [&](const float* of, int j, float otherwise) -> float2 {
-        const int c = first_col + 8 * j;
-        return of && c < p.n ? float2{of[c], of[c + 1]} : float2{otherwise, otherwise};
-      };
 #pragma unroll
       for (int j = 0; j < kBoxColumns / 8 && SCALES; j++) {
-        const float2 b = SCALES == 2 ? factor(p.b_scale, j, 1.0f) : float2{1.0f, 1.0f};
+        const float2 b = SCALES == 2 ? factor(p.b_scale, box, j, 1.0f) : float2{1.0f, 1.0f};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           x[4 * j + 2 * h] = x[4 * j + 2 * h] * scale[h] * b.x;
           x[4 * j + 2 * h + 1] = x[4 * j + 2 * h + 1] * scale[h] * b.y;
         }
       }
+    };
+#pragma unroll
+    for (int box = 0; box < kBoxes && NARROW && !own; box += 2) {
+      float* const x = d + kBoxColumns / 2 * box;
+      apply_scales(box), apply_scales(box + 1);
+      const Scales scales = narrow_scales(x);
+      narrow_words(held[box], x, scales, lane), narrow_words(held[box + 1], x + kBoxColumns / 2, scales, lane);
+    }
+#pragma unroll
+    for (int box = 0; box < kBoxes && !(NARROW && !own); box++) {
+      float* const x = d + kBoxColumns / 2 * box;
+      apply_scales(box);
       if constexpr (!GATHER) if (own) {
         float2 total[16] = {};
 #pragma unroll
@@ -257,12 +250,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
           bar_wait(shared.full + 8 * ring.stage, ring.phase);
 #pragma unroll
           for (int s = 0; s < min(kTogether, RANKS - from); s++) {
-            const u32 slot = shared.stages + ring.stage * kStageBytes + s * kABytes + group * kOutputBytes;
-#pragma unroll
-            for (int j = 0; j < 16; j++) {
-              const u32 pair = load_shared(slot + word(row, lane, j));
-              total[j].x += unpack(pair), total[j].y += unpack(pair >> 16);
-            }
+            add_slot(total, shared.stages + ring.stage * kStageBytes + s * kSlotBytes, group, row, lane);
           }
           asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // loads come here next
           together(group);
@@ -270,7 +258,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
         }
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-          const float2 bias = factor(p.bias, j, 0.0f);
+          const float2 bias = factor(p.bias, box, j, 0.0f);
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             x[4 * j + 2 * h] = total[2 * j + h].x + x[4 * j + 2 * h] + bias.x;
@@ -281,7 +269,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
       if (GATHER && p.bias) {
 #pragma unroll
         for (int j = 0; j < kBoxColumns / 8; j++) {
-          const float2 bias = factor(p.bias, j, 0.0f);
+          const float2 bias = factor(p.bias, box, j, 0.0f);
 #pragma unroll
           for (int h = 0; h < 2; h++) x[4 * j + 2 * h] += bias.x, x[4 * j + 2 * h + 1] += bias.y;
         }

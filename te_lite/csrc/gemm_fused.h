@@ -17,7 +17,7 @@ struct alignas(64) TensorMap {
 };
 struct FusedMaps {
   TensorMap a, b;                  // [ranks * m, k]; [n, k] or, transposed, [k, n]
-  TensorMap other;                 // [ranks * m, n]: what the others store here; all-gather: own rows of a [m, k]
+  TensorMap other;                 // [ranks * m, n], NARROW: bytes: what the others store here; all-gather: own rows of a [m, k]
   TensorMap h;                     // GRAD: [ranks * m, 2 * n]
   TensorMap to[kMostFusedRanks];   // [m, n]: in each rank's memory, where this one's rows for it go; its own, and all of
                                    // an all-gather's: out
@@ -27,6 +27,7 @@ struct FusedMaps {
 };
 struct FusedArguments {
   int* arrived[kMostFusedRanks];      // in each rank's memory: flags [blocks], set to epoch once a block is stored
+  float* scales_to[kMostFusedRanks];  // NARROW: there, [n / 128, m]: scales of what is stored in `to`
   const int* ready;                   // [ranks, flags]
   const int* free;                    // [ranks]: set to epoch by those who have read what was stored there
   unsigned* counters;                 // [1 + ranks * blocks] zeros, and zeros again at the end; all-gather: [1]
@@ -40,6 +41,7 @@ struct FusedArguments {
   float* act_scale_inv;               // [1], written
   unsigned* peak;                     // fp32; ACT 2: [blocks of the launch * (GRAD ? 1 : 2)], each written; ACT 3: [1],
                                       // raised, or null
+  const float* slot_scales;           // NARROW: [ranks, n / 128, m]
   int delta, m, n, k, rank, flags, blocks, lag;
   int pairs, columns;                 // a block has so many pairs of tiles, one below the other, in each column
   int scales;                         // of a, from rank to rank: 0, 1 or m

@@ -2,7 +2,7 @@
 // tensor cores are at the next tile.
 #pragma once
 
-#include "gemm_walk.h"
+#include "gemm_slots.h"
 
 constexpr int kGradGroup = 2;  // for together(), after those that multiply
 
@@ -41,12 +41,6 @@ __device__ __forceinline__ void transpose(u32 (&b)[4]) {
   const u32 high01 = __byte_perm(b[0], b[1], 0x7362), high23 = __byte_perm(b[2], b[3], 0x7362);
   b[0] = __byte_perm(low01, low23, 0x5410), b[1] = __byte_perm(low01, low23, 0x7632);
   b[2] = __byte_perm(high01, high23, 0x5410), b[3] = __byte_perm(high01, high23, 0x7632);
-}
-
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float v;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
-  return v;
 }
 
 // Each thread takes four rows of four columns at once: a warp 16 columns of half the rows, then of the others.

@@ -70,6 +70,14 @@ __device__ __forceinline__ void store_box(const void* map, u32 from, int column,
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
                ::"l"(map), "r"(from), "r"(column), "r"(row) : "memory");
 }
+// So many bytes, a multiple of 16, as they lie.
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void store_bytes(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
@@ -147,6 +155,10 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
 __device__ __forceinline__ void store_shared(u32 address, u32 w) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(w) : "memory");
 }
+__device__ __forceinline__ void store_shared_if(bool wanted, u32 address, u32 w) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.b32 [%0], %1; }"
+               ::"r"(address), "r"(w), "r"((int)wanted) : "memory");
+}
 __device__ __forceinline__ uint2 load_shared_64(u32 address) {
   uint2 w;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(address) : "memory");
@@ -168,6 +180,17 @@ __device__ __forceinline__ float unpack(u32 half) {
 __device__ __forceinline__ void store_shared_16(u32 address, u16 w) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(w) : "memory");
 }
+__device__ __forceinline__ u16 load_shared_16(u32 address) {
+  u16 w;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(w) : "r"(address) : "memory");
+  return w;
+}
+__device__ __forceinline__ float2 unpack_e4m3(u16 pair) {
+  float2 v;
+  asm("{ .reg .b32 w; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 w, %2; mov.b32 {low, high}, w;\n"
+      "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(v.x), "=f"(v.y) : "h"(pair));
+  return v;
+}
 __device__ __forceinline__ void store_shared_8(u32 address, u32 w) {
   asm volatile("st.shared.b8 [%0], %1;" ::"r"(address), "r"(w) : "memory");
 }
@@ -177,6 +200,11 @@ __device__ __forceinline__ u16 pack_fp8(float low, float high) {
   return q;
 }
 __device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffff; }
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float v;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+  return v;
+}
 // 1 / (1 + exp(-x)); as below the bits that Triton's own kernels compute (ops/source.py). What is flushed is no part of
 // 1 + e.
 __device__ __forceinline__ float sigmoid(float x) {

@@ -23,8 +23,8 @@ SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
-_ARGUMENTS = struct.Struct("=20Q11i4x")  # FusedArguments of csrc/gemm_fused.h
-_TENSORS = 12  # of them, behind those of each rank
+_ARGUMENTS = struct.Struct("=29Q11i4x")  # FusedArguments of csrc/gemm_fused.h
+_TENSORS = 13  # of them, behind two times one of each rank
 ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8[0]: "e4m3", FP8[1]: "e5m2"}
 _SCALES = ("none", "tensor", "row")
@@ -34,7 +34,8 @@ _ACTS = ("", "high precision", "amax", "fp8")
 class Kind(NamedTuple):
     """What the kernel is compiled for. scales: "none", "tensor" (of a also one a rank) or "row". b_t: b[N, K] lies as
     [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of swiglu of a gather's output,
-    or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there."""
+    or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there. narrow: as ops/narrow.py makes them a
+    scatter's partials travel."""
 
     gather: bool
     a: torch.dtype
@@ -48,13 +49,15 @@ class Kind(NamedTuple):
     act: str = ""
     grad: bool = False
     fp8: torch.dtype = FP8[0]
+    narrow: bool = False
 
     @property
     def macros(self) -> list[str]:
         values = {"A_TYPE": _TYPES[self.a], "B_TYPE": _TYPES[self.b], "OUT_TYPE": _TYPES[self.out]}
         values |= {"SCALES": _SCALES.index(self.scales), "RANKS": self.ranks, "COLUMNS": self.columns}
         values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
-        values |= {"ACT": _ACTS.index(self.act), "GRAD": int(self.grad), "ACT_TYPE": _TYPES[self.fp8]}
+        values |= {"NARROW": int(self.narrow), "ACT": _ACTS.index(self.act), "GRAD": int(self.grad)}
+        values |= {"ACT_TYPE": _TYPES[self.fp8]}
         return [f"-D{name}={value}" for name, value in values.items()]
 
 
@@ -88,7 +91,7 @@ def compiled(kind: Kind) -> bytes:
             raise RuntimeError(f"compiling gemm_fused.cu: {result.name}")
         return values[0] if values else None
 
-    names = ["gemm_fused.cu", "gemm_grad.h", "gemm_walk.h", "gemm_fused.h", "hopper.h"]
+    names = ["gemm_fused.cu", "gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_fused.h", "hopper.h"]
     source, *headers = ((SOURCES / name).read_bytes() for name in names)
     main, *included = (name.encode() for name in names)
     program = checked(*nvrtc.nvrtcCreateProgram(source, main, len(headers), headers, included))
@@ -107,23 +110,25 @@ def compiled(kind: Kind) -> bytes:
 @cache
 def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
     with torch.cuda.device(index):
-        return _C.FusedGemm(compiled(kind), kind.gather, kind.a.itemsize, kind.columns, kind.b_t, kind.grad)
+        sizes = kind.a.itemsize, kind.columns
+        return _C.FusedGemm(compiled(kind), kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow)
 
 
 def launch(
     kind: Kind, clusters: int, a: Tensor, b: Tensor, other: Tensor, to: Sequence[int], arrived: Sequence[int],
     tensors: Sequence[Tensor | None], numbers: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
-    h: Tensor | None = None,
+    h: Tensor | None = None, scales_to: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first; the last may be left out."""
     index = a.device.index
     delta, *rest = numbers
-    arrived = (*arrived, *(0,) * (_C.MOST_FUSED_RANKS - len(arrived)))
+    padding = (0,) * _C.MOST_FUSED_RANKS
+    of_ranks = [*(*arrived, *padding)[: len(padding)], *(*scales_to, *padding)[: len(padding)]]
     addresses = (*(0 if t is None else t.data_ptr() for t in tensors), *(0,) * (_TENSORS - len(tensors)))
     _loaded(index, kind).launch(
         2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(),
         0 if h is None else h.data_ptr(), to, act, act_t,
-        _ARGUMENTS.pack(*arrived, *addresses, signed(delta), *rest),
+        _ARGUMENTS.pack(*of_ranks, *addresses, signed(delta), *rest),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ this rank's rows          once their flags are there: slots + product + bias, in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from te_lite import _C
 from te_lite.ops import gemm_fused as fused
 from te_lite.ops.gemm_fused import ALIGNED_COLUMNS, ROWS, Kind
 from te_lite.ops.launch import sm_count
+from te_lite.ops.narrow import BLOCK
 
 MOST_BLOCKS = 8
 
@@ -36,10 +38,19 @@ def lag(others: int, blocks: int, clusters: int) -> int:
     return min(blocks, -(-2 * clusters // others))
 
 
+class Narrow(NamedTuple):
+    """Partial sums that travel as ops/narrow.py makes them. scales[R, N/128, m]: of staging, which is E4M3. to[r]:
+    address of scales[this rank] in rank r's memory. dtype: of the sum."""
+
+    scales: Tensor
+    to: Sequence[int]
+    dtype: torch.dtype
+
+
 def gemm_scatter(
     a: Tensor, b: Tensor, to: Sequence[int], arrived: Sequence[int], staging: Tensor, ready: Tensor, free: Tensor,
     counters: Tensor, epoch: Tensor, delta: int, abort: Tensor, rank: int, a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None, bias: Tensor | None = None, fast_accum: bool = True,
+    b_scale: Tensor | None = None, bias: Tensor | None = None, fast_accum: bool = True, narrow: Narrow | None = None,
 ) -> Tensor:  # fmt: skip
     """out[m, N] = sum over ranks of a[R*m, K] @ b[N, K]^T * scales, this rank's rows, + bias[N]; rounded once.
 
@@ -49,15 +60,22 @@ def gemm_scatter(
     may be written once free[r] has reached epoch[0] + delta - 1. counters: int32, R * blocks(m) + 1 zeros, zeros again
     at the end. The order of sums is that of ops/reduce.py: the same bits on every run. Garbage after an abort. Scales:
     fp32 inverses, both or none; a_scale [1] or [R*m], b_scale [1] or [N]. a, b, fast_accum: as in ops/gemm_gather.py.
+    narrow: m and N are multiples of 128 then, and partials are rounded from fp32.
     Errors: ValueError, TypeError.
     """
     ranks, m, n = staging.shape
     fused.check("GEMM and reduce-scatter", a, b, m, ranks)
     count = blocks(m)
     fits = 2 <= ranks <= _C.MOST_FUSED_RANKS and n % ALIGNED_COLUMNS == 0 and n == b.shape[0]
-    if not fits or staging.dtype not in (torch.bfloat16, torch.float16) or not staging.is_contiguous():
+    dtype = narrow.dtype if narrow else staging.dtype
+    if narrow and (m % BLOCK or n % BLOCK or staging.dtype != torch.float8_e4m3fn):
         raise ValueError(
-            f"staging {list(staging.shape)} of {staging.dtype} for b {list(b.shape)}: must be contiguous [R, m, N], "
+            f"narrow staging {list(staging.shape)} of {staging.dtype}: must be E4M3, m and N multiples of {BLOCK}; "
+            f"send bf16"
+        )
+    if not fits or dtype not in (torch.bfloat16, torch.float16) or not staging.is_contiguous():
+        raise ValueError(
+            f"staging {list(staging.shape)} of {dtype} for b {list(b.shape)}: must be contiguous [R, m, N], "
             f"R from 2 to {_C.MOST_FUSED_RANKS}, N a multiple of {ALIGNED_COLUMNS}, bf16 or fp16; take a ring"
         )
     found = [*ready.shape, *free.shape, counters.numel()]
@@ -69,7 +87,7 @@ def gemm_scatter(
     scales = fused.widest(*fused.scale_kinds(a_scale, b_scale, ranks * m, n))
     if scales == "row":
         a_scale, b_scale = a_scale.expand(ranks * m).contiguous(), b_scale.expand(n).contiguous()
-    out = a.new_empty((m, n), dtype=staging.dtype)
+    out = a.new_empty((m, n), dtype=dtype)
     bias = None if bias is None else bias.float()
     clusters = sm_count(a.device) // 2
     split = a.dtype in fused.FP8 and not fast_accum
@@ -77,10 +95,11 @@ def gemm_scatter(
     pairs, columns = -(-m // ROWS) // count, -(-n // wide)
     behind = lag((ranks - 1) * pairs * columns, count, clusters)
     fused.launch(
-        Kind(False, a.dtype, b.dtype, scales, out.dtype, ranks, fused.transposed(b), wide, split),
+        Kind(False, a.dtype, b.dtype, scales, dtype, ranks, fused.transposed(b), wide, split, narrow=bool(narrow)),
         min(clusters, ranks * count * pairs * columns),
         a, b, staging, [*to[:rank], out.data_ptr(), *to[rank + 1 :]], arrived,
-        (ready, free, counters, epoch, abort, a_scale, None, b_scale, bias),
+        (ready, free, counters, epoch, abort, a_scale, None, b_scale, bias, None, None, None, narrow and narrow.scales),
         (delta, m, n, a.shape[1], rank, ready.shape[1], count, behind, pairs, columns, m if scales == "row" else 0),
+        scales_to=narrow.to if narrow else (),
     )  # fmt: skip
     return out

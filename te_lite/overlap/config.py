@@ -33,19 +33,21 @@ OFFERED = {
 DEFAULTS = {name: methods[0] for name, methods in OFFERED.items()}  # "layer_gemm" -> method
 # Options of Transformer Engine's that have no meaning here: no SM is taken for communication.
 IGNORED = (
-    "num_sm", "cga_size", "set_sm_margin", "num_splits", "aggregate", "atomic_gemm", "use_ce", "fp8_buf",
-    "comm_priority", "gemm_priority", "pipeline_rs_overlap_first_gemm",
+    "num_sm", "cga_size", "set_sm_margin", "num_splits", "aggregate", "atomic_gemm", "use_ce", "comm_priority",
+    "gemm_priority", "pipeline_rs_overlap_first_gemm",
 )  # fmt: skip
-OPTIONS = ("method", "is_reduce_scatter", *IGNORED)
+OPTIONS = ("method", "is_reduce_scatter", "fp8_buf", *IGNORED)
 
 Config = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class LayerMethods:
-    """Checked ub_cfgs. methods: "fc1_fprop" -> method. ignored: options that were given and mean nothing here."""
+    """Checked ub_cfgs. methods: "fc1_fprop" -> method. narrow: GEMMs whose partial sums travel in fp8 (fp8_buf).
+    ignored: options that were given and mean nothing here."""
 
     methods: Mapping[str, str]
+    narrow: frozenset[str]
     ignored: tuple[str, ...]
 
 
@@ -54,7 +56,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
-def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, bool, list[str]]:
+    """(method, whether partial sums travel in fp8, options without effect)."""
     if not isinstance(options, Mapping):
         raise TypeError(f"ub_cfgs[{name!r}]={options!r}: must be a dict of options, such as {{'method': 'auto'}}")
     for option in options:
@@ -76,7 +79,13 @@ def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
             f"ub_cfgs[{name!r}]: is_reduce_scatter={scatters} with method {method!r}, but that GEMM "
             f"{'scatters its output' if _scatters(name, method) else 'gathers its input'}; leave the option out"
         )
-    return method, [f"{name}.{option}" for option in options if option in IGNORED]
+    unused = [f"{name}.{option}" for option in options if option in IGNORED]
+    narrow = options.get("fp8_buf", False)
+    if not isinstance(narrow, bool):
+        raise TypeError(f"ub_cfgs[{name!r}]: fp8_buf={narrow!r} must be True or False")
+    if narrow and not _scatters(name, method):  # what is gathered travels in the recipe's number format
+        return method, False, [*unused, f"{name}.fp8_buf"]
+    return method, narrow, unused
 
 
 def _scatters(name: str, method: str) -> bool:
@@ -99,25 +108,29 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
     if len(configs) not in (1, modes):
         raise ValueError(f"ub_cfgs is a list of {len(configs)}: must have one entry for each of {modes} modes")
     methods: dict[str, str] = {}
+    narrow: set[str] = set()
     ignored: list[str] = []
     for config in configs:
         if not isinstance(config, Mapping):
             raise TypeError(f"ub_cfgs holds {config!r}: each must be a dict, layer -> options")
-        found = dict(DEFAULTS)
+        found, found_narrow = dict(DEFAULTS), set()
         for name, options in config.items():
             if name not in DEFAULTS:
                 raise ValueError(
                     f"ub_cfgs names the layer {name!r}{_nearest(str(name), list(DEFAULTS))}: must be one of "
                     f"{tuple(DEFAULTS)}"
                 )
-            found[name], unused = _checked(name, options)
+            found[name], fp8, unused = _checked(name, options)
+            found_narrow |= {name} if fp8 else set()
             ignored += unused
         _settle_wgrad(found, config)
-        if methods and found != methods:
-            differing = sorted(name for name in found if found[name] != methods[name])
-            raise ValueError(f"ub_cfgs gives {differing} another method in each quantization mode; give them one")
-        methods = found
-    return LayerMethods(methods, tuple(dict.fromkeys(ignored)))
+        if methods and (found, found_narrow) != (methods, narrow):
+            differing = sorted({name for name in found if found[name] != methods[name]} | narrow ^ found_narrow)
+            raise ValueError(
+                f"ub_cfgs gives {differing} another method or fp8_buf in each quantization mode; give them one"
+            )
+        methods, narrow = found, found_narrow
+    return LayerMethods(methods, frozenset(narrow), tuple(dict.fromkeys(ignored)))
 
 
 def _settle_wgrad(methods: dict[str, str], given: Config) -> None:

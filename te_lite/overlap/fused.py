@@ -14,11 +14,12 @@ from te_lite.ops import source
 from te_lite.ops.gemm import placed
 from te_lite.ops.gemm_fused import ALIGNMENT, transposed
 from te_lite.ops.gemm_gather import NOTHING, Activation, Wanted, act_refusal, gemm_gather
-from te_lite.ops.gemm_scatter import blocks
+from te_lite.ops.gemm_scatter import Narrow, blocks
 from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
 from te_lite.ops.source import Source
-from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.buffers import Gather
 from te_lite.overlap.group import Group
+from te_lite.overlap.scatter import Scatter
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
@@ -93,10 +94,10 @@ def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor |
     return QTensor(format, tuple(made.data.shape), gemm.dtype, made.data, inverse, made.data_t, inverse, scale)
 
 
-def begin_scatter(gemm: Product, a: QTensor, group: Group) -> Scatter:
+def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False) -> Scatter:
     """What gemm_scatter of a[R*m, k] sends by."""
     m = a.shape[0] // group.size
-    return Scatter(group, (m, gemm.columns), gemm.dtype, blocks=blocks(m))
+    return Scatter(group, (m, gemm.columns), gemm.dtype, blocks=blocks(m), narrow=narrow)
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
@@ -104,9 +105,11 @@ def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
     where they belong, this rank's take up what has arrived in registers."""
     counters = scatter.buffer.counters[scatter.slot]
     ready, free, *rest = _flags(scatter)
+    (arrived, to, *scales_to), (staging, scales) = scatter.targets, scatter.staging
+    narrow = None if scales is None else Narrow(scales, *scales_to, gemm.dtype)
     out = run_scatter(
-        placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
-        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum,
+        placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.b_layout)[0]), to, arrived, staging,
+        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum, narrow,
     )  # fmt: skip
     scatter.close()
     return out

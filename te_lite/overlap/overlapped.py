@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_lite.ops.narrow import BLOCK
 from te_lite.overlap import fused, ring
-from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.buffers import Gather
 from te_lite.overlap.choice import MOST
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.group import Group
+from te_lite.overlap.scatter import Scatter
 from te_lite.overlap.schedule import Backward, Gradients, Note, Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat
@@ -25,7 +27,8 @@ COLUMNS_HIDE, COLUMNS_FROM = 3072, 4 << 20
 
 
 class Overlapped(Collective):
-    """methods: GEMM ("fprop", "dgrad", "wgrad") -> method; what is not named is Collective's.
+    """methods: GEMM ("fprop", "dgrad", "wgrad") -> method; what is not named is Collective's. narrow: GEMMs whose
+    partial sums travel as ops/narrow.py makes them, where its blocks fit.
 
     column   fprop   x is gathered into the GEMM
              dgrad   "bulk": the gather of x that wgrad needs is hidden behind it; any other: dx is scattered out of it
@@ -49,11 +52,12 @@ class Overlapped(Collective):
         remarks: Mapping[str, str],
         strict: bool,
         recipe: str = "",
+        narrow: Collection[str] = (),
     ) -> None:
         super().__init__(tp)
         self.recipe = f", recipe {recipe}" if recipe else ""
         self.group, self.label, self.strict = group, label, strict or group.strict
-        self.methods, self.remarks = methods, remarks
+        self.methods, self.remarks, self.narrow = methods, remarks, narrow
         self._measured: dict[str, str] = {}  # GEMM -> what "auto" has measured
         self._chosen: dict[tuple, tuple[str, str]] = {}  # problem -> what "auto" takes, and what it has measured
 
@@ -122,7 +126,8 @@ class Overlapped(Collective):
         if key not in self._chosen:
             text = "{} x {} {} to {}, bias {}, fast {}{}".format(list(a.shape), *made)
             label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
-            problem = f"{'scatter' if scatters else 'gather'} {label} {text}"
+            kind = ("narrow " * (name in self.narrow) + "scatter") if scatters else "gather"
+            problem = f"{kind} {label} {text}"
             if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
                 self._measured.pop(name, None)
                 return method
@@ -180,9 +185,16 @@ class Overlapped(Collective):
 
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
         way, reason = self._way(method, gemm, a)
-        scatter = way.begin_scatter(gemm, a, self.group)
-        self._note_way(name, method, way, scatter.sent, reason)
+        narrow, wide = self._narrow(name, a.shape[0] // self.tp.size, gemm)
+        scatter = way.begin_scatter(gemm, a, self.group, narrow)
+        self._note_way(name, method, way, scatter.sent, reason or wide)
         return way.gemm_scatter(gemm, a, scatter)
+
+    def _narrow(self, name: str, m: int, gemm: Product) -> tuple[bool, str]:
+        """(whether partials [m, columns] travel narrow, why not although they were asked to)."""
+        if name not in self.narrow or not (m % BLOCK or gemm.columns % BLOCK):
+            return name in self.narrow, ""
+        return False, f"fp8_buf without effect: [{m}, {gemm.columns}] are no multiples of {BLOCK}"
 
     # backward
 
@@ -235,8 +247,9 @@ class Overlapped(Collective):
             partial = dgrad(dy)
             m = dy.shape[0] // self.tp.size
             if scatter_by:
-                scatter = Scatter(self.group, (m, dgrad.columns), dgrad.dtype)
-                self.notes["wgrad"] = Note("bulk", scatter.sent)
+                narrow, wide = self._narrow("wgrad", m, dgrad)
+                scatter = Scatter(self.group, (m, dgrad.columns), dgrad.dtype, narrow=narrow)
+                self.notes["wgrad"] = Note("bulk", scatter.sent, wide)
                 scatter.push_all(partial)
             else:
                 if wgrad is None and self._bulk and "wgrad" in self.methods:

@@ -111,7 +111,7 @@ def initialize_ub(
         if wrong is None:
             tokens, hidden = map(int, shape)
             options = {"dtype": dtype, "strict": strict, "cuda_graphs": cuda_graphs, "device": place.type}
-            options.update(layers.methods)
+            options.update(layers.methods, fp8_buf=sorted(layers.narrow))
             said = (f"shape={[tokens, hidden]}", *(f"{name}={value}" for name, value in options.items()))
         else:
             said = (f"{type(wrong).__name__}: {wrong}",)
@@ -199,7 +199,9 @@ def schedule_for(
         found = _groups.get(tuple(ranks))
         if isinstance(found, Group) and found.device == device:
             label = layer if name in (None, layer) else f"{name} {layer}"
-            return Overlapped(tp, found, label, *_methods(tp.mode, flags, found.layers, layer), strict, recipe), ""
+            narrow = {gemm for gemm in ("fprop", "dgrad", "wgrad") if f"{layer}_{gemm}" in found.layers.narrow}
+            methods, remarks = _methods(tp.mode, flags, found.layers, layer)
+            return Overlapped(tp, found, label, methods, remarks, strict, recipe, narrow), ""
         if isinstance(found, Group):
             why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
         elif found:

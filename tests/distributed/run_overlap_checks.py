@@ -18,9 +18,10 @@ from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from tests.distributed.overlap_auto import AUTO  # noqa: E402
 from tests.distributed.overlap_gradients import GRADIENTS  # noqa: E402
 from tests.distributed.overlap_groups import EIGHT, GROUPS  # noqa: E402
+from tests.distributed.overlap_narrow import NARROW  # noqa: E402
 from tests.distributed.overlap_sizes import SIZES  # noqa: E402
 
-SUITES = {"sizes": SIZES, "gradients": GRADIENTS, "groups": GROUPS, "eight": EIGHT, "auto": AUTO}
+SUITES = {"sizes": SIZES, "gradients": GRADIENTS, "groups": GROUPS, "eight": EIGHT, "auto": AUTO, "narrow": NARROW}
 
 
 def main() -> int:

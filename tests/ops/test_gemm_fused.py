@@ -17,7 +17,7 @@ from tests.ops.fused import BF16, E4M3, E5M2, FP16
     (True, 128, False, "", False), (True, 192, False, "", False), (True, 224, False, "", False),
     (True, 256, False, "", False), (True, 256, False, "high precision", False), (True, 256, False, "amax", False),
     (True, 256, False, "fp8", False), (False, 128, False, "", False), (False, 256, False, "", False),
-    (False, 128, True, "", False),
+    (False, 128, True, "", False), (False, 128, False, "narrow", False), (False, 256, False, "narrow", False),
     (True, 128, True, "", False), (True, 128, True, "amax", True), (True, 128, True, "fp8", True),
     (True, 128, False, "high precision", True), (True, 128, False, "fp8", True), (True, 128, False, "amax", True),
     (True, 128, True, "high precision", True),
@@ -28,7 +28,8 @@ def test_it_compiles(gather, columns, split, act, grad, a, b, scales, out, ranks
         pytest.skip("no nvcc")
     if (b_t and columns % 64) or (split and a not in FP8):
         pytest.skip("not offered")
-    kind = Kind(gather, a, b, scales, out, ranks, b_t, columns, split, act, grad, b if b in FP8 else E4M3)
+    narrow, fp8 = act == "narrow", b if b in FP8 else E4M3
+    kind = Kind(gather, a, b, scales, out, ranks, b_t, columns, split, "" if narrow else act, grad, fp8, narrow)
     command = [nvcc, "-std=c++17", *kind.macros, "-cubin", "-Xptxas=-v", "-gencode=arch=compute_90a,code=sm_90a"]
     command += ["-o", tmp_path / "x.cubin", SOURCES / "gemm_fused.cu"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr

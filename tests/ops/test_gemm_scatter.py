@@ -7,6 +7,7 @@ import torch
 
 from te_lite.ops import gemm_scatter as S
 from te_lite.ops.gemm_fused import scaled_product_ref
+from te_lite.ops.narrow import narrow_ref, widened
 from te_lite.ops.reduce import reduce_slots_ref
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
@@ -30,19 +31,34 @@ CASES = [
     Case(4, 300, 136, 96, bias=BF16, turned=True),
     Case(4, 1024, 512, 992, turned=True),
 ]
-TO, STAGING, READY, FREE, COUNTERS, DELTA, ABORT = 2, 4, 5, 6, 7, 9, 10  # places in what arguments() gives
+NARROW = [  # partials travel as ops/narrow.py makes them
+    Case(2, 128, 64, 128, wire=E4M3),
+    Case(2, 384, 72, 256, FP16, out=FP16, bias=FP16, wire=E4M3),
+    Case(4, 640, 272, 384, E4M3, scale="row", bias=BF16, wire=E4M3),
+    Case(4, 1024, 512, 1024, E4M3, scale="tensor", wire=E4M3),
+    Case(8, 256, 136, 640, bias=BF16, wire=E4M3, turned=True),
+]
+# Places in what a Rank calls it with.
+TO, STAGING, READY, FREE, COUNTERS, DELTA, ABORT, B_SCALE, FAST = 2, 4, 5, 6, 7, 9, 10, 13, 15
 
 
 class Rank:
     """What one rank calls gemm_scatter with when `sent` [R, m, N] has come: epoch 5 of word 3.
 
-    products [R, m, N], told [R, P]: where it stores the others' rows and flags.
+    products [R, m, N], told [R, P]: where it stores the others' rows and flags; scales [R, N/128, m], where those are
+    narrow.
     """
 
     def __init__(self, case: Case, p: fused.Problem, rank: int, sent: torch.Tensor | None = None) -> None:
         shape, blocks = (case.ranks, case.m, case.n), S.blocks(case.m)
-        staging = (torch.randn(shape) if sent is None else sent).to(case.wire).cuda()
+        staging = (torch.randn(shape) if sent is None else sent).cuda()
         staging[rank] = float("nan")
+        self.scales = narrow = None
+        if case.wire == E4M3:
+            staging, slot_scales = (torch.stack(t) for t in zip(*(narrow_ref(part) for part in staging), strict=True))
+            self.scales = fused.poisoned(*slot_scales.shape, dtype=FP32, device="cuda")
+            narrow = S.Narrow(slot_scales, [t.data_ptr() for t in self.scales], case.out)
+        staging = staging.to(case.wire)
         ready = fused.words(case.ranks, blocks + 1, device="cuda") + 5
         ready[rank] = 0
         free = fused.words(case.ranks, device="cuda") + 4
@@ -53,19 +69,26 @@ class Rank:
         self.arguments = [
             p.a, p.b, [t.data_ptr() for t in self.products], [t.data_ptr() for t in self.told], staging, ready,
             free, counters, fused.words(1, device="cuda") + 3, 2, fused.words(1, device="cuda"), rank, p.a_scale,
-            p.b_scale, p.bias,
+            p.b_scale, p.bias, True, narrow,
         ]  # fmt: skip
         self.rank, self.others = rank, [r for r in range(case.ranks) if r != rank]
 
     def run(self, fast: bool = True) -> torch.Tensor:
-        self.products.fill_(float("nan"))
+        self.products.view(torch.uint8).fill_(0xFF)
         self.told.zero_()
-        out = S.gemm_scatter(*self.arguments, fast)
+        if self.scales is not None:
+            self.scales.fill_(float("nan"))
+        out = S.gemm_scatter(*self.arguments[:FAST], fast, *self.arguments[FAST + 1 :])
         fused.finish(self.arguments[ABORT])
         assert not self.arguments[COUNTERS].any()
         assert (self.told[self.others] == 5).all() and not self.told[self.rank].any()
-        assert self.products[self.rank].isnan().all()
+        assert (self.products[self.rank].view(torch.uint8) == 0xFF).all()
+        assert self.scales is None or self.scales[self.rank].isnan().all()
         return out
+
+    def stored(self) -> list[torch.Tensor]:
+        """What the others find: their rows and, if they are narrow, scales."""
+        return [t[self.others].clone() for t in (self.products, self.scales) if t is not None]
 
 
 @pytest.fixture(params=[128, 256])
@@ -74,7 +97,7 @@ def columns(request, monkeypatch):
     monkeypatch.setattr(S, "tile_columns", lambda *shape: request.param)
 
 
-FAST_OR_NOT = [(case, fast) for case in CASES for fast in (True, False) if fast or case.a in fused.FP8]
+FAST_OR_NOT = [(case, fast) for case in CASES + NARROW for fast in (True, False) if fast or case.a in fused.FP8]
 
 
 @pytest.mark.gpu
@@ -86,20 +109,39 @@ def test_against_fp64(case, fast, columns):
     for rank in {0, case.ranks - 1}:
         one = Rank(case, p, rank)
         out = one.run(fast)
+        staging = one.arguments[STAGING]
         for other in one.others:
+            if case.wire == E4M3:
+                got = widened(one.products[other], one.scales[other]).cpu().double()
+                largest = want[other].view(case.m, -1, 128).abs().amax(2).repeat_interleave(128, 1)
+                # What the product may be off by may also move it, or the scale, to the next step.
+                allowed = torch.maximum(2.0**-4 * want[other].abs(), largest / 224 * 2.0**-10)
+                assert ((got - want[other]).abs() <= 1.01 * allowed + 1.1 * bound * magnitude[other]).all()
+                continue
             assert within(one.products[other], want[other], magnitude[other], bound), f"rank {rank}, rows of {other}"
-        parts = [one.arguments[STAGING][r].cpu().double() for r in one.others]
+        staging = widened(staging, one.arguments[-1].scales) if case.wire == E4M3 else staging
+        parts = [staging[r].cpu().double() for r in one.others]
         parts += [] if p.bias is None else [p.bias.cpu().double().expand(case.m, -1)]
         total, size = sum(parts, want[rank]), sum((part.abs() for part in parts), magnitude[rank])
         assert out.dtype == case.out and within(out, total, size, bound + case.ranks * 2.0**-24), f"rank {rank}"
         assert not within(out, want[rank] + total, size, bound)
 
 
-def expected(case: Case, p: fused.Problem, one: Rank) -> tuple[torch.Tensor, torch.Tensor]:
-    """(products of all rows, this rank's sum), where no sum is rounded."""
+def expected(case: Case, p: fused.Problem, one: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(what the others find, this rank's sum), where no sum is rounded."""
     products = scaled_product_ref(p.a, p.b, p.a_scale, p.b_scale).view(case.ranks, case.m, case.n)
-    own = reduce_slots_ref(one.arguments[STAGING], products[one.rank], p.bias, one.rank, case.out)
-    return products.to(case.wire), own
+    narrow = one.arguments[-1]
+    scales = None if narrow is None else narrow.scales
+    own = reduce_slots_ref(one.arguments[STAGING], products[one.rank], p.bias, one.rank, case.out, scales)
+    others = products[one.others]
+    if scales is None:
+        return [others.to(case.wire)], own
+    return [torch.stack(t) for t in zip(*(narrow_ref(part) for part in others), strict=True)], own
+
+
+def assert_stored(one: Rank, want: list[torch.Tensor]) -> None:
+    for what, got, wanted in zip(("others' rows", "their scales"), one.stored(), want, strict=False):
+        assert_bitwise_equal(what, got, wanted)
 
 
 @pytest.mark.gpu
@@ -111,17 +153,17 @@ def test_the_kernel_is_exact(case, fast, columns):
     products, own = expected(case, p, one)
     for _ in range(3):
         assert_bitwise_equal("own rows", one.run(fast), own)
-        assert_bitwise_equal("others' rows", one.products[one.others], products[one.others])
+        assert_stored(one, products)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
+@pytest.mark.parametrize("case", CASES[1:] + NARROW, ids=str)
 def test_same_bits_on_every_run(case, columns):
     one = Rank(case, fused.problem(case, "cuda"), 0)
-    first, products = one.run(), one.products[1:].clone()
+    first, products = one.run(), one.stored()
     for _ in range(3):
         assert_bitwise_equal("own rows", one.run(), first)
-        assert_bitwise_equal("others' rows", one.products[1:], products)
+        assert_stored(one, products)
 
 
 MANY_TILES = [
@@ -130,6 +172,7 @@ MANY_TILES = [
     Case(6, 300, 8, 4096, FP16, out=FP16, wire=FP16),
     Case(7, 1100, 128, 528, E4M3, E5M2, scale="row"),
     Case(8, 512, 200, 1024, turned=True),
+    Case(4, 1152, 72, 1152, wire=E4M3),
 ]
 
 
@@ -143,7 +186,7 @@ def test_few_clusters_do_all_tiles(case, clusters, columns, monkeypatch):
     one = Rank(case, p, 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float())
     products, own = expected(case, p, one)
     assert_bitwise_equal("own rows", one.run(), own)
-    assert_bitwise_equal("others' rows", one.products[one.others], products[one.others])
+    assert_stored(one, products)
 
 
 @pytest.mark.gpu
@@ -151,23 +194,24 @@ def test_a_scale_a_row_beside_one_for_all():
     case = CASES[5]
     p = fused.problem(case, "cuda")
     one = Rank(case, p, 0)
-    one.arguments[-2] = p.b_scale[:1]
+    one.arguments[B_SCALE] = p.b_scale[:1]
     out, products = one.run(), one.products[1:].clone()
-    one.arguments[-2] = p.b_scale[:1].expand(case.n).contiguous()
+    one.arguments[B_SCALE] = p.b_scale[:1].expand(case.n).contiguous()
     assert_bitwise_equal("own rows", one.run(), out)
     assert_bitwise_equal("others' rows", one.products[1:], products)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("epoch", fused.EPOCHS)
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[7]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[7], NARROW[3]], ids=str)
 def test_it_waits(case, epoch, columns):
     """What the others send comes late, by a copy engine, over what an earlier epoch left."""
     p = fused.problem(case, "cuda", exact=True)
-    sent = torch.randint(-3, 4, (case.ranks, case.m, case.n)).to(case.wire)
-    one = Rank(case, p, 1, sent)
+    one = Rank(case, p, 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float())
     _, want = expected(case, p, one)
     args, blocks = one.arguments, S.blocks(case.m)
+    sent, scales = args[STAGING].cpu(), None if args[-1] is None else args[-1].scales
+    sent_scales = None if scales is None else scales.cpu()
     staging, ready = args[STAGING].fill_(float("nan")), args[READY].fill_(fused.as_int32(epoch - 1))
     args[DELTA - 1].zero_()
     args[FREE].fill_(fused.as_int32(epoch - 1))
@@ -175,6 +219,9 @@ def test_it_waits(case, epoch, columns):
     torch.cuda.synchronize()
     late, rows = Late(), -(-case.m // S.ROWS) // blocks * S.ROWS
     for source in one.others:
+        if scales is not None:
+            scales[source] = float("nan")
+            late.copy(scales[source], sent_scales[source])
         for block in range(blocks):
             part = slice(block * rows, min((block + 1) * rows, case.m))
             late.copy(staging[source, part], sent[source, part])
@@ -218,7 +265,7 @@ def test_it_stores_once_there_is_room(epoch):
     late.start(0.0)
     fused.finish(args[ABORT])
     assert_bitwise_equal("own rows", got, own)
-    assert_bitwise_equal("others' rows", one.products[one.others], products[one.others])
+    assert_stored(one, products)
 
 
 @pytest.mark.gpu

@@ -87,6 +87,20 @@ def test_options_without_a_meaning_are_named():
     )
 
 
+def test_fp8_buf_is_for_partial_sums():
+    """What is gathered travels in the recipe's number format anyway: there the option is one without effect."""
+    given = {name: {"fp8_buf": True} for name in LAYER_GEMMS}
+    layers = layer_methods(given, 1)
+    assert layers.narrow == {"proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad"}
+    assert set(layers.ignored) == {f"{name}.fp8_buf" for name in LAYER_GEMMS if name not in layers.narrow}
+    assert layer_methods({"fc1_dgrad": {"method": "fused", "fp8_buf": True}}, 1).narrow == {"fc1_dgrad"}
+    assert not layer_methods({"fc2_fprop": {"fp8_buf": False}}, 1).narrow
+    with pytest.raises(TypeError, match="fp8_buf=1 must be True or False"):
+        layer_methods({"fc2_fprop": {"fp8_buf": 1}}, 1)
+    with pytest.raises(ValueError, match=r"\['fc2_fprop'\] another method or fp8_buf"):
+        layer_methods([{}, {"fc2_fprop": {"fp8_buf": True}}], 2)
+
+
 @pytest.mark.parametrize("length", [0, 3])
 def test_a_list_has_one_entry_for_each_mode(length):
     with pytest.raises(ValueError, match=f"list of {length}.*2 modes"):
