@@ -9,7 +9,6 @@ class Device(TypedDict):
     compute_capability: tuple[int, int]
     total_memory: int  # bytes
     multiprocessors: int
-    uuid: str  # 8-4-4-4-12 hexadecimal digits, as torch writes it
 
 class DriverInfo(TypedDict):
     available: bool  # the driver works and shows a device
