@@ -70,7 +70,7 @@ class CudaExecutor final : public Executor {
 
   void close() override {
     closed_ = true;
-    if (forked()) {
+    if (control_.forked()) {
       (void)watcher_.release();  // leaked, as is what the driver gave, which does not survive a fork
       return;
     }
@@ -173,8 +173,13 @@ class CudaExecutor final : public Executor {
 
   void issue_one(const Step& step, uint64_t epoch_word) {
     void* const stream = streams_[step.stream];
-    if (step.kind == Step::kCopy) {
-      copy(step, stream);
+    if (step.kind == Step::kCopy && step.rows == 1) {
+      TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
+    } else if (step.kind == Step::kCopy) {
+      const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};
+      const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.to_pitch};
+      const CUmemcpy2D rows{from, to, step.bytes, step.rows};
+      TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
     } else if (step.kind == Step::kAfter) {
       if (step.other == step.stream) return;
       TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
@@ -185,17 +190,6 @@ class CudaExecutor final : public Executor {
                                     " with an epoch word: the word is copied as it is, so only + 0 can be set");
       }
       TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
-    }
-  }
-
-  void copy(const Step& step, void* stream) {
-    if (step.rows == 1) {
-      TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
-    } else {
-      const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};
-      const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.to_pitch};
-      const CUmemcpy2D rows{from, to, step.bytes, step.rows};
-      TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
     }
   }
 

@@ -1,8 +1,6 @@
 // Issues programs: by threads that play copy engines on the host, by streams on CUDA.
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -68,8 +66,7 @@ class Executor {
   void set_ignore_free(bool ignore) { ignore_free_ = ignore; }
 
  protected:
-  Executor(Control& control, int streams) : control_(control), streams_(streams), process_(getpid()) {}
-  bool forked() const { return getpid() != process_; }  // a child of the process has no threads that could be joined
+  Executor(Control& control, int streams) : control_(control), streams_(streams) {}
   virtual void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) = 0;
 
   std::string overdue(const Step& wait, uint32_t seen, double seconds) const {
@@ -95,7 +92,6 @@ class Executor {
 
  private:
   const int streams_;
-  const int process_;
   std::atomic<bool> ignore_free_{false};
   std::atomic<uint64_t> random_{0};
   std::atomic<int> most_delay_{0};  // microseconds
