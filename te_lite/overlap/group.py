@@ -86,8 +86,7 @@ class Group:
     def _start(self, exchange: Exchange, flags: dict[str, int], first_epoch: int) -> None:
         """Flags get their first values before any rank may write them; then the watchers begin."""
         before = signed(first_epoch - 1)
-        words = self.arena.view("flags", 0, self.rank).view(torch.int32)
-        words.fill_(before)
+        self.arena.view("flags", 0, self.rank).view(torch.int32).fill_(before)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._buffers: dict[str, Buffer] = {}
@@ -96,9 +95,9 @@ class Group:
         self._many: Maximum | None = None
         at = 2 * self._maximum_words + Maximum.words_needed(self.size, many=True)
         for name, count in flags.items():
-            epochs = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device)
-            graph = epochs if name.endswith(".graph") else None
-            self._buffers[name] = Buffer(self.arena, name, SLOTS, PIECES, at, first_epoch, graph)
+            graph = name.endswith(".graph")
+            words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
+            self._buffers[name] = Buffer(self.arena, name, SLOTS, PIECES, at, first_epoch, words)
             at += count
         exchange.all(None)  # nobody's flags are written any more
         self.control = self.executor = None
