@@ -46,18 +46,11 @@ def e8m0_ref(amax: Tensor) -> Tensor:
     return torch.where(bits > 0x7F800000, 255, e).to(torch.uint8)
 
 
-def e8m0_value(scale: Tensor) -> Tensor:
-    """2^(byte - 127) in fp32; nan of 0xFF."""
-    e = scale.to(torch.int32)
-    bits = torch.where(e == 0, 0x00400000, torch.where(e == 255, 0x7FC00000, e << 23))
-    return bits.view(torch.float32)
-
-
 def _scales_ref(amax: Tensor, mx: bool, eps: float, pow2: bool, largest: float) -> tuple[Tensor, Tensor]:
     """(what values are multiplied by, what is stored)."""
     if mx:
         stored = e8m0_ref(amax)
-        return e8m0_value(254 - stored), stored  # nan's 255 stays 255
+        return (254 - stored).view(torch.float8_e8m0fnu).float(), stored  # nan's 255 stays 255
     scale = scale_from_amax_ref(amax, 448.0, eps, pow2, largest)  # 1 for inf and for nan
     return scale, 1.0 / scale
 
@@ -191,7 +184,7 @@ _block_cast_op = register(
 
 def dequantize_blocks_ref(data: Tensor, scale: Tensor, block_m: int, block_n: int, dtype: torch.dtype) -> Tensor:
     """The oracle of `dequantize_blocks`."""
-    value = e8m0_value(scale) if scale.dtype == torch.uint8 else scale
+    value = scale.view(torch.float8_e8m0fnu).float() if scale.dtype == torch.uint8 else scale
     value = value.repeat_interleave(block_m, 0)[: data.shape[0]].repeat_interleave(block_n, 1)[:, : data.shape[1]]
     return (data.float() * value).to(dtype)
 
