@@ -150,8 +150,8 @@ class Program:
     def after(self, stream: int, other: int) -> None:
         """What follows on stream starts after all that was issued to other so far."""
 
-    def cut(self) -> int:
-        """Ends a segment; the index of the one that begins."""
+    def cut(self) -> None:
+        """Ends a segment; another begins."""
 
     @property
     def segments(self) -> int: ...
