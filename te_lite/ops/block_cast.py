@@ -88,15 +88,6 @@ def _allocate(source: Source, block: int, square: bool, row: bool, col: bool, fl
     return Blocks(row_data, row_scale, col_data, col_scale, sums)
 
 
-def _check(block: int, square: bool, row: bool, col: bool, flat: bool) -> None:
-    if block not in (MX_BLOCK, BLOCK):
-        raise ValueError(f"block={block}: must be {MX_BLOCK} (MX) or {BLOCK}; pass one of them")
-    if square and (block != BLOCK or flat):
-        raise ValueError(f"square blocks of {block}, flat={flat}: square blocks are 128 x 128 and never flat")
-    if not (row or col):
-        raise ValueError("row=False, col=False: ask for at least one layout")
-
-
 def block_cast(
     source: Source, *, block: int, square: bool = False, pow2: bool = True, eps: float = 0.0, row: bool = True,
     col: bool = False, flat: bool = False, bias_grad: bool = False, op: Callable[..., None] | None = None,
@@ -111,7 +102,12 @@ def block_cast(
     flat: col data is not transposed. One read of the source, one launch (two with bias_grad). op: the oracle, in its
     place. Errors: ValueError.
     """
-    _check(block, square, row, col, flat)
+    if block not in (MX_BLOCK, BLOCK):
+        raise ValueError(f"block={block}: must be {MX_BLOCK} (MX) or {BLOCK}; pass one of them")
+    if square and (block != BLOCK or flat):
+        raise ValueError(f"square blocks of {block}, flat={flat}: square blocks are 128 x 128 and never flat")
+    if not (row or col):
+        raise ValueError("row=False, col=False: ask for at least one layout")
     largest = torch.finfo(source.x.dtype).max
     if op is None and source.kind == "dact" and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
         # A block would lie across the halves, which a tile computes apart; fp32 in between changes no bit.
