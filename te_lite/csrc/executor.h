@@ -53,10 +53,7 @@ class Executor {
   virtual void synchronize() {}
   virtual void close() = 0;
 
-  // CUDA only; see _C.pyi.
-  virtual void set_flags(uint64_t, size_t) {}
-  virtual uint64_t abort_address() const { return 0; }
-  virtual void set_wait_kernel(const Kernel&) {}
+  virtual uint64_t abort_address() const { return 0; }  // CUDA only; see _C.pyi
 
   // For tests.
   void set_delays(uint64_t seed, int max_microseconds) {
@@ -99,7 +96,8 @@ class Executor {
 
 // streams: how many copy threads.
 std::unique_ptr<Executor> host_executor(int streams, Control& control);
-// streams: handles of streams 1 and up. Throws DriverUnavailable, DriverError.
-std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control);
+// streams: handles of streams 1 and up. flags: those this rank waits for. Throws DriverUnavailable, DriverError.
+std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control,
+                                        uint64_t flags, size_t flag_bytes, const Kernel& wait_kernel);
 
 }  // namespace te_lite

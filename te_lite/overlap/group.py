@@ -118,9 +118,9 @@ class Group:
             self.executor = _C.Executor(-1, [0], self.control)
             return
         self.stream, self._beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
-        self.executor = _C.Executor(self.device.index, [self.stream.cuda_stream], self.control)
-        self.executor.set_flags(self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags"))
-        self.executor.wait_kernel = compiled_wait(self.device)
+        flags = self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags")
+        streams = [self.stream.cuda_stream]
+        self.executor = _C.Executor(self.device.index, streams, self.control, *flags, compiled_wait(self.device))
         word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
         self.abort = torch.from_dlpack(word).view(torch.int32)
         if self.size > MOST_RANKS:
