@@ -62,7 +62,7 @@ def copy_cases(t: Operands) -> list[Case]:
 
 def cast_cases(t: Operands) -> list[Case]:
     """Quantization of a plain tensor: delayed scaling knows its scale, current scaling a tensor's amax."""
-    from te_lite.ops import cast, source
+    from te_lite.ops import cast, source, transpose
 
     plain = source.plain(t.x)
     amax = cast.amax(plain)
@@ -82,7 +82,7 @@ def cast_cases(t: Operands) -> list[Case]:
         Case("cast row, current (amax known)", 3 * size, current(row=True)),
         Case("cast row+col, current (amax known)", 4 * size, current(row=True, col=True)),
         Case("amax", 2 * size, lambda: cast.amax(plain)),
-        Case("transpose fp8", 2 * size, lambda: cast.transpose(t.q)),
+        Case("transpose fp8", 2 * size, lambda: transpose.transpose(t.q)),
     ]
 
 

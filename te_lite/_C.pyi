@@ -9,7 +9,6 @@ class Device(TypedDict):
     compute_capability: tuple[int, int]
     total_memory: int  # bytes
     multiprocessors: int
-    uuid: str  # 8-4-4-4-12 hexadecimal digits, as torch writes it
 
 class DriverInfo(TypedDict):
     available: bool  # the driver works and shows a device
@@ -151,18 +150,24 @@ class Program:
     def after(self, stream: int, other: int) -> None:
         """What follows on stream starts after all that was issued to other so far."""
 
-    def cut(self) -> int:
-        """Ends a segment; the index of the one that begins."""
+    def cut(self) -> None:
+        """Ends a segment; another begins."""
 
     @property
     def segments(self) -> int: ...
 
 class Executor:
     """Issues programs. device -1: the host, where len(streams) threads play streams 1 and up and stream 0 is the
-    calling thread, synchronous. Else a CUDA device with the raw handles of streams 1 and up.
+    calling thread, synchronous. Else a CUDA device with the raw handles of streams 1 and up, and:
+
+    flags, flag_bytes: the memory of the flags that this rank waits for. wait_kernel: what every wait launches: flag
+    "p", word "p", stride "i", mask "i", delta "i", abort "p". A null word stands for 0.
     """
 
-    def __init__(self, device: int, streams: list[int], control: Control) -> None: ...
+    def __init__(
+        self, device: int, streams: list[int], control: Control, flags: int = 0, flag_bytes: int = 0,
+        wait_kernel: Kernel | None = None,
+    ) -> None: ...  # fmt: skip
     def issue(
         self, program: Program, segment: int, epoch: int, main_stream: int, arguments: tuple[int, ...],
         epoch_word: int = 0,
@@ -180,17 +185,10 @@ class Executor:
     def close(self) -> None:
         """Ends the threads; what is issued and not done is dropped, so synchronize first."""
 
-    def set_flags(self, address: int, bytes: int) -> None:
-        """CUDA: the memory of the flags this rank waits for, needed before the first wait."""
-
     @property
     def abort_address(self) -> int:
-        """CUDA, after set_flags: a word in pinned host memory, for kernels that poll, that becomes 1 when the group
-        breaks. A thread of the host writes it, so neither the driver nor a queue stands in its way. 0 without."""
-
-    # CUDA, write only, what every wait launches: flag "p", word "p", stride "i", mask "i", delta "i", abort "p". A null
-    # word stands for 0.
-    wait_kernel: Kernel
+        """CUDA: a word in pinned host memory, for kernels that poll, that becomes 1 when the group
+        breaks. A thread of the host writes it, so neither the driver nor a queue stands in its way."""
 
     def set_delays(self, seed: int, max_microseconds: int) -> None:
         """For tests, host: a random sleep before each queued copy and each wait on stream 0; 0 is none."""

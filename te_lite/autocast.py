@@ -116,9 +116,9 @@ class autocast(ContextDecorator):
         if state is None or exc_type is not None or any(outer.state is not None for outer in _open.stack):
             return
         # The first run of a reentrant checkpoint has gradients disabled although a backward will follow.
-        if (torch.is_grad_enabled() or replay.is_open()) and not replay.replaying():
-            if not replay.in_foreign_recomputation():
-                delayed.update("forward")
+        recomputed = replay.replaying() or replay.in_foreign_recomputation()
+        if not recomputed and (torch.is_grad_enabled() or replay.is_open()):
+            delayed.update("forward")
 
 
 def fp8_autocast(

@@ -139,8 +139,7 @@ def convert_to_float8_training(
 
     Raises TypeError and ValueError for arguments that are none of these, before anything is changed.
     """
-    recipe = recipe if config is None else config
-    recipe = as_recipe(recipe)
+    recipe = as_recipe(recipe if config is None else config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"convert_to_float8_training({module!r}): must be an nn.Module; pass the model")
     if recipe.delayed() or not recipe.is_fp8:

@@ -245,9 +245,7 @@ def from_name(name: str) -> Recipe:
         near = difflib.get_close_matches(str(name).lower(), _BY_NAME, n=2) or sorted(_BY_NAME)
         raise ValueError(f"recipe {name!r} is not known; nearest: {', '.join(near)}; recipe.available() lists all")
     recipe = _BY_NAME[name]
-    if isinstance(recipe, str):
-        recipe = resolve_name(recipe)()
-    return recipe
+    return resolve_name(recipe)() if isinstance(recipe, str) else recipe
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ H200 = {
     "compute_capability": (9, 0),
     "total_memory": 150 << 30,
     "multiprocessors": 132,
-    "uuid": "0",
 }
 WITH_GPU = {"available": True, "reason": "", "driver_version": 13000, "devices": [H200]}
 WITHOUT = {"available": False, "reason": "libcuda.so.1 cannot be opened", "driver_version": 0, "devices": []}

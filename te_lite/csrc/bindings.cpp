@@ -18,20 +18,16 @@ namespace {
 py::dict device_info(const Driver& cuda, int ordinal) {
   CUdevice device = 0;
   char name[256] = {};
-  CUuuid uuid{};
   size_t total_memory = 0;
   int multiprocessors = 0, major = 0, minor = 0;
   TE_LITE_CHECK(cuda, cuDeviceGet, &device, ordinal);
   TE_LITE_CHECK(cuda, cuDeviceGetName, name, static_cast<int>(sizeof name), device);
-  TE_LITE_CHECK(cuda, cuDeviceGetUuid, &uuid, device);
   TE_LITE_CHECK(cuda, cuDeviceTotalMem, &total_memory, device);
   TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &multiprocessors, kAttributeMultiprocessorCount, device);
   TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &major, kAttributeComputeCapabilityMajor, device);
   TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &minor, kAttributeComputeCapabilityMinor, device);
-  const py::bytes bytes(reinterpret_cast<const char*>(uuid.bytes), sizeof uuid.bytes);
   return py::dict("name"_a = name, "ordinal"_a = ordinal, "compute_capability"_a = py::make_tuple(major, minor),
-                  "total_memory"_a = total_memory, "multiprocessors"_a = multiprocessors,
-                  "uuid"_a = py::str(py::module_::import("uuid").attr("UUID")("bytes"_a = bytes)));
+                  "total_memory"_a = total_memory, "multiprocessors"_a = multiprocessors);
 }
 
 py::dict driver_info() {

@@ -1,7 +1,5 @@
 #include "control.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -149,7 +147,7 @@ void Control::check() const {
 }
 
 void Control::close() {
-  if (process_ != getpid()) {
+  if (forked()) {
     (void)watcher_.release();  // leaked: joining a thread that the fork left behind would hang
     return;
   }

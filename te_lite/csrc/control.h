@@ -1,6 +1,8 @@
 // What the ranks of a group tell each other beside the work: that they live, what they run, and why they stopped.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -64,6 +66,7 @@ class Control {
   // A word that becomes 1 when the group breaks, for those that look at nothing else; null: no more.
   void set_abort_word(uint32_t* word);
   void close();
+  bool forked() const { return getpid() != process_; }  // a child of the process has no threads that could be joined
 
   const int rank;
   const double timeout;
@@ -82,7 +85,7 @@ class Control {
 
   const std::vector<int> names_;
   const double silence_;
-  const int process_;  // a forked child has this object, but not its thread
+  const int process_;
   std::vector<Peer> peers_;
   ControlBlock& own_;
   std::mutex writing_;  // own_

@@ -23,11 +23,31 @@ constexpr int kHighestPriority = -1000;    // the driver clamps it
 
 class CudaExecutor final : public Executor {
  public:
-  CudaExecutor(int device, const std::vector<uint64_t>& streams, Control& control)
-      : Executor(control, static_cast<int>(streams.size())), cuda_(driver()), context_(device), streams_{nullptr} {
+  CudaExecutor(int device, const std::vector<uint64_t>& streams, Control& control, uint64_t flags, size_t flag_bytes,
+               const Kernel& wait_kernel)
+      : Executor(control, static_cast<int>(streams.size())),
+        cuda_(driver()),
+        context_(device),
+        streams_{nullptr},
+        wait_kernel_(wait_kernel),
+        flags_(flags),
+        flag_bytes_(flag_bytes) {
+    if (flags % 4 || flag_bytes % 4 || !flag_bytes) {
+      throw std::invalid_argument("flags of " + std::to_string(flag_bytes) + " bytes at " + std::to_string(flags) +
+                                  ": both must be multiples of 4, and bytes above 0");
+    }
+    std::string kinds = wait_kernel.kinds();
+    kinds.erase(std::remove(kinds.begin(), kinds.end(), '-'), kinds.end());
+    if (kinds != "ppiiip") {
+      throw std::invalid_argument("a wait kernel with arguments '" + wait_kernel.kinds() +
+                                  "': it takes flag p, word p, stride i, mask i, delta i and abort p");
+    }
     for (uint64_t stream : streams) streams_.push_back(reinterpret_cast<void*>(stream));
     try {
       const PrimaryContext::Scope scope(context_.get());
+      TE_LITE_CHECK(cuda_, cuMemHostAlloc, reinterpret_cast<void**>(&host_), flag_bytes + sizeof *host_, 0);
+      *abort_word() = 0;
+      control_.set_abort_word(abort_word());
       TE_LITE_CHECK(cuda_, cuEventCreate, &event_, kEventDisableTiming);
       // For the watcher's look at the flags: apart from the default stream, which waits for others.
       TE_LITE_CHECK(cuda_, cuStreamCreateWithPriority, &own_stream_, kStreamNonBlocking, kHighestPriority);
@@ -39,38 +59,11 @@ class CudaExecutor final : public Executor {
   }
   ~CudaExecutor() override { close(); }
 
-  void set_flags(uint64_t address, size_t bytes) override {
-    if (address % 4 || bytes % 4 || !bytes) {
-      throw std::invalid_argument("flags of " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
-                                  ": both must be multiples of 4, and bytes above 0");
-    }
-    const PrimaryContext::Scope scope(context_.get());
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (flags_) throw std::invalid_argument("the flags of this executor are set already: set them once");
-    void* host = nullptr;
-    TE_LITE_CHECK(cuda_, cuMemHostAlloc, &host, bytes + sizeof *host_, 0);
-    flags_ = address;
-    flag_bytes_ = bytes;
-    host_ = static_cast<uint32_t*>(host);
-    *abort_word() = 0;
-    control_.set_abort_word(abort_word());
-  }
-
-  uint64_t abort_address() const override { return host_ ? reinterpret_cast<uint64_t>(abort_word()) : 0; }
-
-  void set_wait_kernel(const Kernel& kernel) override {
-    std::string kinds = kernel.kinds();
-    kinds.erase(std::remove(kinds.begin(), kinds.end(), '-'), kinds.end());
-    if (kinds != "ppiiip") {
-      throw std::invalid_argument("a wait kernel with arguments '" + kernel.kinds() +
-                                  "': it takes flag p, word p, stride i, mask i, delta i and abort p");
-    }
-    wait_kernel_ = &kernel;
-  }
+  uint64_t abort_address() const override { return reinterpret_cast<uint64_t>(abort_word()); }
 
   void close() override {
     closed_ = true;
-    if (forked()) {
+    if (control_.forked()) {
       (void)watcher_.release();  // leaked, as is what the driver gave, which does not survive a fork
       return;
     }
@@ -142,7 +135,7 @@ class CudaExecutor final : public Executor {
     if (wait.to < flags_ || wait.to + 4 > flags_ + flag_bytes_) {
       throw std::invalid_argument("a wait for the flag at " + std::to_string(wait.to) + ", outside of the " +
                                   std::to_string(flag_bytes_) + " bytes at " + std::to_string(flags_) +
-                                  " that set_flags() gave: nobody could release it");
+                                  " of flags: nobody could release it");
     }
     pending_.push_back({wait, Clock::now()});
   }
@@ -173,8 +166,13 @@ class CudaExecutor final : public Executor {
 
   void issue_one(const Step& step, uint64_t epoch_word) {
     void* const stream = streams_[step.stream];
-    if (step.kind == Step::kCopy) {
-      copy(step, stream);
+    if (step.kind == Step::kCopy && step.rows == 1) {
+      TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
+    } else if (step.kind == Step::kCopy) {
+      const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};
+      const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.to_pitch};
+      const CUmemcpy2D rows{from, to, step.bytes, step.rows};
+      TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
     } else if (step.kind == Step::kAfter) {
       if (step.other == step.stream) return;
       TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
@@ -188,25 +186,13 @@ class CudaExecutor final : public Executor {
     }
   }
 
-  void copy(const Step& step, void* stream) {
-    if (step.rows == 1) {
-      TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
-    } else {
-      const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};
-      const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.to_pitch};
-      const CUmemcpy2D rows{from, to, step.bytes, step.rows};
-      TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
-    }
-  }
-
   // stride: bytes of which every flag lies a multiple behind the first.
   void launch_wait(const Step* first, const Step* last, uint64_t stride, uint64_t epoch_word) {
-    if (!wait_kernel_) throw std::runtime_error("a wait needs the executor's wait_kernel: set it");
     uint32_t mask = 0;
     for (const Step* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
     const uint32_t delta = epoch_word ? first->delta : first->value;
     uint64_t arguments[] = {first->to, epoch_word, stride / 4, mask, delta, abort_address()};
-    wait_kernel_->launch(1, reinterpret_cast<uint64_t>(streams_[first->stream]), arguments, 6);
+    wait_kernel_.launch(1, reinterpret_cast<uint64_t>(streams_[first->stream]), arguments, 6);
   }
 
   void watch() try {
@@ -245,13 +231,13 @@ class CudaExecutor final : public Executor {
   const PrimaryContext context_;
   std::vector<void*> streams_;  // [0]: main, of the segment that is issued
   void* event_ = nullptr;       // one is enough: a stream that waits for it keeps to what was recorded by then
-  const Kernel* wait_kernel_ = nullptr;
+  const Kernel& wait_kernel_;
+  const CUdeviceptr flags_;
+  const size_t flag_bytes_;
   std::mutex issuing_;
 
   std::mutex mutex_;  // of all below
   std::vector<Pending> pending_;  // in the order of issue
-  CUdeviceptr flags_ = 0;
-  size_t flag_bytes_ = 0;
   uint32_t* host_ = nullptr;  // pinned: the flags as last seen, then the abort word
   void* own_stream_ = nullptr;
   std::unique_ptr<std::thread> watcher_;
@@ -259,8 +245,9 @@ class CudaExecutor final : public Executor {
 
 }  // namespace
 
-std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control) {
-  return std::make_unique<CudaExecutor>(device, streams, control);
+std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control,
+                                        uint64_t flags, size_t flag_bytes, const Kernel& wait_kernel) {
+  return std::make_unique<CudaExecutor>(device, streams, control, flags, flag_bytes, wait_kernel);
 }
 
 }  // namespace te_lite

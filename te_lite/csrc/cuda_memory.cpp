@@ -20,7 +20,6 @@ class CudaMemory {
     std::unique_ptr<CudaMemory> memory(new CudaMemory(Kind::kVmm, device, bytes));
     const PrimaryContext::Scope scope(memory->context_.get());
     TE_LITE_CHECK(memory->cuda_, cuMemCreate, &memory->allocation_, memory->bytes_, &memory->properties_, 0);
-    memory->created_ = true;
     memory->map();
     memory->zero();
     return memory;
@@ -32,7 +31,6 @@ class CudaMemory {
     const PrimaryContext::Scope scope(memory->context_.get());
     void* const handle = reinterpret_cast<void*>(static_cast<intptr_t>(fd));  // the number itself, not its address
     TE_LITE_CHECK(memory->cuda_, cuMemImportFromShareableHandle, &memory->allocation_, handle, kHandlePosixFd);
-    memory->created_ = true;
     memory->map();
     return memory;
   }
@@ -104,7 +102,9 @@ class CudaMemory {
     bytes_ = (bytes + granularity - 1) / granularity * granularity;
   }
 
+  // The allocation that has just been made or imported.
   void map() {
+    created_ = true;
     TE_LITE_CHECK(cuda_, cuMemAddressReserve, &address_, bytes_, 0, 0, 0);
     TE_LITE_CHECK(cuda_, cuMemMap, address_, bytes_, 0, allocation_, 0);
     mapped_ = true;

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 namespace te_lite {
 
@@ -13,9 +12,6 @@ using CUresult = int;
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;
 using CUallocation = unsigned long long;  // CUmemGenericAllocationHandle
-struct CUuuid {
-  unsigned char bytes[16];
-};
 struct CUmemLocation {
   int type;
   int id;
@@ -114,7 +110,6 @@ struct DriverUnavailable : std::runtime_error {
   X(cuDeviceGetCount, "", (int* count)) \
   X(cuDeviceGet, "", (CUdevice* device, int ordinal)) \
   X(cuDeviceGetName, "", (char* name, int capacity, CUdevice device)) \
-  X(cuDeviceGetUuid, "_v2", (CUuuid* uuid, CUdevice device)) \
   X(cuDeviceTotalMem, "_v2", (size_t* bytes, CUdevice device)) \
   X(cuDeviceGetAttribute, "", (int* value, int attribute, CUdevice device)) \
   X(cuCtxGetCurrent, "", (void** context)) \

@@ -1,8 +1,6 @@
 // Issues programs: by threads that play copy engines on the host, by streams on CUDA.
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -55,10 +53,7 @@ class Executor {
   virtual void synchronize() {}
   virtual void close() = 0;
 
-  // CUDA only; see _C.pyi.
-  virtual void set_flags(uint64_t, size_t) {}
-  virtual uint64_t abort_address() const { return 0; }
-  virtual void set_wait_kernel(const Kernel&) {}
+  virtual uint64_t abort_address() const { return 0; }  // CUDA only; see _C.pyi
 
   // For tests.
   void set_delays(uint64_t seed, int max_microseconds) {
@@ -68,8 +63,7 @@ class Executor {
   void set_ignore_free(bool ignore) { ignore_free_ = ignore; }
 
  protected:
-  Executor(Control& control, int streams) : control_(control), streams_(streams), process_(getpid()) {}
-  bool forked() const { return getpid() != process_; }  // a child of the process has no threads that could be joined
+  Executor(Control& control, int streams) : control_(control), streams_(streams) {}
   virtual void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) = 0;
 
   std::string overdue(const Step& wait, uint32_t seen, double seconds) const {
@@ -95,7 +89,6 @@ class Executor {
 
  private:
   const int streams_;
-  const int process_;
   std::atomic<bool> ignore_free_{false};
   std::atomic<uint64_t> random_{0};
   std::atomic<int> most_delay_{0};  // microseconds
@@ -103,7 +96,8 @@ class Executor {
 
 // streams: how many copy threads.
 std::unique_ptr<Executor> host_executor(int streams, Control& control);
-// streams: handles of streams 1 and up. Throws DriverUnavailable, DriverError.
-std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control);
+// streams: handles of streams 1 and up. flags: those this rank waits for. Throws DriverUnavailable, DriverError.
+std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control,
+                                        uint64_t flags, size_t flag_bytes, const Kernel& wait_kernel);
 
 }  // namespace te_lite

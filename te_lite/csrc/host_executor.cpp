@@ -51,7 +51,7 @@ class HostExecutor final : public Executor {
   }
 
   void close() override {
-    if (forked()) {
+    if (control_.forked()) {
       for (auto& lane : lanes_) (void)lane.release();  // leaked
       lanes_.clear();
       return;

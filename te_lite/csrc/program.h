@@ -70,10 +70,7 @@ class Program {
     streams_ = std::max(streams_, other);
     add({Step::kAfter, stream}).other = other;
   }
-  int cut() {
-    segments_.emplace_back();
-    return segments() - 1;
-  }
+  void cut() { segments_.emplace_back(); }
 
   const std::string& name() const { return name_; }
   int streams() const { return streams_; }      // numbered from 1, beside the main one

@@ -55,10 +55,12 @@ py::object dlpack(uint64_t address, int64_t bytes, int device, const py::object&
   });
 }
 
-std::unique_ptr<Executor> make_executor(int device, const std::vector<uint64_t>& streams, Control& control) {
+std::unique_ptr<Executor> make_executor(int device, const std::vector<uint64_t>& streams, Control& control,
+                                        uint64_t flags, size_t flag_bytes, const Kernel* wait_kernel) {
   py::gil_scoped_release release;  // a context may take seconds; a call_guard would cover the new object's registration
   if (device < 0) return host_executor(static_cast<int>(streams.size()), control);
-  return cuda_executor(device, streams, control);
+  if (!wait_kernel) throw std::invalid_argument("a CUDA executor without a wait kernel: pass wait_kernel");
+  return cuda_executor(device, streams, control, flags, flag_bytes, *wait_kernel);
 }
 
 }  // namespace
@@ -98,14 +100,13 @@ void bind_userbuffers(py::module_& m) {
       .def("cut", &Program::cut)
       .def_property_readonly("segments", &Program::segments);
   py::class_<Executor>(m, "Executor", "Issues programs to copy threads or to streams. See _C.pyi.")
-      .def(py::init(&make_executor), "device"_a, "streams"_a, "control"_a, py::keep_alive<1, 4>())
+      .def(py::init(&make_executor), "device"_a, "streams"_a, "control"_a, "flags"_a = 0, "flag_bytes"_a = 0,
+           "wait_kernel"_a = py::none(), py::keep_alive<1, 4>(), py::keep_alive<1, 7>())
       .def("issue", &Executor::issue, "program"_a, "segment"_a, "epoch"_a, "main_stream"_a, "arguments"_a,
            "epoch_word"_a = 0, Unlocked())
       .def("synchronize", &Executor::synchronize, Unlocked())
       .def("close", &Executor::close, Unlocked())
-      .def("set_flags", &Executor::set_flags, "address"_a, "bytes"_a, Unlocked())
       .def_property_readonly("abort_address", &Executor::abort_address)
-      .def_property("wait_kernel", nullptr, py::cpp_function(&Executor::set_wait_kernel, py::keep_alive<1, 2>()))
       .def("set_delays", &Executor::set_delays, "seed"_a, "max_microseconds"_a)
       .def("set_ignore_free", &Executor::set_ignore_free, "ignore"_a);
 }

@@ -180,8 +180,6 @@ class TeLiteModule(nn.Module):
         """Checks the input, brings the plans up to date and says what this call does. first: is_first_microbatch."""
         state = self._state()
         dtype = checks.check_input(self, inp, weights[0])
-        if self._modes == ("row",) and self.sequence_parallel:
-            checks.check_scatter(self, inp)
         grad = torch.is_grad_enabled()
         if grad and self.fuse_wgrad_accumulation:
             checks.check_main_grad(self, weights)

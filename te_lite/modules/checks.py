@@ -26,7 +26,7 @@ def check_userbuffers(module: nn.Module, names: tuple[str | None, ...], symmetri
             "None"
         )
     asked = [flag for flag, value in module._ub_flags.items() if value]
-    if not asked or not (module.sequence_parallel and module.tp_size > 1):
+    if not asked or not module.sequence_parallel:
         return
     if not userbuffers.initialised():
         raise RuntimeError(f"{owner}({asked[0]}=True) before te.initialize_ub: call it first, on all ranks")
@@ -98,16 +98,13 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
             f"{owner} was built with tp_size={module.tp_size} and no tp_group; call "
             "set_tensor_parallel_group(group) first"
         )
-    return dtype
-
-
-def check_scatter(module: nn.Module, inp: Tensor) -> None:
-    """A row-parallel output is scattered along the input's dimension sequence_dim, which is the first by now."""
-    if inp.shape[0] % module.tp_size:
+    # A row-parallel output is scattered along the input's dimension sequence_dim, which is the first by now.
+    if module.sequence_parallel and module._modes == ("row",) and inp.shape[0] % module.tp_size:
         raise ValueError(
-            f"{type(module).__name__} with sequence parallelism got {inp.shape[0]} in dimension {module.sequence_dim} "
+            f"{owner} with sequence parallelism got {inp.shape[0]} in dimension {module.sequence_dim} "
             f"of its input, which is scattered over tp_size={module.tp_size} ranks: must be a multiple of that; pad it"
         )
+    return dtype
 
 
 def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:

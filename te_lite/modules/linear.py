@@ -43,19 +43,15 @@ def _split_sizes(split: Split, features: int) -> dict[str, int]:
         return {"": features}
     if not isinstance(split, (dict, tuple, list)) or not all(isinstance(name, str) for name in split):
         raise TypeError(f"parameters_split={split!r}: must be a tuple of names or a dict of name to number of rows")
-    given = split
-    if split and not isinstance(split, dict):
-        if features % len(split):
-            raise ValueError(
-                f"parameters_split={split}: out_features={features} is not divisible by {len(split)}; use a dict"
-            )
-        split = dict.fromkeys(split, features // len(split))
-    split = dict(split)
-    if any(type(size) is not int or size < 1 for size in split.values()):
-        raise ValueError(f"parameters_split={given}: every part needs a positive number of rows")
-    sizes = {f"{name.rstrip('_')}_": size for name, size in split.items()}
+    count = len(split) or 1
+    if not isinstance(split, dict) and features % count:
+        raise ValueError(f"parameters_split={split}: out_features={features} is not divisible by {count}; use a dict")
+    rows = split if isinstance(split, dict) else dict.fromkeys(split, features // count)
+    if any(type(size) is not int or size < 1 for size in rows.values()):
+        raise ValueError(f"parameters_split={split}: every part needs a positive number of rows")
+    sizes = {f"{name.rstrip('_')}_": size for name, size in rows.items()}
     if sum(sizes.values()) != features:
-        raise ValueError(f"parameters_split={given}: sizes must add up to out_features={features}; adjust them")
+        raise ValueError(f"parameters_split={split}: sizes must add up to out_features={features}; adjust them")
     return sizes
 
 
@@ -75,7 +71,6 @@ class _OneLinear(TeLiteModule):
         weight, bias = linear_specs(self, self.parallel_mode, given["in_features"], out_features, given["init_method"])
         self.out_features, self.in_features = weight.shape
         self.use_bias, self.return_bias = given["bias"], given["return_bias"]
-        self.apply_bias = self.use_bias and not self.return_bias
         splits = _split_sizes(parameters_split, out_features)
         if self.parallel_mode == "column":
             splits = {name: shard(size, self.tp_size, f"parameters_split {name!r}") for name, size in splits.items()}
@@ -114,7 +109,7 @@ class _OneLinear(TeLiteModule):
         bias = join([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
         inp = self._sequence_first(inp, fp8_output or fp8_grad)
         call = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad)
-        out, ln_out = self._compute(call, inp, weight, bias if self.apply_bias else None)
+        out, ln_out = self._compute(call, inp, weight, None if self.return_bias else bias)
         return self._outputs(out, bias, ln_out)
 
 

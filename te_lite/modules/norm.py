@@ -97,13 +97,12 @@ class _Norm(nn.Module):
 
     def forward(self, inp: Tensor) -> Tensor:
         """x [..., *normalized_shape] -> the same shape, in x's dtype (the autocast dtype under torch.amp)."""
+        owner = type(self).__name__
         last = tuple(inp.shape[-len(self.normalized_shape) :])
         if last != self.normalized_shape:
-            raise ValueError(f"{type(self).__name__} got {tuple(inp.shape)}: must end in {self.normalized_shape}")
+            raise ValueError(f"{owner} got {tuple(inp.shape)}: must end in {self.normalized_shape}")
         if inp.dtype not in DTYPES:
-            raise TypeError(
-                f"{type(self).__name__} got {inp.dtype}: must be bfloat16, float16 or float32; cast it first"
-            )
+            raise TypeError(f"{owner} got {inp.dtype}: must be bfloat16, float16 or float32; cast it first")
         kind = inp.device.type
         x = inp.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else inp
         x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)

@@ -66,10 +66,8 @@ class ScaleStates:
         states = [self._live[direction] for direction in DIRECTIONS]
         sizes, largest = [state.n for state in states], [state.key.fp8_max for state in states]
         header = torch.tensor([VERSION, states[0].key.length, *sizes, *largest], dtype=torch.float32)
-        parts = [header.to(states[0].scale.device)]
-        for state in states:
-            parts += [state.history.reshape(-1), state.scale]
-        return torch.cat(parts)
+        numbers = [part for state in states for part in (state.history.reshape(-1), state.scale)]
+        return torch.cat([header.to(numbers[0].device), *numbers])
 
     def load(self, tensor: Tensor) -> None:
         """From dump(); kept until a recipe needs it. Empty (another recipe's checkpoint): fresh scales."""

@@ -46,18 +46,11 @@ def e8m0_ref(amax: Tensor) -> Tensor:
     return torch.where(bits > 0x7F800000, 255, e).to(torch.uint8)
 
 
-def e8m0_value(scale: Tensor) -> Tensor:
-    """2^(byte - 127) in fp32; nan of 0xFF."""
-    e = scale.to(torch.int32)
-    bits = torch.where(e == 0, 0x00400000, torch.where(e == 255, 0x7FC00000, e << 23))
-    return bits.view(torch.float32)
-
-
 def _scales_ref(amax: Tensor, mx: bool, eps: float, pow2: bool, largest: float) -> tuple[Tensor, Tensor]:
     """(what values are multiplied by, what is stored)."""
     if mx:
         stored = e8m0_ref(amax)
-        return e8m0_value(254 - stored), stored  # nan's 255 stays 255
+        return (254 - stored).view(torch.float8_e8m0fnu).float(), stored  # nan's 255 stays 255
     scale = scale_from_amax_ref(amax, 448.0, eps, pow2, largest)  # 1 for inf and for nan
     return scale, 1.0 / scale
 
@@ -95,15 +88,6 @@ def _allocate(source: Source, block: int, square: bool, row: bool, col: bool, fl
     return Blocks(row_data, row_scale, col_data, col_scale, sums)
 
 
-def _check(block: int, square: bool, row: bool, col: bool, flat: bool) -> None:
-    if block not in (MX_BLOCK, BLOCK):
-        raise ValueError(f"block={block}: must be {MX_BLOCK} (MX) or {BLOCK}; pass one of them")
-    if square and (block != BLOCK or flat):
-        raise ValueError(f"square blocks of {block}, flat={flat}: square blocks are 128 x 128 and never flat")
-    if not (row or col):
-        raise ValueError("row=False, col=False: ask for at least one layout")
-
-
 def block_cast(
     source: Source, *, block: int, square: bool = False, pow2: bool = True, eps: float = 0.0, row: bool = True,
     col: bool = False, flat: bool = False, bias_grad: bool = False, op: Callable[..., None] | None = None,
@@ -118,7 +102,12 @@ def block_cast(
     flat: col data is not transposed. One read of the source, one launch (two with bias_grad). op: the oracle, in its
     place. Errors: ValueError.
     """
-    _check(block, square, row, col, flat)
+    if block not in (MX_BLOCK, BLOCK):
+        raise ValueError(f"block={block}: must be {MX_BLOCK} (MX) or {BLOCK}; pass one of them")
+    if square and (block != BLOCK or flat):
+        raise ValueError(f"square blocks of {block}, flat={flat}: square blocks are 128 x 128 and never flat")
+    if not (row or col):
+        raise ValueError("row=False, col=False: ask for at least one layout")
     largest = torch.finfo(source.x.dtype).max
     if op is None and source.kind == "dact" and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
         # A block would lie across the halves, which a tile computes apart; fp32 in between changes no bit.
@@ -191,7 +180,7 @@ _block_cast_op = register(
 
 def dequantize_blocks_ref(data: Tensor, scale: Tensor, block_m: int, block_n: int, dtype: torch.dtype) -> Tensor:
     """The oracle of `dequantize_blocks`."""
-    value = e8m0_value(scale) if scale.dtype == torch.uint8 else scale
+    value = scale.view(torch.float8_e8m0fnu).float() if scale.dtype == torch.uint8 else scale
     value = value.repeat_interleave(block_m, 0)[: data.shape[0]].repeat_interleave(block_n, 1)[:, : data.shape[1]]
     return (data.float() * value).to(dtype)
 

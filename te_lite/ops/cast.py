@@ -19,8 +19,6 @@ from te_lite.ops.scalars import new_scalar
 from te_lite.ops.source import DTYPES, FLAT, Source, produce_ref, tiled
 from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
-from te_lite.ops.transpose import transpose as transpose  # part of this family, in its own file for length
-from te_lite.ops.transpose import transpose_ref as transpose_ref
 from te_lite.ops.word_tiles import words_fit
 
 FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -53,7 +51,7 @@ def scale_from_amax_ref(
     return (s.view(torch.int32) & 0x7F800000).view(torch.float32) if pow2 else s
 
 
-def _check_transform(source: Source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors) -> None:
+def _check_transform(hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors) -> None:
     if hp_dtype is not None and hp_dtype not in DTYPES:
         raise TypeError(f"hp_dtype {hp_dtype}: must be bfloat16, float16 or float32; choose one of them")
     if amax_out is not None and (amax_out.dtype != torch.float32 or amax_out.numel() != 1):
@@ -126,7 +124,7 @@ def transform(
     op: the oracle, in its place. Errors: ValueError, TypeError.
     """
     vectors = (row_scale is not None) + (col_scale is not None)
-    _check_transform(source, hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors)
+    _check_transform(hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors)
     out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors)
     (op or _transform_op)(*source[:-1], scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out)
     return out
@@ -188,16 +186,12 @@ def _transform_cuda(
     splits, partial = partial_sums(bias_grad, max(1, tiles_m))
     q = col if row is None else row
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
-    launch(
-        kernels.one_row_kernel if rows == 1 else kernels.transform_kernel,
-        tiles_n * splits or 1,  # M = 0 needs one: scale_inv is written too
-        (amax_out, scale),
-        (x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial),
-        (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel()),
-        (kind, base, glu, zero_centered, fp8_max, pow2, block_m, block_n, tiles_m > splits),
-        num_warps,
-        registers,
-    )
+    kernel = kernels.one_row_kernel if rows == 1 else kernels.transform_kernel
+    programs = tiles_n * splits or 1  # M = 0 needs one: scale_inv is written too
+    tensors = (x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial)
+    numbers = (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel())
+    constants = (kind, base, glu, zero_centered, fp8_max, pow2, block_m, block_n, tiles_m > splits)
+    launch(kernel, programs, (amax_out, scale), tensors, numbers, constants, num_warps, registers)
     if partial is not None:
         column_sums(partial, bias_grad)
 

@@ -94,14 +94,6 @@ def _check_matrix(x: Tensor, name: str) -> None:
         )
 
 
-def _check_vector(v: Tensor, name: str, size: int, like: Tensor) -> None:
-    if v.shape != (size,) or not v.is_contiguous() or v.device != like.device:
-        raise ValueError(
-            f"{name} has shape {tuple(v.shape)} on {v.device}: must be contiguous, of shape [{size}] and on "
-            f"{like.device} for an input of shape {tuple(like.shape)}; pass the tensor made for this input"
-        )
-
-
 def plain(x: Tensor, amax: Tensor | None = None) -> Source:
     """x [M, N] itself. amax: fp32 [P] partial maxima of |x| where an earlier pass computed them."""
     _check_matrix(x, "x")
@@ -118,9 +110,12 @@ def norm(
     """
     _check_matrix(x, "x")
     m, n = x.shape
-    for name, vector, size in (("mean", mean, m), ("rstd", rstd, m), ("gamma", gamma, n), ("beta", beta, n)):
-        if vector is not None:
-            _check_vector(vector, name, size, x)
+    for name, v, size in (("mean", mean, m), ("rstd", rstd, m), ("gamma", gamma, n), ("beta", beta, n)):
+        if v is not None and (v.shape != (size,) or not v.is_contiguous() or v.device != x.device):
+            raise ValueError(
+                f"{name} has shape {tuple(v.shape)} on {v.device}: must be contiguous, of shape [{size}] and on "
+                f"{x.device} for an input of shape {tuple(x.shape)}; pass the tensor made for this input"
+            )
     if rstd.dtype != torch.float32 or (mean is not None and mean.dtype != torch.float32):
         raise TypeError(f"rstd has dtype {rstd.dtype}: statistics must be float32; pass those of norm_stats")
     return Source("norm", x, None, mean, rstd, gamma, beta, zero_centered, "", amax)

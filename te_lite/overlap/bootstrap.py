@@ -60,10 +60,9 @@ class Exchange:
             raise ValueError(f"bootstrap_backend={backend!r}: must be one of {BACKENDS}")
         if backend == "nccl" and not dist.is_nccl_available():
             raise RuntimeError("bootstrap_backend='nccl': this torch was built without NCCL; pass 'gloo'")
-        if tp_group is not None:
-            if len(self.ranks) != tp_size:
-                raise ValueError(f"tp_size={tp_size} but tp_group has {len(self.ranks)} ranks; pass its size")
-        else:
+        if tp_group is not None and len(self.ranks) != tp_size:
+            raise ValueError(f"tp_size={tp_size} but tp_group has {len(self.ranks)} ranks; pass its size")
+        if tp_group is None:
             if tp_size < 1 or world % tp_size:
                 raise ValueError(f"tp_size={tp_size} does not divide the world of {world} ranks; pass tp_group")
             first = rank // tp_size * tp_size
@@ -121,10 +120,9 @@ class Exchange:
             result = run()
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-        errors = self.all(error)
-        failed = {self.ranks[i]: text for i, text in enumerate(errors) if text is not None}
+        failed = [f"rank {r} ({text})" for r, text in zip(self.ranks, self.all(error), strict=True) if text is not None]
         if failed:
-            raise BootstrapError(f"{what} failed on " + "; ".join(f"rank {r} ({text})" for r, text in failed.items()))
+            raise BootstrapError(f"{what} failed on {'; '.join(failed)}")
         return result
 
     def close(self) -> None:
@@ -186,9 +184,7 @@ class Doorway:
 
     def send(self, rank: int, names: list[str], fds: list[int]) -> None:
         """This rank's descriptors to every other rank's doorway."""
-        for peer, name in enumerate(names):
-            if peer == rank:
-                continue
+        for name in names[:rank] + names[rank + 1 :]:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(SOCKET_TIMEOUT_S)
                 connection.connect(name)

@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,7 @@ class Choices:
         """Adds to the file what others may have written since; a file that cannot be written is no error."""
         path = cache_file()
         new = path.with_suffix(f".{os.getpid()}-{time.time_ns()}")
-        try:
+        with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             new.write_text(json.dumps(_load() | {key: found}, indent=1) + "\n")
             new.replace(path)
-        except OSError:
-            pass

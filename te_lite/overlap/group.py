@@ -87,8 +87,7 @@ class Group:
     def _start(self, exchange: Exchange, flags: dict[str, int], first_epoch: int) -> None:
         """Flags get their first values before any rank may write them; then the watchers begin."""
         before = signed(first_epoch - 1)
-        words = self.arena.view("flags", 0, self.rank).view(torch.int32)
-        words.fill_(before)
+        self.arena.view("flags", 0, self.rank).view(torch.int32).fill_(before)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._buffers: dict[str, Buffer] = {}
@@ -97,9 +96,9 @@ class Group:
         self._many: Maximum | None = None
         at = 2 * self._maximum_words + Maximum.words_needed(self.size, many=True)
         for name, count in flags.items():
-            epochs = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device)
-            graph = epochs if name.endswith(".graph") else None
-            self._buffers[name] = Buffer(self.arena, name, SLOTS, PIECES, at, first_epoch, graph)
+            graph = name.endswith(".graph")
+            words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
+            self._buffers[name] = Buffer(self.arena, name, SLOTS, PIECES, at, first_epoch, words)
             at += count
         exchange.all(None)  # nobody's flags are written any more
         self.control = self.executor = None
@@ -120,9 +119,9 @@ class Group:
             self.executor = _C.Executor(-1, [0], self.control)
             return
         self.stream, self._beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
-        self.executor = _C.Executor(self.device.index, [self.stream.cuda_stream], self.control)
-        self.executor.set_flags(self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags"))
-        self.executor.wait_kernel = compiled_wait(self.device)
+        flags = self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags")
+        streams = [self.stream.cuda_stream]
+        self.executor = _C.Executor(self.device.index, streams, self.control, *flags, compiled_wait(self.device))
         word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
         self.abort = torch.from_dlpack(word).view(torch.int32)
         if self.size > MOST_RANKS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 from te_lite.overlap.schedule import Note, Schedule
@@ -56,10 +57,8 @@ def overlap_report() -> list[dict[str, Any]]:
 
 def format_report(rows: list[dict[str, Any]]) -> str:
     """The rows as an aligned table; equal rows are counted in the last column."""
-    counts: dict[tuple[str, ...], int] = {}
+    counts: Counter[tuple[str, ...]] = Counter()
     for row in rows:
         cells = {**row, "shape": " x ".join(map(str, row["shape"])), "sent": f"{row['sent'] / 2**20:.2f} MiB"}
-        key = tuple(cells[column] for column in COLUMNS)
-        counts[key] = counts.get(key, 0) + 1
-    table = [(*COLUMNS, "count"), *((*key, str(count)) for key, count in counts.items())]
-    return aligned(table)
+        counts[tuple(cells[column] for column in COLUMNS)] += 1
+    return aligned([(*COLUMNS, "count"), *((*cells, str(count)) for cells, count in counts.items())])

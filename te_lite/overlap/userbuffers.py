@@ -103,11 +103,10 @@ def initialize_ub(
             raise
         wrong = error  # raised once every rank knows of it
     exchange = Exchange(tp_size, tp_group, bootstrap_backend)
+    ranks = exchange.ranks
     try:
-        if exchange.ranks in _groups:
-            wrong = RuntimeError(
-                f"initialize_ub was called twice for the ranks {list(exchange.ranks)}: call destroy_ub() first"
-            )
+        if ranks in _groups:
+            wrong = RuntimeError(f"initialize_ub was called twice for the ranks {list(ranks)}: call destroy_ub() first")
         if wrong is None:
             tokens, hidden = map(int, shape)
             options = {"dtype": dtype, "strict": strict, "cuda_graphs": cuda_graphs, "device": place.type}
@@ -115,16 +114,16 @@ def initialize_ub(
             said = (f"shape={[tokens, hidden]}", *(f"{name}={value}" for name, value in options.items()))
         else:
             said = (f"{type(wrong).__name__}: {wrong}",)
-        check_agreement(exchange.ranks, exchange.all(said))
+        check_agreement(ranks, exchange.all(said))
         if wrong is not None:
             raise wrong
         try:
             group = Group(exchange, place, tokens, hidden, dtype, layers, strict=strict, graphs=cuda_graphs)
-            _groups[exchange.ranks] = watches[exchange.ranks] = group
+            _groups[ranks] = watches[ranks] = group
         except BootstrapError as error:
             if strict:
                 raise
-            _groups[exchange.ranks] = str(error)
+            _groups[ranks] = str(error)
             if exchange.rank == 0:
                 warnings.warn(f"no userbuffers, overlap is off: {error}", RuntimeWarning, stacklevel=2)
         _generation += 1

@@ -5,7 +5,7 @@ Scheme: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3; scales by 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -57,26 +57,18 @@ class BlockFormat(TensorFormat):
         whole = VECTORS if self.gemm else self  # what no GEMM multiplies stays as it is
         if layout == "row":
             return QTensor(whole, shape, like.dtype, data, scale)
-        q = unpadded(QTensor(self, shape, like.dtype, col=data, col_scale=scale), like)
-        if not self.gemm or q.format != self:
-            return q
-        return QTensor(whole, shape, like.dtype, col=transpose(data), col_scale=scale.t())
+        if like.shape[0] % self.block:  # each shard has blocks of its own, which do not lie over the rows of the whole
+            shards = rows // like.shape[0]
+            pairs = zip(data.chunk(shards), scale.chunk(shards), strict=True)
+            values = [self.dequantize(replace(like, col=d, col_scale=s), "col") for d, s in pairs]
+            return QTensor(HIGH_PRECISION, shape, like.dtype, torch.cat(values))
+        if self.gemm:
+            data, scale = transpose(data), scale.t()
+        return QTensor(whole, shape, like.dtype, col=data, col_scale=scale)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias)
-
-
-def unpadded(whole: QTensor, like: QTensor) -> QTensor:
-    """Gathered flat columns; in high precision where the shards [m, K] do not end with a block: each has blocks of its
-    own, so the scales do not lie over the rows of `whole` as they would in one tensor.
-    """
-    if like.shape[0] % whole.format.block == 0:
-        return whole
-    shards = whole.shape[0] // like.shape[0]
-    parts = zip(whole.col.chunk(shards), whole.col_scale.chunk(shards), strict=True)
-    values = [QTensor(like.format, like.shape, like.dtype, col=data, col_scale=scale) for data, scale in parts]
-    return QTensor(HIGH_PRECISION, whole.shape, whole.dtype, torch.cat([value.dequantize("col") for value in values]))
 
 
 VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True, shard_multiple=BLOCK)

@@ -70,11 +70,6 @@ class ScaleState:
 
     def load(self, history: Tensor, scale: Tensor, fp8_max: float) -> None:
         """Takes over a history of any length (row 0 and the newest rows that fit) and scales made for `fp8_max`."""
-        if history.shape[1] != self.n or scale.numel() != self.n:
-            raise ValueError(
-                f"scale state of {history.shape[1]} tensors does not fit a module with {self.n}; load a checkpoint of "
-                "the same module class"
-            )
         rows = min(history.shape[0], self.key.length) - 1
         self.history.zero_()
         self.history[0].copy_(history[0])
@@ -109,14 +104,12 @@ class Pool:
         self.members = [weakref.ref(state) for state in states]
         if not states:
             return states
-        history = torch.cat([state.history for state in states], dim=1)
-        scale = torch.cat([state.scale for state in states])
+        self._history = torch.cat([state.history for state in states], dim=1)
+        self._set(torch.cat([state.scale for state in states]))
         offset = 0
         for state in states:
-            state.move_into(self, history[:, offset : offset + state.n], offset)
+            state.move_into(self, self._history[:, offset : offset + state.n], offset)
             offset += state.n
-        self._history = history
-        self._set(scale)
         return states
 
     def _set(self, scale: Tensor) -> None:

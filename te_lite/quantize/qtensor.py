@@ -12,6 +12,7 @@ Every GEMM of a linear is out[m, n] = a[m, k] @ b[n, k]^T, both operands in the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -151,10 +152,11 @@ class QTensor:
 
     def keep(self) -> QTensor:
         """A tensor that may outlive the call: itself, or a copy where its memory belongs to a userbuffer."""
-        if not self.borrowed:
-            return self
-        copies = (t if t is None else t.clone(memory_format=torch.preserve_format) for t in self.tensors)
-        return QTensor(self.format, self.shape, self.dtype, *copies)
+        return self.map(Tensor.clone) if self.borrowed else self
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> QTensor:
+        """change() of each tensor, none of which belongs to a userbuffer any more."""
+        return QTensor(self.format, self.shape, self.dtype, *(None if t is None else change(t) for t in self.tensors))
 
     def wire(self, layout: Layout) -> tuple[Tensor, ...]:
         return self.format.wire(self, layout)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
@@ -107,5 +107,4 @@ class Site:
 def operands_for(recipe: Recipe, site: Site) -> GemmOperands:
     """The quantizers of one linear under `recipe`, from the factory that the recipe names."""
     stateless = site.calibrating and not recipe.delayed()  # nothing to record
-    module, function = (HighPrecision if stateless else recipe).factory.split(":")
-    return getattr(importlib.import_module(module), function)(recipe, site)
+    return resolve_name((HighPrecision if stateless else recipe).factory)(recipe, site)

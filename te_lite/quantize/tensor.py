@@ -25,10 +25,6 @@ _RESHAPES = {
 }  # fmt: skip
 
 
-def _map(q: QTensor, fn: Callable[[Tensor], Tensor]) -> QTensor:
-    return QTensor(q.format, q.shape, q.dtype, *(None if t is None else fn(t) for t in q.tensors))
-
-
 def source_of(values: Tensor) -> Source:
     """values[..., K] as the matrix [M, K] that a quantizer reads."""
     values = values if values.dtype in DTYPES else values.float()
@@ -194,7 +190,7 @@ class QuantizedTensor(torch.Tensor):
     # copies, pickles, printing
 
     def share_memory_(self) -> QuantizedTensor:
-        _map(self.q, Tensor.share_memory_)
+        self.q.map(Tensor.share_memory_)
         return self
 
     @property
@@ -223,14 +219,14 @@ class QuantizedTensor(torch.Tensor):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
-        made = memo[id(self)] = self._like(_map(self.q, Tensor.clone)).requires_grad_(self.requires_grad)
+        made = memo[id(self)] = self._like(self.q.map(Tensor.clone)).requires_grad_(self.requires_grad)
         vars(made).update(copy.deepcopy(self._attributes(), memo))
         made.grad = copy.deepcopy(self.grad, memo)
         return made
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         # A scale may be cut from a block, which would be stored as a whole.
-        q = _map(self.q, lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
+        q = self.q.map(lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
         if q.row is not None and q.format.col_from_row:
             q.col = q.col_scale = None
         specs = to_spec(q.format), None if self.quantizer is None else to_spec(self.quantizer)
@@ -282,10 +278,10 @@ class QuantizedTensor(torch.Tensor):
         if func in (aten.detach.default, aten.alias.default):
             return self._like(self.q)
         if func is aten.clone.default:
-            return self._like(_map(self.q, Tensor.clone))
+            return self._like(self.q.map(Tensor.clone))
         if func is aten._to_copy.default and kwargs.get("dtype") in (None, self.dtype):
             place = {"device": kwargs.get("device"), "non_blocking": kwargs.get("non_blocking", False)}
-            return self._like(_map(self.q, lambda t: t.to(copy=True, **place)))
+            return self._like(self.q.map(lambda t: t.to(copy=True, **place)))
         if func in _RESHAPES:
             shape = func(torch.empty(self.shape, device="meta"), *args[1:]).shape
             if shape and shape[-1] == self.shape[-1]:

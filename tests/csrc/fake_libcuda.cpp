@@ -83,10 +83,6 @@ int cuDeviceGetName(char* name, int capacity, int device) {
   std::strncpy(name, device == 100 ? "Fake A" : "Fake B", static_cast<size_t>(capacity));
   return needs_init("cuDeviceGetName");
 }
-int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
-  for (int i = 0; i < 16; ++i) uuid[i] = static_cast<unsigned char>(i * 16 + device - 100);
-  return needs_init("cuDeviceGetUuid");
-}
 // The plain name is the old 32-bit ABI: whoever resolves it gets a wrong size.
 int cuDeviceTotalMem(unsigned* bytes, int) { return *bytes = 1, 0; }
 int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = size_t{141} << 30, needs_init("cuDeviceTotalMem"); }

@@ -27,18 +27,16 @@ words = mmap.mmap(-1, 4096)
 at = ctypes.addressof(ctypes.c_char.from_buffer(words))
 def word(i):
     return ctypes.c_uint32.from_address(at + 4 * i)
+record = (ctypes.c_uint64 * 10)()
+fake.fake_wait_kernel(record)
+def wait_kernel():
+    return _C.Kernel(ctypes.addressof(record), 32, 0, "ppiiip-")
 def group(timeout=20.0):
     size = 2 * _C.CONTROL_BYTES
     blocks = mmap.mmap(-1, size)
     base = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
     control = _C.Control(0, 2, [base, base + _C.CONTROL_BYTES], blocks, timeout)
-    executor = _C.Executor(1, [0x11, 0x22], control)
-    executor.set_flags(at, 64)
-    return control, executor
-record = (ctypes.c_uint64 * 10)()
-fake.fake_wait_kernel(record)
-def with_wait_kernel(executor):
-    executor.wait_kernel = _C.Kernel(ctypes.addressof(record), 32, 0, "ppiiip-")
+    return control, _C.Executor(1, [0x11, 0x22], control, at, 64, wait_kernel())
 """
 
 
@@ -93,7 +91,7 @@ makers = [
     lambda: _C.CudaMemory.import_fd(0, fd, 1),
     lambda: _C.CudaMemory.ipc(0, 1),
     lambda: _C.CudaMemory.open_ipc(0, b"h" * 64, 1),
-    lambda: _C.Executor(0, [], control),
+    lambda: _C.Executor(0, [], control, at, 64, wait_kernel()),
 ]
 failed = [refused(make) for make in makers]
 assert live() == 0, failed
@@ -111,6 +109,7 @@ TAKES = {
     "cuMemsetD8": 2,
     "cuMemAlloc": 1,
     "cuIpcOpenMemHandle": 1,
+    "cuMemHostAlloc": 1,
     "cuEventCreate": 1,
     "cuStreamCreateWithPriority": 1,
 }
@@ -123,7 +122,6 @@ def test_what_fails_halfway_is_given_back(fake_driver: Path, entry: str) -> None
 
 PROGRAM = """
 control, executor = group()
-with_wait_kernel(executor)
 p = _C.Program("buffer")
 p.after(1, 0)
 p.wait(1, at, -1, 1, "room at")
@@ -150,7 +148,8 @@ print(fake.fake_calls().decode(), end="")
 outside = _C.Program("buffer")
 outside.wait(0, at + 64, 0, 1, "data from")
 print(refused(executor.issue, outside, 0, 0, 0, ()).replace(str(at + 64), "A").replace(str(at), "B")[:80])
-print(refused(executor.set_flags, at, 64))
+for wrong in ((at, 62, wait_kernel()), (at, 64, None), (at, 64, _C.Kernel(1, 32, 0, "pp"))):
+    print(refused(_C.Executor, 1, [], control, *wrong).replace(str(at), "B"))
 executor.close()
 executor.close()
 del executor
@@ -172,8 +171,10 @@ def test_a_program_as_the_driver_sees_it(fake_driver: Path) -> None:
         f"record {0x11} {0x800}",
         f"await {0x7} {0x800}",
         f"batch {0x7} 1",
-        "ValueError: a wait for the flag at A, outside of the 64 bytes at B that set_flag",
-        "ValueError: the flags of this executor are set already: set them once",
+        "ValueError: a wait for the flag at A, outside of the 64 bytes at B of flags: nob",
+        "ValueError: flags of 62 bytes at B: both must be multiples of 4, and bytes above 0",
+        "ValueError: a CUDA executor without a wait kernel: pass wait_kernel",
+        "ValueError: a wait kernel with arguments 'pp': it takes flag p, word p, stride i, mask i, delta i and abort p",
     ]
 
 
@@ -205,9 +206,6 @@ p.cut()
 p.set(1, at + 4, 1)
 print(refused(executor.issue, p, 0, 9, 0x5, ()))
 word(40).value = 77
-print(refused(executor.issue, p, 0, 9, 0x5, (), at + 160))
-with_wait_kernel(executor)
-print(refused(lambda: setattr(executor, "wait_kernel", _C.Kernel(1, 32, 0, "pp"))))
 executor.issue(p, 0, 9, 0x5, (), at + 160)
 assert list(record)[3:6] == [0x5, at, at + 160] and [word % 2**32 for word in record[6:9]] == [0, 1, 2**32 - 200]
 assert record[9] == executor.abort_address
@@ -220,8 +218,6 @@ def test_a_capture_needs_an_epoch_word(fake_driver: Path) -> None:
     said = script(PREAMBLE + CAPTURE, fake_driver).splitlines()
     assert [line[: line.index(":", 14)] for line in said] == [
         "RuntimeError: a program is issued to a stream under capture, which would freeze its epoch",
-        "RuntimeError: a wait needs the executor's wait_kernel",
-        "ValueError: a wait kernel with arguments 'pp'",
         "ValueError: a set of epoch + 1 with an epoch word",
     ]
 
@@ -229,7 +225,6 @@ def test_a_capture_needs_an_epoch_word(fake_driver: Path) -> None:
 # The fake's streams hold the thread that issues, as a full queue does.
 RELEASE = """
 control, executor = group(timeout=TIMEOUT)
-with_wait_kernel(executor)
 control.announce("linear 8192x3072", 1)
 p = _C.Program("buffer")
 p.wait(0, at, -1, 1, "room at")  # there

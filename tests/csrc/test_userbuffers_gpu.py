@@ -46,7 +46,7 @@ def test_vmm_memory_goes_back_to_the_device() -> None:
 class OnGpu:
     """Two mappings of one arena on device 0: flags in the first page, data behind it. `here` waits, `there` is set."""
 
-    def __init__(self, streams: int, timeout: float = 20.0) -> None:
+    def __init__(self, streams: int, timeout: float = 20.0, wait_kernel: _C.Kernel | None = None) -> None:
         torch.cuda.init()
         torch.zeros(1, device="cuda")
         self.memory = _C.CudaMemory.vmm(0, 1 << 21)
@@ -58,9 +58,9 @@ class OnGpu:
         self.flags, self.data = words[:1024], words[1024:]
         self.control = Memory(1).control(0, timeout=timeout)
         self.streams = [torch.cuda.Stream() for _ in range(streams)]
-        self.executor = _C.Executor(0, [s.cuda_stream for s in self.streams], self.control)
-        self.executor.set_flags(self.here, 2048)
-        self.executor.wait_kernel = compiled_wait(torch.device("cuda", 0))
+        handles = [s.cuda_stream for s in self.streams]
+        kernel = wait_kernel or compiled_wait(torch.device("cuda", 0))
+        self.executor = _C.Executor(0, handles, self.control, self.here, 2048, kernel)
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -160,10 +160,9 @@ def wait_kernel(flag, word, stride, mask, delta, abort):
 @pytest.mark.gpu
 def test_a_captured_program_follows_the_epoch_word() -> None:
     """Each replay sets a flag from the word, and waits for another that the host sets from the side."""
-    g = OnGpu(1)
     epoch = torch.full((1,), 2**31 - 3, dtype=torch.int32, device="cuda")  # wraps around as an int32
     ready = wait_kernel[(1,)](epoch, epoch, 0, 1, -1, epoch, num_warps=1)
-    g.executor.wait_kernel = _C.Kernel(ready.function, 32, ready.metadata.shared, "ppiiip")
+    g = OnGpu(1, wait_kernel=_C.Kernel(ready.function, 32, ready.metadata.shared, "ppiiip"))
     g.flags[:2] = 2**31 - 3
     source = torch.zeros(1024, dtype=torch.int32, device="cuda")
     use = _C.Program("buffer")

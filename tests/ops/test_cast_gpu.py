@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_lite.ops import block_cast, cast, cast_kernels, launch
+from te_lite.ops import block_cast, cast, cast_kernels, launch, transpose
 from te_lite.ops import source as S
 from tests.ops.test_cast import (
     E4M3,
@@ -146,7 +146,7 @@ def test_more_than_2_to_31_elements():
         want = bytes_of(x[rows], float(s), E4M3)
         assert_same_bytes(out.row[rows], want)
         assert_same_bytes(out.col.view(torch.uint8)[:, rows].t().contiguous(), want)
-    assert torch.equal(cast.transpose(out.row).view(torch.uint8), out.col.view(torch.uint8))
+    assert torch.equal(transpose.transpose(out.row).view(torch.uint8), out.col.view(torch.uint8))
 
 
 @pytest.mark.parametrize("shape", [(1000, 336), (4092, 2064), (33000, 208)], ids=str)
