@@ -8,9 +8,9 @@ each peer through userbuffers), NCCL and then the GEMM or the other way round ("
 schedules and torch's fused operators in a CUDA graph. A sample starts on all ranks together and is the slowest rank's.
 The limit is the longer of GEMM and copies; "of limit" is its share of a candidate's time. "against" a peer is the
 median over rounds of the peer's time over the candidate's. fp8 is current scaling with fast accumulation, as in a
-forward pass; its operands lie ready. Reduce-scatters travel in bf16, but "narrow" ones as ub_cfgs' fp8_buf has it; what
-that costs in accuracy is "relative_error": the norm of a result's difference from the sum of the products in fp32, over
-that sum's, of the rank where it is largest.
+forward pass; its operands lie ready. Reduce-scatters travel in bf16, "fused narrow" as ub_cfgs' fp8_buf has it; what
+that costs in accuracy is "relative_error": the norm of a result's difference from the sum of the products in fp32,
+over that sum's, of the rank where it is largest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from benchmarks import report
 from benchmarks.modules import BF16, RESULTS
 from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
-from te_lite.ops.narrow import BLOCK
 from te_lite.ops.source import plain
 from te_lite.overlap import fused, ring, userbuffers
 from te_lite.overlap.buffers import Gather, following
@@ -120,11 +119,11 @@ class Problem:
     def collective(self) -> Tensor:
         return Collective(self.tp).fprop(self.gemm, self.x)
 
-    def overlapped(self, way, narrow: bool = False) -> Tensor:
-        """way: the module ring or fused. narrow: partial sums travel in fp8."""
+    def overlapped(self, way, **options: bool) -> Tensor:
+        """way: the module ring or fused. options: of its begin_scatter."""
         with self.group.operation(f"{self.shape.op} {way.__name__} {list(self.x.shape)}"):
             if self.shape.op == "RS":
-                return way.gemm_scatter(self.gemm, self.x, way.begin_scatter(self.gemm, self.x, self.group, narrow))
+                return way.gemm_scatter(self.gemm, self.x, way.begin_scatter(self.gemm, self.x, self.group, **options))
             gather = Gather(self.group, self.x, "row", own=False)
             out = way.gather_gemm(self.gemm, self.x, gather)
             gather.close()
@@ -159,10 +158,8 @@ def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candida
         "collective": problem.collective,
         "ring": lambda: problem.overlapped(ring),
     }
-    if scatters and not problem.m % BLOCK:
-        ways["ring narrow"] = lambda: problem.overlapped(ring, narrow=True)
-        if problem.device.type == "cuda":
-            ways["fused narrow"] = lambda: problem.overlapped(fused, narrow=True)
+    if scatters and problem.device.type == "cuda":
+        ways["fused narrow"] = lambda: problem.overlapped(fused, narrow=True)
     if problem.device.type == "cuda":
         ways["fused"] = lambda: problem.overlapped(fused)
         if args.torch and has_torch_fused():

@@ -3,21 +3,14 @@
 from builtins import bytes as _bytes  # CudaMemory has an attribute of that name
 from typing import TypedDict
 
-class Device(TypedDict):
-    name: str
-    ordinal: int  # numbered from 0 after CUDA_VISIBLE_DEVICES, as torch numbers them
-    compute_capability: tuple[int, int]
-    total_memory: int  # bytes
-    multiprocessors: int
-
 class DriverInfo(TypedDict):
     available: bool  # the driver works and shows a device
     reason: str  # why not available; empty when it is
     driver_version: int  # 1000 * major + 10 * minor of the newest CUDA it serves; 0 when unknown
-    devices: list[Device]
+    devices: int  # as many as CUDA_VISIBLE_DEVICES lets it show
 
 def driver_info() -> DriverInfo:
-    """The CUDA driver and its devices. Raises nothing for a machine without them."""
+    """The CUDA driver. Raises nothing for a machine without one."""
 
 class Kernel:
     """A compiled kernel with what its launches have in common.
@@ -66,18 +59,9 @@ class CudaMemory:
     def import_fd(device: int, fd: int, bytes: int) -> CudaMemory:
         """Maps a peer's vmm() memory for use by device. fd stays the caller's."""
 
-    @staticmethod
-    def ipc(device: int, bytes: int) -> CudaMemory:
-        """Shared by a handle of 64 bytes, where descriptors cannot be."""
-
-    @staticmethod
-    def open_ipc(device: int, handle: _bytes, bytes: int) -> CudaMemory:
-        """Maps a peer's ipc() memory, which the peer must not free before this."""
-
     def export_fd(self) -> int:
         """A descriptor that the caller closes."""
 
-    def ipc_handle(self) -> _bytes: ...
     @property
     def address(self) -> int: ...
     @property

@@ -31,8 +31,6 @@ import te_lite as te
 from te_lite import _C, tune
 from te_lite.ops import gemm_fused
 from te_lite.ops.source import plain
-from te_lite.overlap import arena
-from te_lite.overlap.bootstrap import BootstrapError, Exchange
 from te_lite.overlap.buffers import Gather
 from te_lite.overlap.userbuffers import groups
 from te_lite.quantize.identity import Identity
@@ -79,28 +77,27 @@ def _cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def driver(info: _C.DriverInfo, torch_cuda: str | None, torch_devices: int) -> list[Finding]:
-    """The driver and its devices against what torch sees of them."""
+def driver(info: _C.DriverInfo, torch_cuda: str | None, devices: Sequence[Any]) -> list[Finding]:
+    """The driver and its devices against what torch sees of them: their properties."""
     if not info["available"]:
         return [
             Finding("driver", NOTE, f"no GPU to use: {info['reason']}", "CPU ranks work: --device cpu, backend gloo")
         ]
     newest = _cuda_version(info["driver_version"])
-    found = [Finding("driver", OK, f"serves CUDA up to {newest}, {len(info['devices'])} device(s)")]
+    found = [Finding("driver", OK, f"serves CUDA up to {newest}, {info['devices']} device(s)")]
     if torch_cuda is None:
         rule = "this torch is built without CUDA: it sees no GPU, but the driver does"
         found.append(Finding("torch and driver", BROKEN, rule, "install torch's CUDA build (pytorch.org)"))
-    elif torch_devices != len(info["devices"]):
-        text = f"torch sees {torch_devices} of the driver's {len(info['devices'])} device(s)"
+    elif len(devices) != info["devices"]:
+        text = f"torch sees {len(devices)} of the driver's {info['devices']} device(s)"
         remedy = f"torch is built for CUDA {torch_cuda}, the driver serves {newest}: update the driver or change torch"
         found.append(Finding("torch and driver", BROKEN, text, remedy))
-    for device in info["devices"]:
-        major, minor = device["compute_capability"]
+    for ordinal, device in enumerate(devices):
         text = (
-            f"{device['name']}, compute capability {major}.{minor}, {device['total_memory'] / 2**30:.0f} GiB, "
-            f"{device['multiprocessors']} SMs"
+            f"{device.name}, compute capability {device.major}.{device.minor}, {device.total_memory / 2**30:.0f} GiB, "
+            f"{device.multi_processor_count} SMs"
         )
-        found.append(Finding(f"device {device['ordinal']}", OK, text))
+        found.append(Finding(f"device {ordinal}", OK, text))
     return found
 
 
@@ -181,19 +178,6 @@ def _copy_speed(a: int, b: int) -> float:
 # Ranks that try
 
 
-def _try_ways(exchange: Exchange, device: torch.device) -> dict[str, str]:
-    """Way to share GPU memory -> "" or why it fails."""
-    ways = {"vmm": arena.share_vmm_memory, "ipc": arena.share_ipc_memory}
-    answers = {}
-    for name, share in ways.items():
-        try:
-            share(exchange, device.index, 1 << 21)
-            answers[name] = ""
-        except BootstrapError as error:
-            answers[name] = str(error)
-    return answers
-
-
 def _try_gather(rank: int, ranks: int, device: torch.device) -> str:
     """A gather through a userbuffer: "" or what is wrong. The arena exists."""
     (group,) = groups()
@@ -208,29 +192,26 @@ def _try_gather(rank: int, ranks: int, device: torch.device) -> str:
 
 
 def _trial_rank(rank: int, ranks: int, kind: str, store: str, answer: Connection) -> None:
-    """One rank of trial(): sends {"way": how memory is shared, "ways": by way "" or why not, "error": "" or why}."""
-    said: dict[str, Any] = {"way": "", "ways": {}, "error": ""}
+    """One rank of trial(): sends "" or why it failed."""
     try:
         torch.set_num_threads(1)
         device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        if kind == "cuda":
-            said["ways"] = _try_ways(Exchange(ranks, None, None), device)
         te.initialize_ub([16 * ranks, 64], ranks, device=device, strict=True)
-        said["way"] = groups()[0].arena.way
-        said["error"] = _try_gather(rank, ranks, device)
+        said = _try_gather(rank, ranks, device)
         te.destroy_ub()
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
-        said["error"] = "".join(traceback.format_exception_only(error)).strip()
+        said = "".join(traceback.format_exception_only(error)).strip()
     answer.send(said)
 
 
-def trial(kind: str, ranks: int, seconds: float = TRIAL_S) -> list[dict[str, Any]]:
-    """`ranks` processes that share memory and gather through it; what each says. kind: "cpu" or "cuda"."""
+def trial(kind: str, ranks: int, seconds: float = TRIAL_S) -> list[str]:
+    """`ranks` processes that share memory and gather through it; what each says, "" or why it failed. kind: "cpu" or
+    "cuda"."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="te_lite_doctor_") as folder:
         pairs = [context.Pipe(duplex=False) for _ in range(ranks)]
@@ -252,29 +233,21 @@ def trial(kind: str, ranks: int, seconds: float = TRIAL_S) -> list[dict[str, Any
     return said
 
 
-def _answer(receiver: Connection, end: float) -> dict[str, Any]:
-    error = "no answer in time"
-    if wait([receiver], max(0.0, end - time.monotonic())):
-        try:
-            return receiver.recv()
-        except EOFError:
-            error = "the process ended without an answer"
-    return {"way": "", "ways": {}, "error": error}
+def _answer(receiver: Connection, end: float) -> str:
+    if not wait([receiver], max(0.0, end - time.monotonic())):
+        return "no answer in time"
+    try:
+        return receiver.recv()
+    except EOFError:
+        return "the process ended without an answer"
 
 
-def userbuffers(kind: str, said: Sequence[dict[str, Any]]) -> list[Finding]:
+def userbuffers(kind: str, said: Sequence[str]) -> Finding:
     """What the ranks of a trial found."""
-    ranks, found = len(said), []
-    for way in said[0]["ways"]:
-        reasons = {answer["ways"].get(way, "") for answer in said} - {""}
-        text = "; ".join(sorted(reasons)) or f"works between {ranks} devices"
-        found.append(Finding(f"arena by {way}", NOTE if reasons else OK, text))
-    errors = {rank: answer["error"] for rank, answer in enumerate(said) if answer["error"]}
     what = f"userbuffers on {kind}"
-    if not errors:
-        ways = ", ".join(sorted({answer["way"] for answer in said}))
-        return [*found, Finding(what, OK, f"{ranks} ranks gathered through shared memory ({ways})")]
-    text = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
+    text = "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(said) if error)
+    if not text:
+        return Finding(what, OK, f"{len(said)} ranks gathered through shared memory")
     remedy = (
         "needs memfd_create and Unix sockets between processes of one user: check the container's seccomp profile, and "
         "GLOO_SOCKET_IFNAME where torch.distributed itself fails"
@@ -282,16 +255,16 @@ def userbuffers(kind: str, said: Sequence[dict[str, Any]]) -> list[Finding]:
         else "all ranks must run on one host, as one user and in one IPC and PID namespace, with peer access; without "
         "userbuffers te_lite runs the same modules without overlap"
     )
-    return [*found, Finding(what, BROKEN, text, remedy)]
+    return Finding(what, BROKEN, text, remedy)
 
 
 def examine() -> list[Finding]:
     """All findings about this machine."""
     info = _C.driver_info()
     gpus = torch.cuda.device_count() if info["available"] else 0
-    found = versions() + driver(info, torch.version.cuda, gpus)
+    found = versions() + driver(info, torch.version.cuda, [torch.cuda.get_device_properties(i) for i in range(gpus)])
     found += recipes(["cpu", *(f"cuda:{i}" for i in range(gpus))])
-    found += userbuffers("cpu", trial("cpu", 2))
+    found.append(userbuffers("cpu", trial("cpu", 2)))
     if gpus:
         found += peers(gpus) + bandwidth(gpus) + fused(gpus)
     if gpus == 1:
@@ -299,7 +272,7 @@ def examine() -> list[Finding]:
     elif gpus and not hasattr(_C, "CudaMemory"):
         found.append(Finding("userbuffers on cuda", NOTE, "this build of te_lite._C has no GPU arena", "pip install ."))
     elif gpus:
-        found += userbuffers("cuda", trial("cuda", gpus))
+        found.append(userbuffers("cuda", trial("cuda", gpus)))
     return found
 
 

@@ -15,39 +15,17 @@ void bind_gemm_fused(py::module_& m);   // gemm_fused.cpp
 
 namespace {
 
-py::dict device_info(const Driver& cuda, int ordinal) {
-  CUdevice device = 0;
-  char name[256] = {};
-  size_t total_memory = 0;
-  int multiprocessors = 0, major = 0, minor = 0;
-  TE_LITE_CHECK(cuda, cuDeviceGet, &device, ordinal);
-  TE_LITE_CHECK(cuda, cuDeviceGetName, name, static_cast<int>(sizeof name), device);
-  TE_LITE_CHECK(cuda, cuDeviceTotalMem, &total_memory, device);
-  TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &multiprocessors, kAttributeMultiprocessorCount, device);
-  TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &major, kAttributeComputeCapabilityMajor, device);
-  TE_LITE_CHECK(cuda, cuDeviceGetAttribute, &minor, kAttributeComputeCapabilityMinor, device);
-  return py::dict("name"_a = name, "ordinal"_a = ordinal, "compute_capability"_a = py::make_tuple(major, minor),
-                  "total_memory"_a = total_memory, "multiprocessors"_a = multiprocessors);
-}
-
 py::dict driver_info() {
   std::string reason;
-  int version = 0;
-  py::list devices;
+  int version = 0, devices = 0;
   try {
     const py::gil_scoped_release release;  // cuInit takes up to seconds
     // Works without cuInit, so the version is known also where every device is hidden.
     TE_LITE_CHECK(opened_driver(), cuDriverGetVersion, &version);
-    driver();
+    TE_LITE_CHECK(driver(), cuDeviceGetCount, &devices);
+    if (!devices) reason = "the driver shows no device: check CUDA_VISIBLE_DEVICES";
   } catch (const DriverUnavailable& unavailable) {
     reason = unavailable.what();
-  }
-  if (reason.empty()) {
-    const Driver& cuda = driver();
-    int count = 0;
-    TE_LITE_CHECK(cuda, cuDeviceGetCount, &count);
-    for (int ordinal = 0; ordinal < count; ++ordinal) devices.append(device_info(cuda, ordinal));
-    if (devices.empty()) reason = "the driver shows no device: check CUDA_VISIBLE_DEVICES";
   }
   return py::dict("available"_a = reason.empty(), "reason"_a = reason, "driver_version"_a = version,
                   "devices"_a = devices);

@@ -1,7 +1,5 @@
-// te_lite._C.CudaMemory: device memory that other processes can map, a rank's arena or a peer's.
+// te_lite._C.CudaMemory: device memory that other processes can map by a file descriptor, a rank's arena or a peer's.
 #include <pybind11/pybind11.h>
-
-#include <cstring>
 
 #include "check.h"
 
@@ -15,19 +13,20 @@ namespace {
 // All functions throw DriverUnavailable and DriverError. New memory is zero.
 class CudaMemory {
  public:
-  // Virtual memory management: passed on as a file descriptor. bytes are rounded up to the device's granularity.
+  // Virtual memory management. bytes are rounded up to the device's granularity.
   static std::unique_ptr<CudaMemory> vmm(int device, size_t bytes) {
-    std::unique_ptr<CudaMemory> memory(new CudaMemory(Kind::kVmm, device, bytes));
+    std::unique_ptr<CudaMemory> memory(new CudaMemory(device, bytes));
     const PrimaryContext::Scope scope(memory->context_.get());
     TE_LITE_CHECK(memory->cuda_, cuMemCreate, &memory->allocation_, memory->bytes_, &memory->properties_, 0);
     memory->map();
-    memory->zero();
+    TE_LITE_CHECK(memory->cuda_, cuMemsetD8, memory->address_, 0, memory->bytes_);
+    TE_LITE_CHECK(memory->cuda_, cuStreamSynchronize, nullptr);  // the memset may return before it is done
     return memory;
   }
 
   // device: the one that will reach it.
   static std::unique_ptr<CudaMemory> import_fd(int device, int fd, size_t bytes) {
-    std::unique_ptr<CudaMemory> memory(new CudaMemory(Kind::kVmm, device, bytes));
+    std::unique_ptr<CudaMemory> memory(new CudaMemory(device, bytes));
     const PrimaryContext::Scope scope(memory->context_.get());
     void* const handle = reinterpret_cast<void*>(static_cast<intptr_t>(fd));  // the number itself, not its address
     TE_LITE_CHECK(memory->cuda_, cuMemImportFromShareableHandle, &memory->allocation_, handle, kHandlePosixFd);
@@ -35,35 +34,11 @@ class CudaMemory {
     return memory;
   }
 
-  // The older way, where descriptors cannot be passed on: a handle of 64 bytes.
-  static std::unique_ptr<CudaMemory> ipc(int device, size_t bytes) {
-    std::unique_ptr<CudaMemory> memory(new CudaMemory(Kind::kIpc, device, bytes));
-    const PrimaryContext::Scope scope(memory->context_.get());
-    TE_LITE_CHECK(memory->cuda_, cuMemAlloc, &memory->address_, memory->bytes_);
-    memory->zero();
-    return memory;
-  }
-
-  static std::unique_ptr<CudaMemory> open_ipc(int device, const std::string& handle, size_t bytes) {
-    CUipcMemHandle name;
-    if (handle.size() != sizeof name) {
-      throw std::invalid_argument("an IPC handle of " + std::to_string(handle.size()) +
-                                  " bytes: ipc_handle() gives 64");
-    }
-    std::memcpy(&name, handle.data(), sizeof name);
-    std::unique_ptr<CudaMemory> memory(new CudaMemory(Kind::kOpenedIpc, device, bytes));
-    const PrimaryContext::Scope scope(memory->context_.get());
-    TE_LITE_CHECK(memory->cuda_, cuIpcOpenMemHandle, &memory->address_, name, kIpcLazyPeerAccess);
-    return memory;
-  }
-
   // Unchecked: nobody could act on a failure, and the driver may have ended before the interpreter does.
   ~CudaMemory() {
     const PrimaryContext::Scope scope(context_.get());
-    if (kind_ == Kind::kIpc && address_) cuda_.cuMemFree(address_);
-    if (kind_ == Kind::kOpenedIpc && address_) cuda_.cuIpcCloseMemHandle(address_);
     if (mapped_) cuda_.cuMemUnmap(address_, bytes_);
-    if (kind_ == Kind::kVmm && address_) cuda_.cuMemAddressFree(address_, bytes_);
+    if (address_) cuda_.cuMemAddressFree(address_, bytes_);
     if (created_) cuda_.cuMemRelease(allocation_);
   }
 
@@ -71,32 +46,19 @@ class CudaMemory {
   size_t bytes() const { return bytes_; }
 
   int export_fd() const {  // the caller closes it
-    if (kind_ != Kind::kVmm) throw std::invalid_argument("this memory has no descriptor: export_fd() is for vmm()");
     const PrimaryContext::Scope scope(context_.get());
     int fd = -1;
     TE_LITE_CHECK(cuda_, cuMemExportToShareableHandle, &fd, allocation_, kHandlePosixFd, 0);
     return fd;
   }
 
-  py::bytes ipc_handle() const {
-    if (kind_ != Kind::kIpc) throw std::invalid_argument("this memory has no IPC handle: ipc_handle() is for ipc()");
-    const PrimaryContext::Scope scope(context_.get());
-    CUipcMemHandle handle;
-    TE_LITE_CHECK(cuda_, cuIpcGetMemHandle, &handle, address_);
-    return py::bytes(handle.bytes, sizeof handle.bytes);
-  }
-
  private:
-  enum class Kind { kVmm, kIpc, kOpenedIpc };
-
-  CudaMemory(Kind kind, int device, size_t bytes)
-      : kind_(kind),
-        properties_{kAllocationPinned, kHandlePosixFd, {kLocationDevice, device}, nullptr, {}},
+  CudaMemory(int device, size_t bytes)
+      : properties_{kAllocationPinned, kHandlePosixFd, {kLocationDevice, device}, nullptr, {}},
         cuda_(driver()),
         context_(device),
         bytes_(bytes) {
     if (bytes == 0) throw std::invalid_argument("device memory of 0 bytes: at least 1 is needed");
-    if (kind != Kind::kVmm) return;
     size_t granularity = 0;
     TE_LITE_CHECK(cuda_, cuMemGetAllocationGranularity, &granularity, &properties_, kGranularityMinimum);
     bytes_ = (bytes + granularity - 1) / granularity * granularity;
@@ -112,13 +74,7 @@ class CudaMemory {
     TE_LITE_CHECK(cuda_, cuMemSetAccess, address_, bytes_, &access, 1);
   }
 
-  void zero() {
-    TE_LITE_CHECK(cuda_, cuMemsetD8, address_, 0, bytes_);
-    TE_LITE_CHECK(cuda_, cuStreamSynchronize, nullptr);  // the memset may return before it is done
-  }
-
-  const Kind kind_;
-  const CUmemAllocationProp properties_;  // of kVmm
+  const CUmemAllocationProp properties_;
   const Driver& cuda_;
   const PrimaryContext context_;
   size_t bytes_;
@@ -135,10 +91,7 @@ void bind_cuda_memory(py::module_& m) {
   py::class_<CudaMemory>(m, "CudaMemory", "Device memory that other processes can map. See _C.pyi.")
       .def_static("vmm", &CudaMemory::vmm, "device"_a, "bytes"_a, Unlocked())
       .def_static("import_fd", &CudaMemory::import_fd, "device"_a, "fd"_a, "bytes"_a, Unlocked())
-      .def_static("ipc", &CudaMemory::ipc, "device"_a, "bytes"_a, Unlocked())
-      .def_static("open_ipc", &CudaMemory::open_ipc, "device"_a, "handle"_a, "bytes"_a, Unlocked())
       .def("export_fd", &CudaMemory::export_fd)
-      .def("ipc_handle", &CudaMemory::ipc_handle)
       .def_property_readonly("address", &CudaMemory::address)
       .def_property_readonly("bytes", &CudaMemory::bytes);
 }

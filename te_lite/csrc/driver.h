@@ -27,9 +27,6 @@ struct CUmemAccessDesc {
   CUmemLocation location;
   int flags;
 };
-struct CUipcMemHandle {
-  char bytes[64];
-};
 struct CUstreamMemOp {  // a wait or write in CUstreamBatchMemOpParams, a union
   int operation;
   CUdeviceptr address;
@@ -66,7 +63,7 @@ struct CUlaunchConfig {
 static_assert(sizeof(CUlaunchAttribute) == 72 && sizeof(CUlaunchConfig) == 56, "CUDA's ABI");
 static_assert(sizeof(CUmemcpyPlace) == 56 && sizeof(CUmemcpy2D) == 128, "CUDA's ABI");
 static_assert(sizeof(CUmemAllocationProp) == 32 && offsetof(CUmemAllocationProp, windows) == 16, "CUDA's ABI");
-static_assert(sizeof(CUmemAccessDesc) == 12 && sizeof(CUipcMemHandle) == 64, "CUDA's ABI");
+static_assert(sizeof(CUmemAccessDesc) == 12, "CUDA's ABI");
 static_assert(sizeof(CUstreamMemOp) == 48 && offsetof(CUstreamMemOp, value) == 16, "CUDA's ABI");
 static_assert(offsetof(CUstreamMemOp, flags) == 24 && offsetof(CUstreamMemOp, alias) == 32, "CUDA's ABI");
 
@@ -79,7 +76,6 @@ constexpr int kLocationDevice = 1;
 constexpr int kAccessReadWrite = 3;
 constexpr int kGranularityMinimum = 0;
 constexpr int kMemoryUnified = 4;  // the address says where
-constexpr unsigned kIpcLazyPeerAccess = 1;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr int kCaptureModeRelaxed = 2;
@@ -91,9 +87,6 @@ constexpr int kMapUint8 = 0;
 constexpr int kMapUint16 = 1;
 constexpr int kMapSwizzle64 = 2, kMapSwizzle128 = 3;
 constexpr int kMapPromote128 = 2;  // what a miss brings to L2, bytes
-constexpr int kAttributeMultiprocessorCount = 16;
-constexpr int kAttributeComputeCapabilityMajor = 75;
-constexpr int kAttributeComputeCapabilityMinor = 76;
 
 // The driver cannot be used on this machine. what() is the reason, in words for the user.
 struct DriverUnavailable : std::runtime_error {
@@ -109,9 +102,6 @@ struct DriverUnavailable : std::runtime_error {
   X(cuGetErrorString, "", (CUresult error, const char** text)) \
   X(cuDeviceGetCount, "", (int* count)) \
   X(cuDeviceGet, "", (CUdevice* device, int ordinal)) \
-  X(cuDeviceGetName, "", (char* name, int capacity, CUdevice device)) \
-  X(cuDeviceTotalMem, "_v2", (size_t* bytes, CUdevice device)) \
-  X(cuDeviceGetAttribute, "", (int* value, int attribute, CUdevice device)) \
   X(cuCtxGetCurrent, "", (void** context)) \
   X(cuCtxSetCurrent, "", (void* context)) \
   X(cuLaunchKernelEx, "", (const CUlaunchConfig* config, void* function, void** parameters, void** extra)) \
@@ -138,11 +128,6 @@ struct DriverUnavailable : std::runtime_error {
     (CUdeviceptr address, size_t bytes, size_t offset, CUallocation allocation, unsigned long long flags)) \
   X(cuMemUnmap, "", (CUdeviceptr address, size_t bytes)) \
   X(cuMemSetAccess, "", (CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count)) \
-  X(cuMemAlloc, "_v2", (CUdeviceptr* address, size_t bytes)) \
-  X(cuMemFree, "_v2", (CUdeviceptr address)) \
-  X(cuIpcGetMemHandle, "", (CUipcMemHandle* handle, CUdeviceptr address)) \
-  X(cuIpcOpenMemHandle, "_v2", (CUdeviceptr* address, CUipcMemHandle handle, unsigned int flags)) \
-  X(cuIpcCloseMemHandle, "", (CUdeviceptr address)) \
   X(cuMemHostAlloc, "", (void** address, size_t bytes, unsigned int flags)) \
   X(cuMemFreeHost, "", (void* address)) \
   X(cuMemsetD8, "_v2", (CUdeviceptr address, unsigned char value, size_t bytes)) \

@@ -12,6 +12,7 @@
 #include "launch.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 using namespace te_lite;
 
 namespace {
@@ -50,17 +51,26 @@ class FusedGemm {
         transposed_(transposed),
         narrow_(narrow) {}
 
-  // As in FusedMaps.
+  // As in FusedMaps. arguments: FusedArguments as it lies in memory.
   void launch(unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other, uint64_t h,
               const std::vector<uint64_t>& to, const std::vector<uint64_t>& act, const std::vector<uint64_t>& act_t,
-              FusedArguments& p) const {
-    const int rows = static_cast<int>(std::max(to.size(), act.size())) * p.m;
+              const std::string& arguments) const {
+    FusedArguments p;
+    const size_t ranks = std::max({to.size(), act.size(), act_t.size()});
+    if (ranks > kMostFusedRanks || arguments.size() != sizeof p) {
+      throw std::invalid_argument("a launch with " + std::to_string(ranks) + " ranks and " +
+                                  std::to_string(arguments.size()) + " bytes of arguments: at most " +
+                                  std::to_string(kMostFusedRanks) + " and " + std::to_string(sizeof p) + " are taken");
+    }
+    std::memcpy(&p, arguments.data(), sizeof p);
+    const int rows = static_cast<int>(ranks) * p.m;
     FusedMaps maps{};
     maps.a = tensor_map(a, bytes_, rows, p.k, kTileRows);
     maps.b = transposed_ ? tensor_map(b, bytes_, p.k, p.n, kBoxBytes / bytes_)
                          : tensor_map(b, bytes_, p.n, p.k, columns_ / 2);
     const unsigned wide = BOX_COLUMNS(columns_);
-    maps.other = gather_ ? tensor_map(other, bytes_, p.m, p.k, kTileRows) : boxes(other, narrow_ ? 1 : 2, rows, p.n, kTileRows, wide);
+    maps.other = gather_ ? tensor_map(other, bytes_, p.m, p.k, kTileRows)
+                         : boxes(other, narrow_ ? 1 : 2, rows, p.n, kTileRows, wide);
     for (size_t i = 0; i < to.size(); ++i) {
       const bool travels = !gather_ && static_cast<int>(i) != p.rank;
       maps.to[i] = boxes(to[i], travels && narrow_ ? 1 : 2, p.m, p.n, kTileRows / 2, wide);
@@ -96,33 +106,13 @@ class FusedGemm {
   bool narrow_;
 };
 
-void launch(const FusedGemm& kernel, unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other,
-            uint64_t h, const std::vector<uint64_t>& to, const std::vector<uint64_t>& act,
-            const std::vector<uint64_t>& act_t, const py::bytes& arguments) {
-  const std::string packed = arguments;
-  FusedArguments p;
-  const size_t ranks = std::max({to.size(), act.size(), act_t.size()});
-  if (ranks > kMostFusedRanks || packed.size() != sizeof p) {
-    throw std::invalid_argument("a launch with " + std::to_string(ranks) + " ranks and " +
-                                std::to_string(packed.size()) + " bytes of arguments: at most " +
-                                std::to_string(kMostFusedRanks) + " and " + std::to_string(sizeof p) + " are taken");
-  }
-  std::memcpy(&p, packed.data(), sizeof p);
-  const py::gil_scoped_release release;
-  kernel.launch(programs, stream, a, b, other, h, to, act, act_t, p);
-}
-
 }  // namespace
 
 void bind_gemm_fused(py::module_& m) {
   m.attr("MOST_FUSED_RANKS") = kMostFusedRanks;
   py::class_<FusedGemm>(m, "FusedGemm", "csrc/gemm_fused.cu, compiled. See _C.pyi.")
-      .def(py::init([](const py::bytes& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed,
-                       bool grad, bool narrow) {
-             return std::make_unique<FusedGemm>(std::string(cubin), gather, element_bytes, columns, transposed, grad, narrow);
-           }),
-           py::arg("cubin"), py::arg("gather"), py::arg("element_bytes"), py::arg("columns"), py::arg("transposed"),
-           py::arg("grad"), py::arg("narrow"))
-      .def("launch", &launch, py::arg("programs"), py::arg("stream"), py::arg("a"), py::arg("b"), py::arg("other"),
-           py::arg("h"), py::arg("to"), py::arg("act"), py::arg("act_t"), py::arg("arguments"));
+      .def(py::init<const std::string&, bool, unsigned, unsigned, bool, bool, bool>(), "cubin"_a, "gather"_a,
+           "element_bytes"_a, "columns"_a, "transposed"_a, "grad"_a, "narrow"_a)
+      .def("launch", &FusedGemm::launch, "programs"_a, "stream"_a, "a"_a, "b"_a, "other"_a, "h"_a, "to"_a, "act"_a,
+           "act_t"_a, "arguments"_a, py::call_guard<py::gil_scoped_release>());
 }

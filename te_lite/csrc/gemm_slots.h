@@ -7,12 +7,6 @@
 
 constexpr u32 kNarrowBytes = kHalfRows * kBoxColumns;  // of a warpgroup's box, without scales
 
-// Where a thread's j-th pair of columns lies in a narrow box; row, j: as of word().
-__device__ __forceinline__ u32 narrow_place(int row, int lane, int j) {
-  const int r = row + j % 2 * 8;
-  return r * kBoxColumns + ((j / 4 ^ r / 2 % 4) << 4) + j / 2 % 2 * 8 + lane % 4 * 2;
-}
-
 // One box of a slot, in shared memory, is added to a warpgroup's sums.
 __device__ __forceinline__ void add_slot(float2 (&total)[16], u32 slot, int group, int row, int lane) {
   if (!NARROW) {
@@ -30,7 +24,8 @@ __device__ __forceinline__ void add_slot(float2 (&total)[16], u32 slot, int grou
   }
 #pragma unroll
   for (int j = 0; j < 16; j++) {
-    const float2 v = unpack_e4m3(load_shared_16(slot + group * kNarrowBytes + narrow_place(row, lane, j)));
+    const u32 at = slot + group * kNarrowBytes + (row + j % 2 * 8) * kBoxColumns + ((j / 4 ^ lane / 8) << 4);  // as word()
+    const float2 v = unpack_e4m3(load_shared_16(at + j / 2 % 2 * 8 + lane % 4 * 2));
     total[j].x += v.x * scale[j % 2], total[j].y += v.y * scale[j % 2];  // products are exact
   }
 }
@@ -66,20 +61,20 @@ __device__ __forceinline__ void narrow_words(u32 (&held)[kWords], const float* x
   for (int j = 0; j < 8; j++) {
     const u32 first = pack_fp8(x[4 * j] * s.factor[0], x[4 * j + 1] * s.factor[0]);
     const u32 second = pack_fp8(x[4 * j + 2] * s.factor[1], x[4 * j + 3] * s.factor[1]);
-    const u32 both = first | second << 16, got = both;
+    const u32 both = first | second << 16, got = __shfl_xor_sync(~0u, both >> (lane % 2 ? 0 : 16), 1);
     held[j] = __byte_perm(both, got, lane % 2 ? 0x3254 : 0x5410);
   }
   held[8] = s.stored[0], held[9] = s.stored[1];
 }
 
-// To shared memory, of either kind. No branch: ptxas would let each wgmma wait for the one before.
+// To shared memory, of either kind. No branch: ptxas would let each wgmma wait for the one before. Chunks of 16 bytes lie
+// as the tensor-copy unit's swizzle of 64 bytes has them.
 __device__ __forceinline__ void store_wide_or_narrow(const u32 (&held)[kWords], u32 to, int row, int lane, bool narrow,
                                                      bool scales) {
   const u32 from = to + (row + lane % 2 * 8) * kBoxColumns + lane % 4 / 2 * 4;
 #pragma unroll
   for (int j = 0; j < kWords; j++) {
-    const u32 place = narrow ? from + ((j / 2 ^ lane / 8) << 4) + j % 2 * 8 : to + word(row, lane, j);
-    store_shared_if(j < 8 || !narrow, place, held[j]);
+    store_shared_if(j < 8 || !narrow, narrow ? from + ((j / 2 ^ lane / 8) << 4) + j % 2 * 8 : to + word(row, lane, j), held[j]);
   }
 #pragma unroll
   for (int h = 0; h < 2; h++) {

@@ -24,7 +24,7 @@ POLL_AGAIN = """add.u32 polls, polls, 1;
     ld.relaxed.sys.global.b32 v, [ABORT];
     setp.eq.s32 p, v, 0;         @p bra POLL;"""
 # Thread t < 32 whose bit of $3 is set polls the word at $1 + t * $2 until it has reached $4 or the word at $5 is set.
-# The barrier hands what that thread acquired to the others, the fence to the tensor-copy unit. $3 == 0: nothing at all.
+# The barrier hands what that thread acquired to the others. $3 == 0: nothing at all.
 _WAIT = tl.constexpr(
     """
 {
@@ -45,7 +45,6 @@ POLL:
     AGAIN
 DONE:
     bar.sync 0;
-    fence.proxy.async.global;
 END:
     mov.u32 $0, 0;
 }
@@ -57,7 +56,7 @@ END:
 def wait_flags(flag, stride, mask, epoch, abort):
     """All threads wait until the words flag[i * stride] have reached epoch, for the bits i of `mask`.
 
-    What was written before those flags may be read afterwards, by loads and by the tensor-copy unit.
+    What was written before those flags may be read afterwards, by loads; by the tensor-copy unit in the next kernel.
     """
     if not INTERPRETED:
         args = [flag.to(tl.int64), stride * 4, mask, epoch, abort.to(tl.int64)]

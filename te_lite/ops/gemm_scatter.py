@@ -16,7 +16,7 @@ from te_lite import _C
 from te_lite.ops import gemm_fused as fused
 from te_lite.ops.gemm_fused import ALIGNED_COLUMNS, ROWS, Kind
 from te_lite.ops.launch import sm_count
-from te_lite.ops.narrow import BLOCK
+from te_lite.ops.narrow import BLOCK, E4M3
 
 MOST_BLOCKS = 8
 
@@ -66,17 +66,14 @@ def gemm_scatter(
     ranks, m, n = staging.shape
     fused.check("GEMM and reduce-scatter", a, b, m, ranks)
     count = blocks(m)
-    fits = 2 <= ranks <= _C.MOST_FUSED_RANKS and n % ALIGNED_COLUMNS == 0 and n == b.shape[0]
     dtype = narrow.dtype if narrow else staging.dtype
-    if narrow and (m % BLOCK or n % BLOCK or staging.dtype != torch.float8_e4m3fn):
-        raise ValueError(
-            f"narrow staging {list(staging.shape)} of {staging.dtype}: must be E4M3, m and N multiples of {BLOCK}; "
-            f"send bf16"
-        )
+    fits = 2 <= ranks <= _C.MOST_FUSED_RANKS and n % ALIGNED_COLUMNS == 0 and n == b.shape[0]
+    fits &= not narrow or (staging.dtype == E4M3 and m % BLOCK == n % BLOCK == 0)
     if not fits or dtype not in (torch.bfloat16, torch.float16) or not staging.is_contiguous():
         raise ValueError(
-            f"staging {list(staging.shape)} of {dtype} for b {list(b.shape)}: must be contiguous [R, m, N], "
-            f"R from 2 to {_C.MOST_FUSED_RANKS}, N a multiple of {ALIGNED_COLUMNS}, bf16 or fp16; take a ring"
+            f"staging {list(staging.shape)} of {staging.dtype} for b {list(b.shape)}: must be contiguous [R, m, N], "
+            f"R from 2 to {_C.MOST_FUSED_RANKS}, N a multiple of {ALIGNED_COLUMNS}, bf16 or fp16, or narrow E4M3 for "
+            f"such a sum with m and N multiples of {BLOCK}; take a ring"
         )
     found = [*ready.shape, *free.shape, counters.numel()]
     needed = [ranks, count, ranks, ranks * count + 1]

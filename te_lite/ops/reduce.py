@@ -11,32 +11,25 @@ import triton.language as tl
 from torch import Tensor
 
 from te_lite.ops.launch import begin, launch, sm_count
-from te_lite.ops.narrow import BLOCK, widened
 from te_lite.ops.registry import register
 
-_BLOCK = tl.constexpr(BLOCK)
 _STEP, _PER_SM, _WARPS = 4096, 4, 8  # elements a step; programs an SM: 3.8 of 4.27 TB/s where a naive kernel has 2.5
 
 
 @triton.jit
-def sum_of_slots(
-    slots, own, at, size, rank, mask, RANKS: tl.constexpr, OTHER: tl.constexpr, scales=None, scale_at=None, inside=None
-):
+def sum_of_slots(slots, own, at, size, rank, mask, RANKS: tl.constexpr, OTHER: tl.constexpr):
     """The elements `at` of all ranks' partial results, added in the module's order. size: elements of a slot. OTHER:
-    what counts outside of the mask. scales: of ops/narrow.py, those at scale_at where `inside` holds."""
+    what counts outside of the mask."""
     total = tl.zeros(at.shape, tl.float32)
     for i in tl.static_range(RANKS - 1):
-        source = ((rank + 1 + i) % RANKS).to(tl.int64)
-        part = tl.load(slots + source * size + at, mask=mask, other=OTHER, eviction_policy="evict_first").to(tl.float32)
-        if scales is not None:
-            part *= tl.load(scales + source * (size // _BLOCK) + scale_at, mask=inside)
-        total += part
+        slot = slots + ((rank + 1 + i) % RANKS).to(tl.int64) * size
+        total += tl.load(slot + at, mask=mask, other=OTHER, eviction_policy="evict_first").to(tl.float32)
     return total + tl.load(own + at, mask=mask, other=OTHER, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_kernel(
-    staging, own, out, bias, scales, total, n, rank, RANKS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr
+    staging, own, out, bias, total, n, rank, RANKS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr
 ):
     """VECTOR: elements side by side that lie in one row, so that 16 bytes are loaded at once."""
     begin()
@@ -46,45 +39,38 @@ def reduce_kernel(
         first = start + group * VECTOR
         at = first + lane
         mask = at < total
-        scale_at = first % n // _BLOCK * (total // n) + first // n
-        value = sum_of_slots(staging, own, at, total, rank, mask, RANKS, None, scales, scale_at, first < total)
+        value = sum_of_slots(staging, own, at, total, rank, mask, RANKS, None)
         if bias is not None:
             column = tl.multiple_of(first % n, (VECTOR, VECTOR)) + lane
             value += tl.load(bias + column, mask=mask).to(tl.float32)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
 
-def reduce_slots_ref(
-    staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, out_dtype: torch.dtype, scales: Tensor | None = None
-) -> Tensor:
+def reduce_slots_ref(staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, out_dtype: torch.dtype) -> Tensor:
     """The oracle of `reduce_slots`, in its order."""
     ranks = staging.shape[0]
     total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
     for step in range(1, ranks):
-        source = (rank + step) % ranks
-        total += staging[source] if scales is None else widened(staging[source], scales[source])
+        total += staging[(rank + step) % ranks]
     total += own
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
-def _reduce_cuda(
-    staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, out_dtype: torch.dtype, scales: Tensor | None = None
-) -> Tensor:
+def _reduce_cuda(staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, out_dtype: torch.dtype) -> Tensor:
     out = own.new_empty(own.shape, dtype=out_dtype)
     total, n = own.numel(), own.shape[1]
     if total:
         programs = min(-(-total // _STEP), _PER_SM * sm_count(own.device))
         constants = (staging.shape[0], 8 if n % 8 == 0 else 1, _STEP)
-        launch(reduce_kernel, programs, (), (staging, own, out, bias, scales), (total, n, rank), constants, _WARPS)
+        launch(reduce_kernel, programs, (), (staging, own, out, bias), (total, n, rank), constants, _WARPS)
     return out
 
 
 _reduce_op = register(
-    "reduce_slots(Tensor(a!) staging, Tensor own, Tensor? bias, int rank, ScalarType out_dtype, "
-    "Tensor? scales) -> Tensor",
+    "reduce_slots(Tensor(a!) staging, Tensor own, Tensor? bias, int rank, ScalarType out_dtype) -> Tensor",
     cpu=reduce_slots_ref,
     cuda=_reduce_cuda,
-    fake=lambda staging, own, bias, rank, out_dtype, scales: own.new_empty(own.shape, dtype=out_dtype),
+    fake=lambda staging, own, bias, rank, out_dtype: own.new_empty(own.shape, dtype=out_dtype),
 )
 
 
@@ -100,14 +86,11 @@ def check_slots(staging: Tensor, own: Tensor) -> None:
         raise ValueError(f"{own.numel()} elements a slot: must be below 2^31; reduce by pieces")
 
 
-def reduce_slots(
-    staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, out_dtype: torch.dtype, scales: Tensor | None = None
-) -> Tensor:
+def reduce_slots(staging: Tensor, own: Tensor, bias: Tensor | None, rank: int, out_dtype: torch.dtype) -> Tensor:
     """out[m, N]: staging[R, m, N] but for staging[rank], own[m, N] and bias[N], added as the module says.
 
     staging: the wire's type, in the arena: filled by others, so declared as mutated. own: fp32 or the wire's type.
-    scales[R, N/128, m]: where staging is what ops/narrow.py made. One pass at copy speed, no flags. The same bits on
-    every run and on the CPU. Errors: ValueError.
+    One pass at copy speed, no flags. The same bits on every run and on the CPU. Errors: ValueError.
     """
     check_slots(staging, own)
-    return _reduce_op(staging, own, bias, rank, out_dtype, scales)
+    return _reduce_op(staging, own, bias, rank, out_dtype)

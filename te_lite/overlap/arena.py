@@ -6,8 +6,8 @@
     arena.view("gather", slot, rank)             # rank's memory as uint8, also a peer's
 
 Host memory is anonymous shared memory (memfd): nothing is left behind by a process that is killed. GPU memory comes
-from the driver, exported as file descriptors, or by CUDA's IPC handles where that fails. Peers' memory is reached by
-plain loads, stores and copies; no multicast object is made and no stride between ranks is assumed.
+from the driver, exported as file descriptors too. Peers' memory is reached by plain loads, stores and copies; no
+multicast object is made and no stride between ranks is assumed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from te_lite import _C
-from te_lite.overlap.bootstrap import BootstrapError, Exchange, share_fds
+from te_lite.overlap.bootstrap import Exchange, share_fds
 
 ALIGNMENT = 256  # bytes, of every slot: whatever a copy engine or a GEMM asks for
 
@@ -43,11 +43,6 @@ class HostMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
-def _mapped(exchange: Exchange, what: str, own: Any, load: Callable[[int], Any]) -> list[Any]:
-    """Memory of every rank: this one's own, and what load(rank) maps of the others. Collective."""
-    return exchange.step(what, lambda: [own if r == exchange.rank else load(r) for r in range(exchange.size)])
-
-
 def _share_by_fds(
     exchange: Exchange, what: str, make: Callable[[list[int]], Any], load: Callable[[int, int], Any]
 ) -> list[Any]:
@@ -57,7 +52,11 @@ def _share_by_fds(
     try:
         own = exchange.step(f"allocating {what} for peers", lambda: make(fds[exchange.rank]))
         share_fds(exchange, fds)
-        return _mapped(exchange, f"mapping the peers' {what}", own, lambda rank: load(fds[rank][0], own.bytes))
+
+        def map_all() -> list[Any]:
+            return [own if rank == exchange.rank else load(fd, own.bytes) for rank, (fd,) in enumerate(fds)]
+
+        return exchange.step(f"mapping the peers' {what}", map_all)
     finally:
         for fd in itertools.chain(*fds):
             os.close(fd)
@@ -74,7 +73,7 @@ def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:
     return _share_by_fds(exchange, "host memory", make, HostMemory)
 
 
-def share_vmm_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
+def share_gpu_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
     """As share_host_memory, in GPU memory of the driver's, by file descriptors."""
 
     def make(fds: list[int]) -> Any:
@@ -85,20 +84,11 @@ def share_vmm_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
     return _share_by_fds(exchange, "GPU memory", make, partial(_C.CudaMemory.import_fd, device))
 
 
-def share_ipc_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
-    """As share_vmm_memory, by CUDA's IPC handles: works where descriptors cannot be passed."""
-    own = exchange.step("allocating GPU memory for peers", lambda: _C.CudaMemory.ipc(device, size))
-    handles = exchange.all(own.ipc_handle())
-    what = "opening the peers' GPU memory"
-    return _mapped(exchange, what, own, lambda rank: _C.CudaMemory.open_ipc(device, handles[rank], size))
-
-
 class Arena:
     """See the module docstring. device: where this rank's memory lies ("cpu" or "cuda:n")."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.way = ""  # how memory is shared: "host", "vmm" or "ipc"
         self.bytes = 0
         self._places: dict[str, tuple[int, int, int]] = {}  # name -> (offset, bytes of a slot, slots)
         self._memory: list[Any] = []
@@ -115,12 +105,9 @@ class Arena:
         """Allocates and maps on all ranks, or raises BootstrapError on all of them. Collective."""
         size = max(self.bytes, ALIGNMENT)
         if self.device.type == "cpu":
-            self._memory, self.way = share_host_memory(exchange, size), "host"
+            self._memory = share_host_memory(exchange, size)
         else:
-            try:
-                self._memory, self.way = share_vmm_memory(exchange, self.device.index, size), "vmm"
-            except BootstrapError:  # on every rank alike
-                self._memory, self.way = share_ipc_memory(exchange, self.device.index, size), "ipc"
+            self._memory = share_gpu_memory(exchange, self.device.index, size)
         # A peer's memory too is used by this rank's device; torch would ask the pointer and take the peer's.
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         self._views = [torch.from_dlpack(_C.dlpack(m.address, size, ordinal, m)) for m in self._memory]

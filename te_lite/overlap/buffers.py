@@ -1,4 +1,4 @@
-"""The protocol of userbuffers: slots, flags, epochs, and the all-gather (scatter.py has the other exchange).
+"""The protocol of userbuffers: slots, flags, epochs, and the two exchanges that everything is made of.
 
 A flag is a 32-bit word that only grows, compared cyclically. Slot s of a buffer is used for epoch 1, 2, ...; in the
 arena of every rank it has
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops.gemm import placed
+from te_lite.ops.reduce import reduce_slots
 from te_lite.overlap.arena import Arena, aligned
 from te_lite.quantize.qtensor import Layout, QTensor
 
@@ -149,12 +150,12 @@ def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], rows: int
     for source in [*following(rank, size), *[rank] * own]:
         program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
     program.cut()
-    free_all(program, [buffer.free(slot, source, rank) for source in range(size)], buffer)
-    expect_all(program, buffer, slot, 0)
+    _free(program, [buffer.free(slot, source, rank) for source in range(size)], buffer)
+    _expect(program, buffer, slot, 0)
     return program
 
 
-def free_all(program: _C.Program, flags: list[int], buffer: Buffer, pushed: bool = True) -> None:
+def _free(program: _C.Program, flags: list[int], buffer: Buffer, pushed: bool = True) -> None:
     """Tells the writers that what they have sent has been read; and what was pushed from here has left, so that its
     memory may be used again. The copy stream sets the flags, for a write across the links takes the caller's some
     microseconds; not in a graph, which ends with the caller's stream."""
@@ -166,7 +167,7 @@ def free_all(program: _C.Program, flags: list[int], buffer: Buffer, pushed: bool
         program.set(stream, flag, 0)
 
 
-def expect_all(program: _C.Program, buffer: Buffer, slot: int, piece: int) -> None:
+def _expect(program: _C.Program, buffer: Buffer, slot: int, piece: int) -> None:
     """A segment that has the time watched which a kernel of the caller's waits for data."""
     program.cut()
     for source in following(buffer.arena.rank, buffer.arena.size):
@@ -228,3 +229,120 @@ class Gather:
     def close(self) -> None:
         """What has been read will not be read again, and this rank's shard has left."""
         self._issue(self.group.size + 1)
+
+
+def _targets(buffer: Buffer, slot: int, size_bytes: int) -> tuple[list[int], list[int]]:
+    """Of each rank, where this one's partial for it goes, and its first ready flag: addresses."""
+    arena, ranks = buffer.arena, range(buffer.arena.size)
+    to = [arena.address(buffer.name, slot, rank) + arena.rank * size_bytes for rank in ranks]
+    return to, [buffer.ready(slot, rank, arena.rank) for rank in ranks]
+
+
+def _scatter_program(buffer: Buffer, slot: int, size_bytes: int, cuts: tuple[int, ...], pieces: int) -> _C.Program:
+    """Segments: 0 wait for room; then cuts[0] times: push argument 0, a piece of it, to rank + 1, and so on for
+    rank + 2, ...; then those of Scatter: push argument 0, all ranks' partials; wait for all; free all; a kernel of the
+    caller's waits, also for room.
+
+    A piece sets all the flags of its share of the rows."""
+    rank, size = buffer.arena.rank, buffer.arena.size
+    to, arrived = _targets(buffer, slot, size_bytes)
+    program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")
+    for peer in following(rank, size):
+        program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
+    program.cut()
+    for peer, cut in zip(following(rank, size), cuts, strict=bool(cuts)):
+        base, piece = to[peer], size_bytes // cut
+        for index in range(cut):
+            program.after(COPY, MAIN)
+            program.copy(COPY, -1, base + index * piece, 0, 0, piece)
+            for flag in range(index * pieces // cut, (index + 1) * pieces // cut):
+                program.set(COPY, arrived[peer] + WORD * flag, 0)
+            program.cut()
+    program.after(COPY, MAIN)
+    for peer in following(rank, size):
+        program.copy(COPY, -1, to[peer], 0, peer * size_bytes, size_bytes)
+        for flag in range(pieces):
+            program.set(COPY, arrived[peer] + WORD * flag, 0)
+    program.cut()
+    for source in following(rank, size):
+        program.wait(MAIN, buffer.ready(slot, rank, source, pieces - 1), 0, source, "data from")
+    program.cut()
+    _free(program, [buffer.free(slot, source, rank) for source in following(rank, size)], buffer, pushed=bool(cuts))
+    _expect(program, buffer, slot, pieces - 1)
+    for peer in following(rank, size):
+        program.expect(buffer.free(slot, rank, peer), -1, peer, "room at")
+    return program
+
+
+class Scatter:
+    """A reduce-scatter in flight: every rank's partial [m, N] for every other, summed by its owner.
+
+    cuts: in how many pieces of equally many rows each partial is pushed, in the order of `following`; divisors of m and
+    of the largest of them, which is at most the buffer's flags a source.
+    blocks: a kernel of the caller's stores the partials instead, once there is room, and sets so many flags of each.
+    The owner r sums in fp32 in the order r+1, r+2, ..., r, whatever arrives first, and rounds once.
+    """
+
+    def __init__(
+        self, group: Group, shape: tuple[int, int], dtype: torch.dtype, cuts: Sequence[int] = (), blocks: int = 0
+    ) -> None:
+        self.group, self.shape, self.dtype = group, shape, dtype
+        self.cuts = () if blocks else tuple(cuts) or (1,) * (group.size - 1)
+        pieces = blocks or max(self.cuts)
+        self.buffer = group.buffer("scatter")
+        assert pieces <= self.buffer.pieces and not any(shape[0] % cut or pieces % cut for cut in self.cuts)
+        self.bytes = shape[0] * shape[1] * dtype.itemsize
+        self.slot, self.epoch = self.buffer.take()
+        self.program = self.buffer.cached(_scatter_program, self.slot, self.bytes, self.cuts, pieces)
+        self.sent = self.bytes * (group.size - 1)
+        self._whole, self._wait, self._free, self._expect = range(1 + sum(self.cuts), 5 + sum(self.cuts))  # segments
+        self._pushed: list[Tensor] = []
+        if not blocks:
+            self._issue(0)
+
+    def _issue(self, segment: int, address: int = 0) -> None:
+        self.group.issue(self, segment, (address,))
+
+    def push(self, partial: Tensor, destination: int, piece: int = 0) -> None:
+        """A piece of destination's rows [m / cut, N], to be on its way once the caller's stream has computed it."""
+        step = (destination - self.group.rank - 1) % self.group.size
+        shape = (self.shape[0] // self.cuts[step], self.shape[1])
+        assert partial.shape == shape and partial.dtype == self.dtype and partial.is_contiguous()
+        self._pushed.append(partial)
+        self._issue(1 + sum(self.cuts[:step]) + piece, partial.data_ptr())
+
+    def push_all(self, partials: Tensor) -> None:
+        """partials[R*m, N] of all ranks, in one call, to be on their way once the caller's stream has computed them."""
+        assert partials.shape == (self.shape[0] * self.group.size, self.shape[1])
+        assert partials.dtype == self.dtype and partials.is_contiguous()
+        self._pushed.append(partials)
+        self._issue(self._whole, partials.data_ptr())
+
+    @property
+    def staging(self) -> Tensor:
+        """What the others push to this rank, [R, m, N] by source; its own entry is not used."""
+        memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
+        return memory[: self.bytes * self.group.size].view(self.dtype).view(self.group.size, *self.shape)
+
+    @property
+    def targets(self) -> tuple[list[int], list[int]]:
+        return self.buffer.cached(_targets, self.slot, self.bytes)
+
+    def reduce(self, own: Tensor, bias: Tensor | None = None, take: Callable[[Tensor, Tensor, int], Any] | None = None):
+        """The sum of all ranks' partials of this rank's rows and bias[N], in the wire's dtype; own[m, N] may be wider.
+        take: what reads them instead; its result is returned. Closes."""
+        self._issue(self._wait)
+        assert take is None or bias is None
+        rank = self.group.rank
+        out = take(self.staging, own, rank) if take else reduce_slots(self.staging, own, bias, rank, self.dtype)
+        self.close()
+        return out
+
+    def expect(self) -> None:
+        """As of a Gather."""
+        self._issue(self._expect)
+
+    def close(self) -> None:
+        """What has been pushed has been read."""
+        self._issue(self._free)
+        self._pushed.clear()

@@ -79,13 +79,12 @@ def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, bool, list[str
             f"ub_cfgs[{name!r}]: is_reduce_scatter={scatters} with method {method!r}, but that GEMM "
             f"{'scatters its output' if _scatters(name, method) else 'gathers its input'}; leave the option out"
         )
-    unused = [f"{name}.{option}" for option in options if option in IGNORED]
     narrow = options.get("fp8_buf", False)
     if not isinstance(narrow, bool):
         raise TypeError(f"ub_cfgs[{name!r}]: fp8_buf={narrow!r} must be True or False")
-    if narrow and not _scatters(name, method):  # what is gathered travels in the recipe's number format
-        return method, False, [*unused, f"{name}.fp8_buf"]
-    return method, narrow, unused
+    sums = method != "bulk" and _scatters(name, method)  # what is gathered travels as the recipe has it
+    unused = [option for option in options if option in IGNORED or (option == "fp8_buf" and not sums)]
+    return method, narrow and sums, [f"{name}.{option}" for option in unused]
 
 
 def _scatters(name: str, method: str) -> bool:

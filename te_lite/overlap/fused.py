@@ -16,10 +16,10 @@ from te_lite.ops.gemm_fused import ALIGNMENT, transposed
 from te_lite.ops.gemm_gather import NOTHING, Activation, Wanted, act_refusal, gemm_gather
 from te_lite.ops.gemm_scatter import Narrow, blocks
 from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
+from te_lite.ops.narrow import BLOCK, E4M3
 from te_lite.ops.source import Source
-from te_lite.overlap.buffers import Gather
+from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.group import Group
-from te_lite.overlap.scatter import Scatter
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
@@ -95,9 +95,23 @@ def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor |
 
 
 def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False) -> Scatter:
-    """What gemm_scatter of a[R*m, k] sends by."""
+    """What gemm_scatter of a[R*m, k] sends by. narrow: as ops/narrow.py has it, where its blocks divide m and n."""
     m = a.shape[0] // group.size
-    return Scatter(group, (m, gemm.columns), gemm.dtype, blocks=blocks(m), narrow=narrow)
+    narrow = narrow and not (m % BLOCK or gemm.columns % BLOCK)
+    scatter = Scatter(group, (m, gemm.columns), E4M3 if narrow else gemm.dtype, blocks=blocks(m))
+    scatter.sent += scatter.sent // 32 * narrow  # scales
+    return scatter
+
+
+def _narrow(gemm: Product, scatter: Scatter) -> Narrow | None:
+    """Scales lie behind the partials of all ranks."""
+    if scatter.dtype != E4M3:
+        return None
+    group, (m, n), name, slot = scatter.group, scatter.shape, scatter.buffer.name, scatter.slot
+    first, size = scatter.bytes * group.size, scatter.bytes // 32
+    memory = group.arena.view(name, slot, group.rank)[first : first + size * group.size]
+    to = [group.arena.address(name, slot, rank) + first + group.rank * size for rank in range(group.size)]
+    return Narrow(memory.view(torch.float32).view(group.size, n // BLOCK, m), to, gemm.dtype)
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
@@ -105,11 +119,9 @@ def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
     where they belong, this rank's take up what has arrived in registers."""
     counters = scatter.buffer.counters[scatter.slot]
     ready, free, *rest = _flags(scatter)
-    (arrived, to, *scales_to), (staging, scales) = scatter.targets, scatter.staging
-    narrow = None if scales is None else Narrow(scales, *scales_to, gemm.dtype)
     out = run_scatter(
-        placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.b_layout)[0]), to, arrived, staging,
-        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum, narrow,
+        placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
+        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum, _narrow(gemm, scatter),
     )  # fmt: skip
     scatter.close()
     return out

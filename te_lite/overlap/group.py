@@ -18,11 +18,10 @@ from te_lite.ops.gemm_scatter import MOST_BLOCKS
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.overlap.arena import Arena, share_host_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
-from te_lite.overlap.buffers import Buffer, Gather, gathered_bytes
+from te_lite.overlap.buffers import Buffer, Gather, Scatter, gathered_bytes
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.config import LayerMethods
 from te_lite.overlap.maximum import Maximum
-from te_lite.overlap.scatter import Scatter
 from te_lite.quantize.qtensor import Layout, QTensor
 
 SLOTS = 2  # a second use may fill while the first is read

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from te_lite.ops.narrow import BLOCK
 from te_lite.overlap import fused, ring
-from te_lite.overlap.buffers import Gather
+from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.choice import MOST
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.group import Group
-from te_lite.overlap.scatter import Scatter
 from te_lite.overlap.schedule import Backward, Gradients, Note, Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat
@@ -28,7 +27,7 @@ COLUMNS_HIDE, COLUMNS_FROM = 3072, 4 << 20
 
 class Overlapped(Collective):
     """methods: GEMM ("fprop", "dgrad", "wgrad") -> method; what is not named is Collective's. narrow: GEMMs whose
-    partial sums travel as ops/narrow.py makes them, where its blocks fit.
+    partial sums travel as ops/narrow.py has them, where fused kernels send them and its blocks fit.
 
     column   fprop   x is gathered into the GEMM
              dgrad   "bulk": the gather of x that wgrad needs is hidden behind it; any other: dx is scattered out of it
@@ -185,16 +184,11 @@ class Overlapped(Collective):
 
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
         way, reason = self._way(method, gemm, a)
-        narrow, wide = self._narrow(name, a.shape[0] // self.tp.size, gemm)
-        scatter = way.begin_scatter(gemm, a, self.group, narrow)
-        self._note_way(name, method, way, scatter.sent, reason or wide)
+        scatter = way.begin_scatter(gemm, a, self.group, name in self.narrow)
+        if name in self.narrow and scatter.dtype == gemm.dtype:
+            reason = reason or f"fp8_buf is for fused kernels and multiples of {BLOCK}, not {list(scatter.shape)}"
+        self._note_way(name, method, way, scatter.sent, reason)
         return way.gemm_scatter(gemm, a, scatter)
-
-    def _narrow(self, name: str, m: int, gemm: Product) -> tuple[bool, str]:
-        """(whether partials [m, columns] travel narrow, why not although they were asked to)."""
-        if name not in self.narrow or not (m % BLOCK or gemm.columns % BLOCK):
-            return name in self.narrow, ""
-        return False, f"fp8_buf without effect: [{m}, {gemm.columns}] are no multiples of {BLOCK}"
 
     # backward
 
@@ -247,9 +241,8 @@ class Overlapped(Collective):
             partial = dgrad(dy)
             m = dy.shape[0] // self.tp.size
             if scatter_by:
-                narrow, wide = self._narrow("wgrad", m, dgrad)
-                scatter = Scatter(self.group, (m, dgrad.columns), dgrad.dtype, narrow=narrow)
-                self.notes["wgrad"] = Note("bulk", scatter.sent, wide)
+                scatter = Scatter(self.group, (m, dgrad.columns), dgrad.dtype)
+                self.notes["wgrad"] = Note("bulk", scatter.sent)
                 scatter.push_all(partial)
             else:
                 if wgrad is None and self._bulk and "wgrad" in self.methods:
@@ -297,12 +290,11 @@ class Overlapped(Collective):
             self.notes["wgrad"] = Note(columns_by, columns.sent)
         if dgrad is not None:
             dx = way.gather_gemm(dgrad, dy, rows)
-        if columns is not None and rows is not None:
+        gathered = rows if one else columns  # for wgrad
+        if rows is not None and not one:
             rows.close()  # now: behind wgrad, the close of columns would wait until this one's flags are set
         if wgrad is not None:
-            gathered = rows if one else columns
             dw = wgrad(self._regather(dy_wgrad) if gathered is None else gathered.whole(), x)
-        last = rows if columns is None else columns
-        if last is not None:
-            last.close()
+        if gathered is not None:
+            gathered.close()
         return dx, dw

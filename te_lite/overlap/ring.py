@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_lite.overlap.buffers import Gather, following
+from te_lite.overlap.buffers import Gather, Scatter, following
 from te_lite.overlap.group import Group
-from te_lite.overlap.scatter import Scatter
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
@@ -55,15 +54,15 @@ def cuts_of(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
 
 
 def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False) -> Scatter:
-    """What gemm_scatter of a[R*m, k] sends by."""
+    """What gemm_scatter of a[R*m, k] sends by. narrow: only in the fused schedule, whose place this one may take."""
     cuts = cuts_of(gemm, a, group.size)
-    return Scatter(group, (a.shape[0] // group.size, gemm.columns), gemm.dtype, cuts, narrow=narrow)
+    return Scatter(group, (a.shape[0] // group.size, gemm.columns), gemm.dtype, cuts)
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
     """Sum over ranks of gemm(a[R*m, k]) and sum_bias, this rank's rows [m, n]: the others' are computed and sent first.
 
-    Partials travel in gemm.dtype, or narrower; this rank's own is not rounded before the sum.
+    Partials travel in gemm.dtype; this rank's own is not rounded before the sum.
     """
     for destination, cut in zip(following(scatter.group.rank, scatter.group.size), scatter.cuts, strict=True):
         rows = scatter.shape[0] // cut

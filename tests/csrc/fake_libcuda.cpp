@@ -79,17 +79,6 @@ int cuGetErrorString(int code, const char** text) {
 int cuDeviceGetCount(int* count) { return *count = 2, needs_init("cuDeviceGetCount"); }
 // Handles differ from ordinals, so that a mix-up shows.
 int cuDeviceGet(int* device, int ordinal) { return *device = 100 + ordinal, needs_init("cuDeviceGet"); }
-int cuDeviceGetName(char* name, int capacity, int device) {
-  std::strncpy(name, device == 100 ? "Fake A" : "Fake B", static_cast<size_t>(capacity));
-  return needs_init("cuDeviceGetName");
-}
-// The plain name is the old 32-bit ABI: whoever resolves it gets a wrong size.
-int cuDeviceTotalMem(unsigned* bytes, int) { return *bytes = 1, 0; }
-int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = size_t{141} << 30, needs_init("cuDeviceTotalMem"); }
-int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 16 ? 132 : attribute == 75 ? 9 : attribute == 76 ? 0 : -1;
-  return needs_init("cuDeviceGetAttribute");
-}
 thread_local void* current_context = reinterpret_cast<void*>(0x70);
 int cuCtxGetCurrent(void** context) {
   *context = current_context;
@@ -196,19 +185,6 @@ int cuMemSetAccess(void* address, size_t bytes, const int* access, size_t count)
   if (count != 1 || access[0] != 1 || access[2] != 3) return 1;
   return mprotect(address, bytes, PROT_READ | PROT_WRITE);
 }
-int cuMemAlloc_v2(void** address, size_t bytes) { return give("cuMemAlloc", address, std::malloc(bytes)); }
-int cuMemFree_v2(void* address) { return std::free(address), taken("cuMemFree", -1); }
-struct IpcHandle {
-  void* address;
-  char rest[56];
-};
-int cuIpcGetMemHandle(IpcHandle* handle, void* address) {
-  return *handle = {address, {}}, needs_init("cuIpcGetMemHandle");
-}
-int cuIpcOpenMemHandle_v2(void** address, IpcHandle handle, unsigned flags) {
-  return flags == 1 ? give("cuIpcOpenMemHandle", address, handle.address) : 1;
-}
-int cuIpcCloseMemHandle(void*) { return taken("cuIpcCloseMemHandle", -1); }
 int cuMemHostAlloc(void** address, size_t bytes, unsigned) {
   return give("cuMemHostAlloc", address, std::malloc(bytes));
 }

@@ -66,23 +66,14 @@ def test_import_maps_neither_driver_nor_torch(fake_driver: Path) -> None:
     assert out["mapped_after"] == ["libcuda"]
 
 
-def test_info_lists_every_device(fake_driver: Path) -> None:
+def test_info_counts_devices(fake_driver: Path) -> None:
     info = evaluate(fake_driver, {"info": "_C.driver_info()"})["info"]
-    assert (info["available"], info["reason"], info["driver_version"]) == (True, "", 13000)
-    first, second = info["devices"]
-    assert first == {
-        "name": "Fake A",
-        "ordinal": 0,
-        "compute_capability": [9, 0],
-        "total_memory": 141 << 30,
-        "multiprocessors": 132,
-    }
-    assert (second["name"], second["ordinal"]) == ("Fake B", 1)
+    assert info == {"available": True, "reason": "", "driver_version": 13000, "devices": 2}
 
 
 def test_failed_call_names_call_error_and_text(fake_driver: Path) -> None:
-    out = evaluate(fake_driver, {"info": "_C.driver_info()"}, FAKE_CUDA_FAIL="cuDeviceTotalMem")
-    message = "cuDeviceTotalMem failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
+    out = evaluate(fake_driver, {"info": "_C.driver_info()"}, FAKE_CUDA_FAIL="cuDeviceGetCount")
+    message = "cuDeviceGetCount failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
     assert out["info"] == f"RuntimeError: {message}"
 
 
@@ -147,13 +138,13 @@ def test_a_thread_without_a_context_can_launch() -> None:
 def test_failed_cuinit_is_a_reason_and_is_tried_again(fake_driver: Path) -> None:
     expressions = {
         "first": "_C.driver_info()",
-        "memory": "_C.CudaMemory.ipc(0, 1)",
+        "memory": "_C.CudaMemory.vmm(0, 1)",
         "repaired": "__import__('os').unsetenv('FAKE_CUDA_FAIL')",
         "second": "_C.driver_info()",
     }
     out = evaluate(fake_driver, expressions, FAKE_CUDA_FAIL="cuInit")
     reason = "cuInit failed: CUDA_ERROR_NOT_INITIALIZED (3): initialization error"
-    assert out["first"] == {"available": False, "reason": reason, "driver_version": 13000, "devices": []}
+    assert out["first"] == {"available": False, "reason": reason, "driver_version": 13000, "devices": 0}
     assert out["memory"] == f"RuntimeError: {reason}"
     assert out["second"]["available"] is True
 
@@ -168,7 +159,7 @@ def test_old_driver_is_a_reason(tmp_path: Path) -> None:
 
 def test_unreadable_library_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").write_text("not a library")
-    out = evaluate(tmp_path, {"info": "_C.driver_info()", "memory": "_C.CudaMemory.ipc(0, 1)"})
+    out = evaluate(tmp_path, {"info": "_C.driver_info()", "memory": "_C.CudaMemory.vmm(0, 1)"})
     if out["mapped_after"]:
         pytest.skip("the loader went on to a real libcuda.so.1 of this machine")
     assert out["info"]["available"] is False and out["info"]["driver_version"] == 0
@@ -180,13 +171,4 @@ def test_unreadable_library_is_a_reason(tmp_path: Path) -> None:
 def test_info_agrees_with_torch() -> None:
     info = _C.driver_info()
     assert info["available"] and info["reason"] == ""
-    assert len(info["devices"]) == torch.cuda.device_count()
-    for ordinal, device in enumerate(info["devices"]):
-        properties = torch.cuda.get_device_properties(ordinal)
-        assert device == {
-            "name": properties.name,
-            "ordinal": ordinal,
-            "compute_capability": (properties.major, properties.minor),
-            "total_memory": properties.total_memory,
-            "multiprocessors": properties.multi_processor_count,
-        }
+    assert info["devices"] == torch.cuda.device_count()

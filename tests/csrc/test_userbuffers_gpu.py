@@ -15,23 +15,19 @@ from tests.csrc.ranks import Memory, script
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["vmm", "ipc"])
-def test_views_of_device_memory(kind: str) -> None:
-    mine = getattr(_C.CudaMemory, kind)(0, 5000)
-    assert mine.bytes >= 5000 and (kind == "ipc" or mine.bytes % (1 << 21) == 0)
+def test_views_of_device_memory() -> None:
+    mine = _C.CudaMemory.vmm(0, 5000)
+    assert mine.bytes >= 5000 and mine.bytes % (1 << 21) == 0
     view = torch.utils.dlpack.from_dlpack(_C.dlpack(mine.address, mine.bytes, 0, mine))
     assert str(view.device) == "cuda:0" and view.data_ptr() == mine.address and not view.any()
-    if kind == "vmm":
-        fd = mine.export_fd()
-        theirs = _C.CudaMemory.import_fd(0, fd, 5000)
-        os.close(fd)
-        other = torch.utils.dlpack.from_dlpack(_C.dlpack(theirs.address, theirs.bytes, 0, theirs))
-        view[4999] = 3
-        assert other[4999] == 3 and other.data_ptr() != view.data_ptr()
-    else:
-        assert len(mine.ipc_handle()) == 64
+    fd = mine.export_fd()
+    theirs = _C.CudaMemory.import_fd(0, fd, 5000)
+    os.close(fd)
+    other = torch.utils.dlpack.from_dlpack(_C.dlpack(theirs.address, theirs.bytes, 0, theirs))
+    view[4999] = 3
+    assert other[4999] == 3 and other.data_ptr() != view.data_ptr()
     del mine
-    assert view.sum() == (3 if kind == "vmm" else 0)  # the view keeps the memory
+    assert view.sum() == 3  # the view keeps the memory
 
 
 @pytest.mark.gpu

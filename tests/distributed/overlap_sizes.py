@@ -11,8 +11,8 @@ import torch.distributed as dist
 import te_lite as te
 from te_lite.functional import norm
 from te_lite.overlap import ring
+from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.group import Group
-from te_lite.overlap.scatter import Scatter
 from te_lite.testing.numerics import assert_bitwise_equal
 from te_lite.watch import all_reduce_max, group_max
 from tests.distributed.overlapping import (

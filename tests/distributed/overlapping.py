@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import te_lite as te
-from te_lite.ops.narrow import narrow, widened
 from te_lite.overlap import ring, userbuffers
 from te_lite.overlap.buffers import Gather, following
 from te_lite.overlap.collective import Collective, all_gather
@@ -59,9 +58,9 @@ class Specified(Collective):
     Bitwise what userbuffers give where the same GEMMs run; whether they are right is for the fp32 oracle to say.
     """
 
-    def __init__(self, tp: Any, group: Group, layer: str, methods: Mapping[str, str], *more: Any) -> None:
+    def __init__(self, tp: Any, group: Group, layer: str, methods: Mapping[str, str], *_: object) -> None:
         super().__init__(tp)
-        self.group, self.methods, self.narrow = group, methods, more[-1]
+        self.group, self.methods = group, methods
 
     def _cut(self, gemm, shard: QTensor) -> Tensor:
         """gemm of every rank's shard."""
@@ -70,20 +69,17 @@ class Specified(Collective):
         shards = [shard.from_wire(one, "row", shard.shape[0]) for one in zip(*parts, strict=True)]
         return torch.cat([gemm(one) for one in shards])
 
-    def _ordered(self, name: str, partial: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Sum over ranks of partial[R*m, N], this rank's rows: from rank + 1 on, own[m, N], bias[N], in fp32. name: of
-        the GEMM whose option says how they travel."""
+    def _ordered(self, partial: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Sum over ranks of partial[R*m, N], this rank's rows: from rank + 1 on, own[m, N], bias[N], in fp32."""
         rank, size = dist.get_rank(self.tp.group), self.tp.size
-        narrows = name in self.narrow and not any(n % 128 for n in own.shape)
-        sent = widened(*narrow(partial.contiguous())) if narrows else partial.contiguous()
-        every = all_gather(sent, self.tp.group).view(size, size, *own.shape)
+        every = all_gather(partial.contiguous(), self.tp.group).view(size, size, *own.shape)
         total = every[(rank + 1) % size, rank].float()
         for i in range(2, size):
             total += every[(rank + i) % size, rank].float()
         total += own.float()
         return (total if bias is None else total + bias.float()).to(partial.dtype)
 
-    def _gemm_scatter(self, name: str, gemm, a: QTensor) -> Tensor:
+    def _gemm_scatter(self, gemm, a: QTensor) -> Tensor:
         rank, m = dist.get_rank(self.tp.group), a.shape[0] // self.tp.size
         cuts = dict(zip(following(rank, self.tp.size), ring.cuts_of(gemm, a, self.tp.size), strict=True))
         products = []
@@ -92,7 +88,7 @@ class Specified(Collective):
             first = range(owner * m, (owner + 1) * m, rows)
             products += [gemm(a.rows(i, i + rows)) for i in first]
         partial = torch.cat(products)
-        return self._ordered(name, partial, gemm(a.rows(rank * m, (rank + 1) * m), torch.float32), gemm.sum_bias)
+        return self._ordered(partial, gemm(a.rows(rank * m, (rank + 1) * m), torch.float32), gemm.sum_bias)
 
     def _scatters(self, name: str, rows: int, gemm) -> bool:
         m = rows // self.tp.size
@@ -104,8 +100,7 @@ class Specified(Collective):
     def fprop(self, gemm, x: QTensor) -> Tensor:
         if self.tp.mode == "column":
             return self._cut(gemm, x) if self._gathers("fprop", x) else super().fprop(gemm, x)
-        scatters = self._scatters("fprop", x.shape[0], gemm)
-        return self._gemm_scatter("fprop", gemm, x) if scatters else super().fprop(gemm, x)
+        return self._gemm_scatter(gemm, x) if self._scatters("fprop", x.shape[0], gemm) else super().fprop(gemm, x)
 
     def backward(self, of: Backward):
         dgrad, wgrad, dy, given = of.dgrad, of.wgrad, of.dy, of
@@ -116,10 +111,10 @@ class Specified(Collective):
             return dx, dw
         bulk = self.methods.get("dgrad", "bulk") == "bulk"
         if not bulk and self._scatters("dgrad", dy.shape[0], dgrad):
-            dx = self._gemm_scatter("dgrad", dgrad, dy)
+            dx = self._gemm_scatter(dgrad, dy)
         elif bulk and wgrad is not None and self._scatters("wgrad", dy.shape[0], dgrad):
             partial = dgrad(dy)
-            dx = self._ordered("wgrad", partial, partial.chunk(self.tp.size)[dist.get_rank(self.tp.group)])
+            dx = self._ordered(partial, partial.chunk(self.tp.size)[dist.get_rank(self.tp.group)])
         return dx, dw
 
 

@@ -33,9 +33,8 @@ from torch import Tensor  # noqa: E402
 import te_lite as te  # noqa: E402
 from te_lite.ops.source import plain  # noqa: E402
 from te_lite.overlap import fused, ring, userbuffers  # noqa: E402
-from te_lite.overlap.buffers import Gather  # noqa: E402
+from te_lite.overlap.buffers import Gather, Scatter  # noqa: E402
 from te_lite.overlap.collective import Collective  # noqa: E402
-from te_lite.overlap.scatter import Scatter  # noqa: E402
 from te_lite.overlap.schedule import Product  # noqa: E402
 from te_lite.parallel import TensorParallel  # noqa: E402
 from te_lite.quantize.qtensor import QTensor  # noqa: E402

@@ -61,12 +61,12 @@ def test_a_random_mismatch_says_how_to_repeat_it(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(
         "import sys\n"
-        "from te_lite.overlap import scatter\n"
+        "from te_lite.overlap import buffers\n"
         "from tests.distributed import run_overlap\n"
-        "original = scatter.reduce_slots\n"
-        "def other_order(staging, own, bias, rank, *more):\n"
-        "    return original(staging, own, bias, rank + 1, *more)\n"
-        "scatter.reduce_slots = other_order\n"
+        "original = buffers.reduce_slots\n"
+        "def other_order(staging, own, bias, rank, dtype):\n"
+        "    return original(staging, own, bias, rank + 1, dtype)\n"
+        "buffers.reduce_slots = other_order\n"
         "sys.exit(run_overlap.main())\n"
     )
     with pytest.raises(AssertionError, match=r"repeat it: --suite random --seed 5 --first \d+ --iterations 1"):
@@ -74,7 +74,7 @@ def test_a_random_mismatch_says_how_to_repeat_it(tmp_path):
 
 
 @pytest.mark.parametrize("device", rank_device_params(2))
-@pytest.mark.parametrize("suite", ["sizes", "gradients", "auto", "narrow"])
+@pytest.mark.parametrize("suite", ["sizes", "gradients", "auto"])
 def test_checks_of_two(device, suite):
     assert run("run_overlap_checks.py", 2, device, "--suite", suite)
 

@@ -89,6 +89,7 @@ def test_what_the_calls_become(monkeypatch) -> None:
     assert instructions(90, transpose_kernel, TRANSPOSED, blocks, monkeypatch) == (1, 1)
     assert instructions(80, transpose_kernel, TRANSPOSED, blocks, monkeypatch) == (0, 0)
     assert instructions(90, flags.wait_kernel, WAITED, {}, monkeypatch) == (2, 0)
+    assert instructions(80, flags.wait_kernel, WAITED, {}, monkeypatch) == (0, 0)  # and it compiles
 
 
 @pytest.mark.gpu

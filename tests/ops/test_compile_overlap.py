@@ -29,17 +29,14 @@ def compile_sm90(
     return triton.compile(ASTSource(kernel, signature, values, attributes), target=SM90, options=options)
 
 
-@pytest.mark.parametrize("wire, own, bias, ranks", [("bf16", "fp32", "bf16", 4), ("fp32", "fp32", "", 8),
-                                                     ("fp8e4nv", "fp32", "bf16", 4)])  # fmt: skip
+@pytest.mark.parametrize("wire, own, bias, ranks", [("bf16", "fp32", "bf16", 4), ("fp32", "fp32", "", 8)])
 def test_reduce(wire, own, bias, ranks, tmp_path):
     types = {"staging": f"*{wire}", "own": f"*{own}", "out": "*bf16", "total": "i32", "n": "i32", "rank": "i32"}
     types |= {"bias": f"*{bias}"} if bias else {}
-    types |= {"scales": "*fp32"} if wire == "fp8e4nv" else {}
     constants = {"RANKS": ranks, "VECTOR": 8, "STEP": reduce._STEP}
     compiled = compile_sm90(reduce.reduce_kernel, types, constants, reduce._WARPS, unaligned={"rank"})
     ptx = compiled.asm["ptx"]
-    loaded = r"\.v2\.b32" if wire == "fp8e4nv" else r"\.v4\.b32"  # eight elements
-    assert re.search(r"ld\.global\.L1::evict_first\S*" + loaded, ptx) and "st.global.v4.b32" in ptx
+    assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", ptx) and "st.global.v4.b32" in ptx
     assert not re.search(r"ld\.global\S*\.b16", ptx) and local_memory(compiled, tmp_path) in (0, None)
 
 

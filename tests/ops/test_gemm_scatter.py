@@ -7,7 +7,7 @@ import torch
 
 from te_lite.ops import gemm_scatter as S
 from te_lite.ops.gemm_fused import scaled_product_ref
-from te_lite.ops.narrow import narrow_ref, widened
+from te_lite.ops.narrow import narrow_ref, widened_ref
 from te_lite.ops.reduce import reduce_slots_ref
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
@@ -112,14 +112,14 @@ def test_against_fp64(case, fast, columns):
         staging = one.arguments[STAGING]
         for other in one.others:
             if case.wire == E4M3:
-                got = widened(one.products[other], one.scales[other]).cpu().double()
+                got = widened_ref(one.products[other], one.scales[other]).cpu().double()
                 largest = want[other].view(case.m, -1, 128).abs().amax(2).repeat_interleave(128, 1)
                 # What the product may be off by may also move it, or the scale, to the next step.
                 allowed = torch.maximum(2.0**-4 * want[other].abs(), largest / 224 * 2.0**-10)
                 assert ((got - want[other]).abs() <= 1.01 * allowed + 1.1 * bound * magnitude[other]).all()
                 continue
             assert within(one.products[other], want[other], magnitude[other], bound), f"rank {rank}, rows of {other}"
-        staging = widened(staging, one.arguments[-1].scales) if case.wire == E4M3 else staging
+        staging = widened_ref(staging, one.arguments[-1].scales) if case.wire == E4M3 else staging
         parts = [staging[r].cpu().double() for r in one.others]
         parts += [] if p.bias is None else [p.bias.cpu().double().expand(case.m, -1)]
         total, size = sum(parts, want[rank]), sum((part.abs() for part in parts), magnitude[rank])
@@ -301,10 +301,16 @@ def test_errors_name_value_rule_and_remedy():
         S.gemm_scatter(*args[:FREE], args[FREE][:1], *args[FREE + 1 :])
     with pytest.raises(ValueError, match=r"\[2, 1, 2, 2\]: must be \[2, 1, 2, 3\]"):
         S.gemm_scatter(*args[:COUNTERS], args[COUNTERS][:2], *args[COUNTERS + 1 :])
-    with pytest.raises(ValueError, match="float32.*bf16 or fp16; take a ring"):
+    with pytest.raises(ValueError, match="float32.*bf16 or fp16, or narrow.*take a ring"):
         S.gemm_scatter(*args[:STAGING], args[STAGING].float(), *args[STAGING + 1 :])
     with pytest.raises(ValueError, match="N a multiple of 8"):
         S.gemm_scatter(*played(replace(CASES[1], n=284)))
+    for case in (NARROW[0], replace(NARROW[0], n=192), replace(NARROW[0], m=64), replace(NARROW[0], wire=BF16)):
+        narrow = S.Narrow(torch.zeros(case.ranks, case.n // 128, case.m), [0] * case.ranks, case.out)
+        if case is NARROW[0]:
+            narrow = None
+        with pytest.raises(ValueError, match="narrow E4M3 for such a sum with m and N multiples of 128"):
+            S.gemm_scatter(*played(case), narrow=narrow)
     with pytest.raises(ValueError, match="R from 2 to 8"):
         S.gemm_scatter(*played(replace(CASES[0], ranks=9)))
     with pytest.raises(ValueError, match="65 rows for 2 ranks with 130"):

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from te_lite.functional.saved import load, save
-from te_lite.ops.narrow import narrow, widened
 from te_lite.ops.reduce import reduce_slots
 from te_lite.ops.transpose import transpose
 from te_lite.overlap.arena import ALIGNMENT, Arena, aligned
-from te_lite.overlap.buffers import Gather, following, gathered_bytes, part_offsets
+from te_lite.overlap.buffers import Gather, Scatter, following, gathered_bytes, part_offsets
 from te_lite.overlap.group import SLOTS
-from te_lite.overlap.scatter import Scatter
 from te_lite.quantize.identity import HIGH_PRECISION
 from te_lite.quantize.mxfp8 import MXFormat
 from te_lite.quantize.per_tensor import FORMATS, PerShardFormat
@@ -60,32 +58,6 @@ def scatter(group, use: int) -> torch.Tensor:
     return exchange.reduce(partial(group.rank, group.rank, use))
 
 
-@pytest.mark.parametrize("cuts", [(), (2, 1), "all"])
-def test_narrow_partials(cuts):
-    """Pushed whole, in pieces or all at once: what arrives is what ops/narrow.py makes, and is summed in order."""
-
-    def part(source, destination, use):
-        gen = torch.Generator().manual_seed(100 * use + 10 * source + destination)
-        return (torch.randn(6, 256, generator=gen) * 2.0 ** (4 * source)).bfloat16()
-
-    def run(group):
-        rank, size = group.rank, group.size
-        for use in range(2 * SLOTS + 1):
-            exchange = Scatter(group, (6, 256), torch.bfloat16, () if cuts == "all" else cuts, narrow=True)
-            if cuts == "all":
-                exchange.push_all(torch.cat([part(rank, peer, use) for peer in range(size)]))
-            for peer, cut in zip(following(rank, size), exchange.cuts if cuts != "all" else (), strict=cuts != "all"):
-                for i, piece in enumerate(part(rank, peer, use).chunk(cut)):
-                    exchange.push(piece, peer, i)
-            assert exchange.sent == 6 * 256 * (1 + 1 / 32) * (size - 1)
-            own = part(rank, rank, use).float()
-            total = sum((widened(*narrow(part(peer, rank, use))) for peer in following(rank, size)), torch.zeros(()))
-            got = exchange.reduce(own, take=lambda *_: None)  # which reads no narrow slots
-            assert_bitwise_equal(f"sum {use}", got, (total + own).bfloat16())
-
-    in_group(3, run, tokens=18, hidden=256)
-
-
 def test_addresses():
     assert [aligned(n) for n in (0, 1, ALIGNMENT, ALIGNMENT + 1)] == [0, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT]
     assert following(2, 4) == [3, 0, 1]
@@ -116,7 +88,7 @@ def test_many_uses_of_few_slots_whatever_the_epoch(size, first_epoch):
 def stored(group, use: int, blocks: int) -> torch.Tensor:
     """As a kernel of the caller's does it: partials and flags, block by block, written where `targets` says."""
     exchange = Scatter(group, (6, 32), torch.bfloat16, blocks=blocks)
-    arrived, to = exchange.targets
+    to, arrived = exchange.targets
     _, room = exchange.buffer.flags(exchange.slot)
     for peer in following(group.rank, group.size):
         end = time.monotonic() + LIMIT_S
@@ -346,6 +318,5 @@ def test_arena_slots_do_not_overlap():
                 view = memory.view(name, slot, peer)
                 assert view.dtype == torch.uint8 and view.tolist() == [16 * peer + value] * ALIGNMENT
         exchange.all(None)
-        return memory.way
 
-    assert on_threads(3, run) == ["host"] * 3
+    on_threads(3, run)
