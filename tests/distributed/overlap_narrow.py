@@ -57,9 +57,8 @@ def fused_kernels_send_less(device) -> None:
             partials = partials.view(size, size, m, -1)[:, rank].double()
             others, exact = partials[torch.arange(size, device=device) != rank], partials.sum(0)
             allowed = (2.0**-4 * others.abs() + others.abs().amax(2, keepdim=True) / 224 * 2.0**-10).sum(0)
-            rounding = 2.0**-8 * exact.abs() + 2.0**-20 * partials.abs().sum(
-                0
-            )  # of the sum; products in fp32, K of 128
+            # The sum's; 2^-20: of products in fp32, of two orders, K of 128.
+            rounding = 2.0**-8 * exact.abs() + 2.0**-20 * partials.abs().sum(0)
             error = (got.detach().double() - exact).abs()
             assert (error <= 1.01 * allowed + rounding + 1e-6).all(), (error / (allowed + rounding)).max()
             relative = float(error.norm() / exact.norm())
