@@ -194,13 +194,14 @@ def training_stage(args: argparse.Namespace) -> list[Stage]:
 
 
 def demo_stage(args: argparse.Namespace) -> list[Stage]:
-    """The example on all GPUs (at most MAX_TP), sequence parallel, each recipe with and without overlap; what is left
-    of the limit is shared by the runs that are left."""
+    """The example on all GPUs (at most MAX_TP), sequence parallel, each recipe with and without overlap, one also with
+    partial sums in fp8; what is left of the limit is shared by the runs that are left."""
     tp = tp_size(args)
     if tp < 2:
         return too_few("demo", args)
     stages, runs = [], list(itertools.product(DEMO_RECIPES, ([], ["--overlap"])))
-    end = time.monotonic() + limit("demo", args)
+    runs.append((DEMO_RECIPES[-1], ["--overlap", "--fp8-buf"]))
+    end, without = time.monotonic() + limit("demo", args), None
     for recipe, overlap in runs:
         log = args.out / f"demo_{recipe}.json"
         options = ["--tp", str(tp), "--sequence-parallel", "--recipe", recipe, "--log-json", str(log), *overlap]
@@ -208,8 +209,11 @@ def demo_stage(args: argparse.Namespace) -> list[Stage]:
         left = (end - time.monotonic()) / (len(runs) - len(stages))
         run = run_command(command, left, echo=False, TE_LITE_AUTO="rule")  # for a small model Collective may be faster
         detail = {"tp": tp, "recipe": recipe, "overlap": bool(overlap), **demo_numbers(log)}
-        stage = finished(f"demo {recipe}{' overlap' if overlap else ''}", run, command, args.out, detail)
-        wrong = demo_mistakes(detail, stages[-1].detail if overlap else None) if stage.status == "passed" else []
+        detail["fp8_buf"] = "--fp8-buf" in overlap
+        name = " ".join(["demo", recipe, *(option.removeprefix("--") for option in overlap)])
+        stage = finished(name, run, command, args.out, detail)
+        without = without if overlap else detail
+        wrong = demo_mistakes(detail, without if overlap else None) if stage.status == "passed" else []
         if wrong:
             stage.status = "failed"
             stage.tail += wrong

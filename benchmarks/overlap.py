@@ -6,8 +6,9 @@
 Sequence parallel, RMSNorm, SwiGLU, no bias. In each run the overlapped module, the same without overlap and the six
 GEMMs alone, as cuBLAS runs them back to back on operands that lie ready, are interleaved; a sample starts on all ranks
 together and is the slowest rank's. Methods: "ring", "fused" and "auto" (initialize_ub's default) ask for that wherever
-there is a choice, "auto, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad), not behind wgrad. --graphs: also
-CUDA graphs of the whole step, in which the host launches nothing; not of delayed scaling, which makes new scales.
+there is a choice, "auto, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad), not behind wgrad, "auto, fp8_buf"
+sends fc2's partial sums in fp8. --graphs: also CUDA graphs of the whole step, in which the host launches nothing; not
+of delayed scaling, which makes new scales.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def everywhere(method: str, *, dgrad: bool) -> dict[str, dict[str, str]]:
 METHODS = {
     "auto": (None, BULK, RECIPES),
     "auto, rs": (None, SCATTERS, RECIPES),
+    "auto, fp8_buf": ({"fc2_fprop": {"fp8_buf": True}}, BULK, FUSED_RECIPES),
     "ring": (everywhere("ring_exchange", dgrad=False), BULK, RECIPES),
     "fused": (everywhere("fused", dgrad=False), BULK, FUSED_RECIPES),
 }

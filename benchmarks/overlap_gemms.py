@@ -151,17 +151,16 @@ class Problem:
 
 
 def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candidate]:
-    scatters = problem.shape.op == "RS"
     ways: dict[str, Callable[[], object]] = {
         "gemm": problem.gemm_alone,
         "copies": problem.copies_alone,
         "collective": problem.collective,
         "ring": lambda: problem.overlapped(ring),
     }
-    if scatters and problem.device.type == "cuda":
-        ways["fused narrow"] = lambda: problem.overlapped(fused, narrow=True)
     if problem.device.type == "cuda":
         ways["fused"] = lambda: problem.overlapped(fused)
+        if problem.shape.op == "RS":
+            ways["fused narrow"] = lambda: problem.overlapped(fused, narrow=True)
         if args.torch and has_torch_fused():
             ways["torch fused"] = bench.captured(problem.torch_fused)
     return [bench.Candidate(name, step) for name, step in ways.items()]

@@ -26,6 +26,7 @@ def initialize_overlap(args: Namespace, here: mesh.Mesh) -> None:
             args.tp,
             use_fp8=te.recipe.from_name(args.recipe).is_fp8,
             dtype=options.PARAMS_DTYPES[args.params_dtype],
+            ub_cfgs={f"{layer}_fprop": {"fp8_buf": args.fp8_buf} for layer in ("proj", "fc2")},
             tp_group=here.tp_group,
             device=here.device,
         )

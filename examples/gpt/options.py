@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parallel.add_argument("--recipe", default="bf16", choices=sorted(te.recipe.available()), help="bf16 means no fp8")
     parallel.add_argument("--params-dtype", default="bf16", choices=sorted(PARAMS_DTYPES))
     parallel.add_argument("--overlap", action="store_true", help="hide communication behind GEMMs (userbuffers)")
+    parallel.add_argument("--fp8-buf", action="store_true", help="with --overlap: partial sums of proj and fc2 in fp8")
     parallel.add_argument("--fuse-wgrad", action="store_true", help="accumulate weight gradients into fp32 main_grad")
     parallel.add_argument("--recompute", default="none", choices=("none", "full"), help="activation checkpointing")
     parallel.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -122,6 +123,10 @@ def check_shapes(args: argparse.Namespace, dp: int) -> None:
     require(
         args.sequence_parallel or not args.overlap,
         "--overlap hides the collectives of sequence parallelism. Add --sequence-parallel with --tp 2 or more.",
+    )
+    require(
+        args.overlap or not args.fp8_buf,
+        "--fp8-buf is about what userbuffers send. Add --overlap.",
     )
 
 

@@ -37,6 +37,7 @@ BAD_OPTIONS = [
     ("--sequence-parallel", 1, ("--sequence-parallel", "--tp 1")),
     ("--tp 2 --sequence-parallel --seq-length 33", 2, ("--seq-length 33", "multiple of 2")),
     ("--overlap", 1, ("--overlap", "--sequence-parallel")),
+    ("--fp8-buf", 1, ("--fp8-buf", "--overlap")),
     ("--resume", 1, ("--resume", "--checkpoint-dir")),
     ("--save-every 5", 1, ("--save-every 5", "--checkpoint-dir")),
 ]
