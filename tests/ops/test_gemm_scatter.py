@@ -130,18 +130,17 @@ def test_against_fp64(case, fast, columns):
 def expected(case: Case, p: fused.Problem, one: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(what the others find, this rank's sum), where no sum is rounded."""
     products = scaled_product_ref(p.a, p.b, p.a_scale, p.b_scale).view(case.ranks, case.m, case.n)
-    narrow = one.arguments[-1]
-    scales = None if narrow is None else narrow.scales
-    own = reduce_slots_ref(one.arguments[STAGING], products[one.rank], p.bias, one.rank, case.out, scales)
-    others = products[one.others]
-    if scales is None:
+    narrow, staging, others = one.arguments[-1], one.arguments[STAGING], products[one.others]
+    staging = staging if narrow is None else widened_ref(staging, narrow.scales)
+    own = reduce_slots_ref(staging, products[one.rank], p.bias, one.rank, case.out)
+    if narrow is None:
         return [others.to(case.wire)], own
     return [torch.stack(t) for t in zip(*(narrow_ref(part) for part in others), strict=True)], own
 
 
 def assert_stored(one: Rank, want: list[torch.Tensor]) -> None:
-    for what, got, wanted in zip(("others' rows", "their scales"), one.stored(), want, strict=False):
-        assert_bitwise_equal(what, got, wanted)
+    for i, (got, wanted) in enumerate(zip(one.stored(), want, strict=True)):
+        assert_bitwise_equal("their scales" if i else "others' rows", got, wanted)
 
 
 @pytest.mark.gpu
