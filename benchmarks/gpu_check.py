@@ -194,14 +194,12 @@ def training_stage(args: argparse.Namespace) -> list[Stage]:
 
 
 def demo_stage(args: argparse.Namespace) -> list[Stage]:
-    """The example on all GPUs (at most MAX_TP), sequence parallel, each recipe with and without overlap, one also with
-    partial sums in fp8; what is left of the limit is shared by the runs that are left."""
-    tp = tp_size(args)
-    if tp < 2:
+    """The example on all GPUs (at most MAX_TP), each recipe with and without overlap, one with partial sums in fp8.
+    What is left of the limit is shared by the runs that are left."""
+    if (tp := tp_size(args)) < 2:
         return too_few("demo", args)
-    stages, runs = [], list(itertools.product(DEMO_RECIPES, ([], ["--overlap"])))
-    runs.append((DEMO_RECIPES[-1], ["--overlap", "--fp8-buf"]))
-    end, without = time.monotonic() + limit("demo", args), None
+    stages, end, without = [], time.monotonic() + limit("demo", args), None
+    runs = [*itertools.product(DEMO_RECIPES, ([], ["--overlap"])), (DEMO_RECIPES[-1], ["--overlap", "--fp8-buf"])]
     for recipe, overlap in runs:
         log = args.out / f"demo_{recipe}.json"
         options = ["--tp", str(tp), "--sequence-parallel", "--recipe", recipe, "--log-json", str(log), *overlap]
@@ -209,10 +207,8 @@ def demo_stage(args: argparse.Namespace) -> list[Stage]:
         left = (end - time.monotonic()) / (len(runs) - len(stages))
         run = run_command(command, left, echo=False, TE_LITE_AUTO="rule")  # for a small model Collective may be faster
         detail = {"tp": tp, "recipe": recipe, "overlap": bool(overlap), **demo_numbers(log)}
-        detail["fp8_buf"] = "--fp8-buf" in overlap
-        name = " ".join(["demo", recipe, *(option.removeprefix("--") for option in overlap)])
-        stage = finished(name, run, command, args.out, detail)
-        without = without if overlap else detail
+        stage = finished(f"demo {recipe}{''.join(overlap).replace('--', ' ')}", run, command, args.out, detail)
+        without = detail if not overlap else without  # the recipe's first run
         wrong = demo_mistakes(detail, without if overlap else None) if stage.status == "passed" else []
         if wrong:
             stage.status = "failed"

@@ -77,8 +77,16 @@ def _cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def driver(info: _C.DriverInfo, torch_cuda: str | None, devices: Sequence[Any]) -> list[Finding]:
-    """The driver and its devices against what torch sees of them: their properties."""
+def seen_devices(count: int) -> tuple[list[Any], str]:
+    """(properties of torch's devices, why there are none although it counts some)."""
+    try:
+        return [torch.cuda.get_device_properties(i) for i in range(count)], ""
+    except (RuntimeError, AssertionError) as error:  # a driver that is too old for this torch, a device that is broken
+        return [], str(error)
+
+
+def driver(info: _C.DriverInfo, torch_cuda: str | None, devices: Sequence[Any], error: str = "") -> list[Finding]:
+    """The driver and its devices against what torch sees of them: their properties, or why it cannot use them."""
     if not info["available"]:
         return [
             Finding("driver", NOTE, f"no GPU to use: {info['reason']}", "CPU ranks work: --device cpu, backend gloo")
@@ -89,7 +97,7 @@ def driver(info: _C.DriverInfo, torch_cuda: str | None, devices: Sequence[Any]) 
         rule = "this torch is built without CUDA: it sees no GPU, but the driver does"
         found.append(Finding("torch and driver", BROKEN, rule, "install torch's CUDA build (pytorch.org)"))
     elif len(devices) != info["devices"]:
-        text = f"torch sees {len(devices)} of the driver's {info['devices']} device(s)"
+        text = error or f"torch sees {len(devices)} of the driver's {info['devices']} device(s)"
         remedy = f"torch is built for CUDA {torch_cuda}, the driver serves {newest}: update the driver or change torch"
         found.append(Finding("torch and driver", BROKEN, text, remedy))
     for ordinal, device in enumerate(devices):
@@ -262,7 +270,7 @@ def examine() -> list[Finding]:
     """All findings about this machine."""
     info = _C.driver_info()
     gpus = torch.cuda.device_count() if info["available"] else 0
-    found = versions() + driver(info, torch.version.cuda, [torch.cuda.get_device_properties(i) for i in range(gpus)])
+    found = versions() + driver(info, torch.version.cuda, *seen_devices(gpus))
     found += recipes(["cpu", *(f"cuda:{i}" for i in range(gpus))])
     found.append(userbuffers("cpu", trial("cpu", 2)))
     if gpus:

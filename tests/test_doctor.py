@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from te_lite import _C, doctor
 from te_lite.doctor import BROKEN, NOTE, OK, Finding
@@ -29,6 +30,16 @@ def test_driver(info, torch_cuda, seen, states, says) -> None:
     found = doctor.driver(info, torch_cuda, seen)
     assert [finding.state for finding in found] == states
     assert says in doctor.format_findings(found)
+
+
+def test_devices_that_torch_cannot_use_are_a_finding(monkeypatch) -> None:
+    def fail(ordinal: int) -> None:
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    _, broken = doctor.driver(WITH_GPU, "13.1", *doctor.seen_devices(1))
+    assert broken.state == BROKEN and broken.text == "the driver is too old" and "update the driver" in broken.remedy
+    assert doctor.seen_devices(0) == ([], "")
 
 
 def test_recipes_that_a_device_lacks_are_named_with_the_reason() -> None:

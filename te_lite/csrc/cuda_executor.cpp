@@ -59,7 +59,7 @@ class CudaExecutor final : public Executor {
   }
   ~CudaExecutor() override { close(); }
 
-  uint64_t abort_address() const override { return reinterpret_cast<uint64_t>(abort_word()); }
+  uint64_t abort_address() const override { return host_ ? reinterpret_cast<uint64_t>(abort_word()) : 0; }
 
   void close() override {
     closed_ = true;

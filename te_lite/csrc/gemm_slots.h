@@ -9,24 +9,24 @@ constexpr u32 kNarrowBytes = kHalfRows * kBoxColumns;  // of a warpgroup's box, 
 
 // One box of a slot, in shared memory, is added to a warpgroup's sums.
 __device__ __forceinline__ void add_slot(float2 (&total)[16], u32 slot, int group, int row, int lane) {
-  if (!NARROW) {
+  if constexpr (!NARROW) {
 #pragma unroll
     for (int j = 0; j < 16; j++) {
       const u32 pair = load_shared(slot + group * kOutputBytes + word(row, lane, j));
       total[j].x += unpack(pair), total[j].y += unpack(pair >> 16);
     }
-    return;
-  }
-  float scale[2];
+  } else {
+    float scale[2];
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    scale[h] = __uint_as_float(load_shared(slot + 2 * kNarrowBytes + (group * kHalfRows + row + 8 * h) * 4));
-  }
+    for (int h = 0; h < 2; h++) {
+      scale[h] = __uint_as_float(load_shared(slot + 2 * kNarrowBytes + (group * kHalfRows + row + 8 * h) * 4));
+    }
 #pragma unroll
-  for (int j = 0; j < 16; j++) {
-    const u32 at = slot + group * kNarrowBytes + (row + j % 2 * 8) * kBoxColumns + ((j / 4 ^ lane / 8) << 4);  // as word()
-    const float2 v = unpack_e4m3(load_shared_16(at + j / 2 % 2 * 8 + lane % 4 * 2));
-    total[j].x += v.x * scale[j % 2], total[j].y += v.y * scale[j % 2];  // products are exact
+    for (int j = 0; j < 16; j++) {
+      const u32 at = slot + group * kNarrowBytes + (row + j % 2 * 8) * kBoxColumns + ((j / 4 ^ lane / 8) << 4);  // as word()
+      const float2 v = unpack_e4m3(load_shared_16(at + j / 2 % 2 * 8 + lane % 4 * 2));
+      total[j].x += v.x * scale[j % 2], total[j].y += v.y * scale[j % 2];  // products are exact
+    }
   }
 }
 

@@ -14,7 +14,7 @@ constexpr bool kForward = ACT && !GRAD;               // a tile has columns of b
 constexpr int kStages = COLUMNS == 128 ? 6 - GRAD : 4;
 constexpr int kSplitSteps = 4;  // with SPLIT, of a sum in the tensor cores; docs/numerics.md, Accumulation
 constexpr u32 kSlotBytes = NARROW ? kTileRows * (BOX_COLUMNS(COLUMNS) + 4) : kABytes;  // a box of a slot
-constexpr int kTogether = NARROW ? 3 : kStageBytes / kSlotBytes;  // of them in a stage; more would spill registers
+constexpr int kTogether = NARROW ? 3 : kStageBytes / kSlotBytes;  // of them in a stage; more would spill more registers
 constexpr int kHalfRows = kTileRows / 2;              // of a warpgroup
 constexpr int kBoxColumns = BOX_COLUMNS(COLUMNS), kWords = kBoxColumns / 4;  // words: a thread's, of a box
 constexpr int kBoxes = COLUMNS / kBoxColumns;         // of these rows, side by side; kForward: half of them of each half

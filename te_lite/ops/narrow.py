@@ -1,7 +1,8 @@
 """Partial sums on a narrower wire: E4M3 with a power of two for every 128 values of a row, by csrc/gemm_slots.h.
 
 Half of bf16's bytes, and 1/32 of that for scales. Of a value v in a block with largest magnitude `a` the error is at
-most 2^-4 |v|, half a unit of three mantissa bits, or where that is less a / 224 * 2^-10, half of E4M3's smallest step.
+most 2^-4 |v|, half a unit of three mantissa bits, or where that is less max(a / 224, 2^-126) * 2^-10, half of E4M3's
+smallest step. Only above 2^127.9 may v arrive as infinite.
 """
 
 from __future__ import annotations

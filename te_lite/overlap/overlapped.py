@@ -186,7 +186,8 @@ class Overlapped(Collective):
         way, reason = self._way(method, gemm, a)
         scatter = way.begin_scatter(gemm, a, self.group, name in self.narrow)
         if name in self.narrow and scatter.dtype == gemm.dtype:
-            reason = reason or f"fp8_buf is for fused kernels and multiples of {BLOCK}, not {list(scatter.shape)}"
+            what = f"multiples of {BLOCK}, not {list(scatter.shape)}" if way is fused else "fused kernels"
+            reason = "; ".join(filter(None, (reason or self._measured.get(name), f"fp8_buf is for {what}")))
         self._note_way(name, method, way, scatter.sent, reason)
         return way.gemm_scatter(gemm, a, scatter)
 

@@ -74,7 +74,7 @@ def test_a_random_mismatch_says_how_to_repeat_it(tmp_path):
 
 
 @pytest.mark.parametrize("device", rank_device_params(2))
-@pytest.mark.parametrize("suite", ["sizes", "gradients", "auto"])
+@pytest.mark.parametrize("suite", ["sizes", "gradients", "auto", "narrow"])
 def test_checks_of_two(device, suite):
     assert run("run_overlap_checks.py", 2, device, "--suite", suite)
 

@@ -12,12 +12,14 @@ from tests.ops.fused import BF16, E4M3, E5M2, FP16
 @pytest.mark.parametrize(("a", "b", "scales", "out", "ranks", "b_t"), [
     (BF16, BF16, "none", BF16, 4, False), (FP16, FP16, "none", FP16, 8, True), (E4M3, E4M3, "tensor", BF16, 4, False),
     (E4M3, E5M2, "row", FP16, 2, False), (E4M3, E4M3, "row", BF16, 8, False), (BF16, BF16, "none", BF16, 4, True),
+    (BF16, BF16, "none", BF16, 8, False),
 ])  # fmt: skip
 @pytest.mark.parametrize(("gather", "columns", "split", "act", "grad"), [
     (True, 128, False, "", False), (True, 192, False, "", False), (True, 224, False, "", False),
     (True, 256, False, "", False), (True, 256, False, "high precision", False), (True, 256, False, "amax", False),
     (True, 256, False, "fp8", False), (False, 128, False, "", False), (False, 256, False, "", False),
     (False, 128, True, "", False), (False, 128, False, "narrow", False), (False, 256, False, "narrow", False),
+    (False, 128, True, "narrow", False),
     (True, 128, True, "", False), (True, 128, True, "amax", True), (True, 128, True, "fp8", True),
     (True, 128, False, "high precision", True), (True, 128, False, "fp8", True), (True, 128, False, "amax", True),
     (True, 128, True, "high precision", True),
@@ -35,5 +37,6 @@ def test_it_compiles(gather, columns, split, act, grad, a, b, scales, out, ranks
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "serialized" not in said
     spilled = int(said.split(" bytes spill stores")[0].split()[-1])
-    assert spilled <= (0 if gather or split else 96), said
+    # With 256 columns all registers are taken; narrow ones also hold the slots of seven others. Not in the loop over K.
+    assert spilled <= (0 if gather or (split and not narrow) else 112 if narrow else 96), said
     assert "0 bytes stack frame" in said or spilled, said
