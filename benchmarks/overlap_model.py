@@ -21,7 +21,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
 
-from benchmarks.overlap_times import ITEMSIZE, Machine, Problem, collective, copies, fused, gemm, limit, ring
+from benchmarks.overlap_times import (
+    ITEMSIZE,
+    Machine,
+    Problem,
+    collective,
+    copies,
+    fused,
+    fused_narrow,
+    gemm,
+    limit,
+    ring,
+)
 from benchmarks.report import RESULTS, markdown
 from te_lite.testing import results
 
@@ -29,6 +40,7 @@ MEASURED = tuple(RESULTS / f"overlap_gemms{name}.json" for name in ("", "_tp2"))
 NETWORK = 45.0  # GB/s from a GPU to other hosts: an adapter of 400 Gbit/s each. Not measured
 TPS, HIDDEN = (2, 4, 8, 16), (2048, 4096, 8192, 16384)
 MODELS = {"gemm": gemm, "copies": copies, "collective": collective, "ring": ring, "fused": fused}
+MODELS |= {"fused narrow": fused_narrow}  # reduce-scatters only
 Pairs = dict[str, tuple[float, float]]  # operation -> (predicted, measured)
 
 

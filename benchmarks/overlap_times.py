@@ -11,7 +11,7 @@ and GEMMs do not slow each other here. Times are microseconds, bandwidths GB/s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapreplace
 
 from te_lite._C import MOST_FUSED_RANKS
@@ -25,6 +25,7 @@ from te_lite.overlap.ring import cuts
 TILES = tuple((h, w) for h in (64, 128) for w in (64, 96, 128, 160, 192, 224, 256))
 ITEMSIZE = {"bf16": 2, "fp8": 1}
 WIRE = 2  # bytes of a partial sum on its way, and of a result
+NARROW = 33 / 32  # of a partial sum in fp8 (ub_cfgs' fp8_buf), with its part of a scale
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Problem:
-    """op "AG" or "RS"; m tokens of all ranks, k and n of the local GEMM [m, k] x [n, k]^T."""
+    """op "AG" or "RS"; m tokens of all ranks, k and n of the local GEMM [m, k] x [n, k]^T. wire: bytes of a partial sum
+    on its way."""
 
     op: str
     tp: int
@@ -58,6 +60,7 @@ class Problem:
     k: int
     n: int
     dtype: str
+    wire: float = WIRE
 
     @property
     def rows(self) -> int:
@@ -66,7 +69,7 @@ class Problem:
     @property
     def shard_bytes(self) -> int:
         """What goes from each rank to each other."""
-        return self.rows * (self.k * ITEMSIZE[self.dtype] if self.op == "AG" else self.n * WIRE)
+        return self.rows * (self.k * ITEMSIZE[self.dtype] if self.op == "AG" else self.n * self.wire)
 
 
 def us(count: float, giga: float) -> float:
@@ -159,6 +162,11 @@ def fused(machine: Machine, p: Problem) -> float:
     return fused_gather(machine, p) if p.op == "AG" else fused_scatter(machine, p)
 
 
+def fused_narrow(machine: Machine, p: Problem) -> float:
+    """A fused scatter whose partial sums travel in fp8. What rounding them takes is not in it."""
+    return fused(machine, replace(p, wire=NARROW))
+
+
 def fused_gather(machine: Machine, p: Problem) -> float:
     """The clock of each cluster of te_lite/csrc/gemm_fused.cu: pairs of tiles, shard by shard. A tile is stored while
     the next one is multiplied, but rounded before: it has an end as cuBLAS's has."""
@@ -180,7 +188,7 @@ def fused_scatter(machine: Machine, p: Problem) -> float:
     behind = lag(others, count, clusters)
     each = tile(machine, p, ROWS // 2, wide)
     sent = us(p.shard_bytes / count / pairs, machine.bandwidth * machine.stores)
-    summed = us(clusters * ROWS * wide * WIRE * (p.tp - 1), machine.memory)  # by all at once: the slots
+    summed = us(clusters * ROWS * wide * p.wire * (p.tp - 1), machine.memory)  # by all at once: the slots
     clocks, link, flags = [machine.wait + machine.launch] * clusters, 0.0, []
     for block in range(count + behind):
         arrived = 0.0

@@ -209,6 +209,12 @@ def test_error_against_the_committed_rows(tp: int, candidate: str) -> None:
     assert worst < bound, where
 
 
+def test_error_of_partial_sums_in_fp8() -> None:
+    """Measured at tp 2 alone, by reduce-scatters, and no constant is fitted to them."""
+    pairs = measured(2)["fused narrow"]
+    assert len(pairs) == 8 and overlap_model.errors(pairs)[0] < 0.05 and overlap_model.errors(pairs)[1] < 0.1
+
+
 @pytest.mark.xfail(strict=True, reason="the model misses this row: docs/overlap.md, Not explained")
 @pytest.mark.parametrize(("tp", "candidate", "row"), MISSED)
 def test_error_of_a_row_that_is_missed(tp: int, candidate: str, row: str) -> None:
@@ -218,7 +224,7 @@ def test_error_of_a_row_that_is_missed(tp: int, candidate: str, row: str) -> Non
 
 def test_error_check_can_fail() -> None:
     """With copies that begin at once, long waits or fewer SMs the bounds do not hold."""
-    found = {name: overlap_model.errors(pairs)[1] for name, pairs in measured(4).items()}
+    found = {name: overlap_model.errors(pairs)[1] for name, pairs in measured(4).items() if pairs}
     for candidate, change in (("copies", {"start": 0.0}), ("ring", {"wait": 20.0}), ("gemm", {"sms": 100})):
         wrong = measured(4, **change)[candidate]
         assert overlap_model.errors(wrong)[1] > max(BOUNDS[4][candidate], found[candidate]), candidate
