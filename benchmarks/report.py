@@ -289,6 +289,7 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "recipes": ("recipes", render_recipes),
     "per_shard": ("per_shard", render_per_shard),
     "overlap_gemms": ("overlap_gemms", render_overlap_gemms),
+    "overlap_gemms_tp2": ("overlap_gemms_tp2", render_overlap_gemms),
     "overlap": ("overlap", render_overlap),
     "overlap_tp2": ("overlap_tp2", render_overlap),
     "check": ("gpu_check", render_check),
