@@ -10,8 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import te_lite
-from te_lite.ops import flags
+from te_lite.ops import flags, reduce
 from te_lite.ops.cast import amax, transform, transform_ref
+from te_lite.ops.group_max import group_max_kernel
 from te_lite.ops.norm import norm_forward
 from te_lite.ops.source import plain
 from te_lite.ops.transpose import transpose_kernel
@@ -89,7 +90,19 @@ def test_what_the_calls_become(monkeypatch) -> None:
     assert instructions(90, transpose_kernel, TRANSPOSED, blocks, monkeypatch) == (1, 1)
     assert instructions(80, transpose_kernel, TRANSPOSED, blocks, monkeypatch) == (0, 0)
     assert instructions(90, flags.wait_kernel, WAITED, {}, monkeypatch) == (2, 0)
-    assert instructions(80, flags.wait_kernel, WAITED, {}, monkeypatch) == (0, 0)  # and it compiles
+
+
+@pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
+def test_kernels_of_rings_need_no_hopper(monkeypatch) -> None:
+    """Those that a ring launches beside its GEMMs compile for compute capability 8.0, too; none of them ran there."""
+    summed = {"staging": "*bf16", "own": "*fp32", "out": "*bf16", "bias": "*bf16"}
+    summed |= dict.fromkeys(("total", "n", "rank"), "i32")
+    sizes = {"RANKS": 4, "VECTOR": 8, "STEP": reduce._STEP}
+    largest = {"slots": "*i64", "targets": "*i64", "values": "*fp32", "out": "*fp32", "delta": "i32", "count": "i32"}
+    largest |= dict.fromkeys(("done", "word", "abort"), "*i32")
+    assert instructions(80, flags.wait_kernel, WAITED, {}, monkeypatch) == (0, 0)
+    assert instructions(80, reduce.reduce_kernel, summed, sizes, monkeypatch) == (0, 0)
+    assert instructions(80, group_max_kernel, largest, {"RANKS": 4, "MOST": 1}, monkeypatch) == (0, 0)
 
 
 @pytest.mark.gpu
