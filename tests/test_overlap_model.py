@@ -54,8 +54,6 @@ BOUNDS = {
 }
 # Rows that the model misses, as docs/overlap.md says: failures that are expected, under the same bounds.
 MISSED = [
-    (2, "copies", "AG fc1 small bf16"),
-    (2, "copies", "RS fc2 small bf16"),
     (2, "ring", "AG fc1 small bf16"),
     (2, "ring", "AG fc1 small fp8"),
     (2, "ring", "RS fc2 small fp8"),

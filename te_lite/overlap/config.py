@@ -43,8 +43,8 @@ Config = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class LayerMethods:
-    """Checked ub_cfgs. methods: "fc1_fprop" -> method. narrow: GEMMs whose partial sums travel in fp8 (fp8_buf).
-    ignored: options that were given and mean nothing here."""
+    """Checked ub_cfgs. methods: "fc1_fprop" -> method. narrow: GEMMs with fp8_buf. ignored: options that were given and
+    mean nothing here."""
 
     methods: Mapping[str, str]
     narrow: frozenset[str]
@@ -57,7 +57,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, bool, list[str]]:
-    """(method, whether partial sums travel in fp8, options without effect)."""
+    """(method, fp8_buf, options without effect)."""
     if not isinstance(options, Mapping):
         raise TypeError(f"ub_cfgs[{name!r}]={options!r}: must be a dict of options, such as {{'method': 'auto'}}")
     for option in options:
@@ -82,9 +82,7 @@ def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, bool, list[str
     narrow = options.get("fp8_buf", False)
     if not isinstance(narrow, bool):
         raise TypeError(f"ub_cfgs[{name!r}]: fp8_buf={narrow!r} must be True or False")
-    sums = method != "bulk" and _scatters(name, method)  # what is gathered travels as the recipe has it
-    unused = [option for option in options if option in IGNORED or (option == "fp8_buf" and not sums)]
-    return method, narrow and sums, [f"{name}.{option}" for option in unused]
+    return method, narrow, [f"{name}.{option}" for option in options if option in IGNORED]
 
 
 def _scatters(name: str, method: str) -> bool:

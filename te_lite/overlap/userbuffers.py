@@ -173,7 +173,10 @@ def _methods(
             asked["fprop"] = methods["fprop"]
         if flags["ub_overlap_ag"]:
             asked["dgrad"], asked["wgrad"] = methods["dgrad"], "external"
-    for name in layers.ignored:
+    # Of no GEMM that scatters its own output: what is gathered travels as the recipe has it, a bulk scatter as always.
+    sums = "fprop" if mode == "row" else "dgrad" if asked.get("dgrad") != "bulk" else ""
+    wide = [f"{name}.fp8_buf" for name in sorted(layers.narrow) if name != f"{layer}_{sums}"]
+    for name in (*layers.ignored, *wide):
         gemm, option = name.removeprefix(f"{layer}_").split(".")
         if gemm in asked and name.startswith(f"{layer}_"):
             remarks[gemm] = "; ".join(filter(None, (remarks.get(gemm), f"option {option} has no effect here")))

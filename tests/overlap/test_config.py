@@ -87,13 +87,30 @@ def test_options_without_a_meaning_are_named():
     )
 
 
-def test_fp8_buf_is_for_partial_sums():
-    """What is gathered travels in the recipe's number format anyway: there the option is one without effect."""
+@pytest.mark.parametrize(
+    ("mode", "layer", "flags", "dgrad", "sums"),
+    [
+        ("row", "fc2", ("ub_overlap_ag", "ub_overlap_rs"), "auto", "fprop"),
+        ("column", "fc1", ("ub_overlap_ag", "ub_bulk_dgrad", "ub_bulk_wgrad"), "bulk", ""),
+        ("column", "fc1", ("ub_overlap_ag", "ub_bulk_dgrad", "ub_bulk_wgrad"), "auto", ""),
+        ("column", "fc1", ("ub_overlap_ag", "ub_overlap_rs_dgrad"), "bulk", "dgrad"),
+        ("column", "fc1", ("ub_bulk_dgrad", "ub_bulk_wgrad"), "fused", "dgrad"),
+    ],
+)
+def test_fp8_buf_has_an_effect_where_a_gemm_scatters_its_own_output(mode, layer, flags, dgrad, sums):
+    """Elsewhere the report says that it has none, for every GEMM that overlaps: which it is, the flags decide."""
+    named = ("fprop", "dgrad", "wgrad") if dgrad in ("bulk", "auto") else ("fprop", "dgrad")  # else wgrad is no choice
+    cfg = {f"{layer}_{gemm}": {"fp8_buf": True} for gemm in named}
+    cfg[f"{layer}_dgrad"]["method"] = dgrad
+    given, remarks = userbuffers._methods(mode, {**FLAGS, **dict.fromkeys(flags, True)}, layer_methods(cfg, 1), layer)
+    without = {gemm for gemm, remark in remarks.items() if "option fp8_buf has no effect here" in remark}
+    assert without == set(given) & set(named) - {sums} and (not sums or sums in given)
+
+
+def test_fp8_buf_is_a_bool_and_the_same_in_each_mode():
     given = {name: {"fp8_buf": True} for name in LAYER_GEMMS}
     layers = layer_methods(given, 1)
-    assert layers.narrow == {"proj_fprop", "fc2_fprop"}
-    assert set(layers.ignored) == {f"{name}.fp8_buf" for name in LAYER_GEMMS if name not in layers.narrow}
-    assert layer_methods({"fc1_dgrad": {"method": "fused", "fp8_buf": True}}, 1).narrow == {"fc1_dgrad"}
+    assert layers.narrow == set(LAYER_GEMMS) and not layers.ignored
     assert not layer_methods({"fc2_fprop": {"fp8_buf": False}}, 1).narrow
     with pytest.raises(TypeError, match="fp8_buf=1 must be True or False"):
         layer_methods({"fc2_fprop": {"fp8_buf": 1}}, 1)
