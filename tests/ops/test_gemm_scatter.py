@@ -113,10 +113,7 @@ def test_against_fp64(case, fast, columns):
         for other in one.others:
             if case.wire == E4M3:
                 got = widened_ref(one.products[other], one.scales[other]).cpu().double()
-                largest = want[other].view(case.m, -1, 128).abs().amax(2).repeat_interleave(128, 1)
-                # What the product may be off by may also move it, or the scale, to the next step.
-                allowed = torch.maximum(2.0**-4 * want[other].abs(), largest / 224 * 2.0**-10)
-                assert ((got - want[other]).abs() <= 1.01 * allowed + 1.1 * bound * magnitude[other]).all()
+                assert ((got - want[other]).abs() <= narrow_bound(want[other], bound * magnitude[other])).all()
                 continue
             assert within(one.products[other], want[other], magnitude[other], bound), f"rank {rank}, rows of {other}"
         staging = widened_ref(staging, one.arguments[-1].scales) if case.wire == E4M3 else staging
@@ -125,6 +122,26 @@ def test_against_fp64(case, fast, columns):
         total, size = sum(parts, want[rank]), sum((part.abs() for part in parts), magnitude[rank])
         assert out.dtype == case.out and within(out, total, size, bound + case.ranks * 2.0**-24), f"rank {rank}"
         assert not within(out, want[rank] + total, size, bound)
+
+
+def narrow_bound(want: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
+    """How far from want[m, N] what ops/narrow.py makes of a product may be that is off by `off` at most: by that, and
+    by the bound of that module for the largest magnitudes that the product and its block may then have."""
+    most = want.abs() + off
+    largest = most.view(most.shape[0], -1, 128).amax(2).repeat_interleave(128, 1)
+    return off + torch.maximum(2.0**-4 * most, largest / 224 * 2.0**-10)
+
+
+@pytest.mark.parametrize("off", [0.0, 2.0**-12, 2.0**-8])
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_the_bound_of_narrow_products(case, off):
+    """It holds for products that are off anywhere within what is allowed, and not for half of their roundings."""
+    want, magnitude = (t[: case.m] for t in fused.truth(case, fused.problem(case, "cpu")))
+    product = want + off * magnitude * (2 * torch.rand_like(want) - 1)
+    error = (widened_ref(*narrow_ref(product.float())).double() - want).abs()
+    allowed = narrow_bound(want, (off + 2.0**-24) * magnitude)  # and fp32's rounding
+    assert (error <= allowed).all()
+    assert off or not (error <= allowed / 2).all()
 
 
 def expected(case: Case, p: fused.Problem, one: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
