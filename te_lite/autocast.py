@@ -23,13 +23,12 @@ class Pass:
 
 
 class State:
-    """What one autocast says. key: what a module's plan depends on."""
+    """What one autocast says that enables or, where not `enabled`, calibrates. key: what a module's plan depends on."""
 
-    __slots__ = ("calibrating", "enabled", "group", "key", "one_pass", "recipe")
+    __slots__ = ("enabled", "group", "key", "one_pass", "recipe")
 
-    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, group: Any, one_pass: Pass) -> None:
-        self.enabled, self.calibrating, self.recipe, self.group = enabled, calibrating, recipe, group
-        self.one_pass = one_pass
+    def __init__(self, enabled: bool, recipe: Recipe, group: Any, one_pass: Pass) -> None:
+        self.enabled, self.recipe, self.group, self.one_pass = enabled, recipe, group, one_pass
         self.key = (recipe, group, enabled)
 
 
@@ -87,14 +86,9 @@ class autocast(ContextDecorator):
     """
 
     def __init__(
-        self,
-        enabled: bool = True,
-        calibrating: bool = False,
-        recipe: Recipe | str | None = None,
-        amax_reduction_group: dist.ProcessGroup | None = None,
-        *,
-        strict: bool = False,
-    ) -> None:
+        self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | str | None = None,
+        amax_reduction_group: dist.ProcessGroup | None = None, *, strict: bool = False,
+    ) -> None:  # fmt: skip
         self.strict = strict
         self.recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
@@ -107,7 +101,7 @@ class autocast(ContextDecorator):
         state = None
         if self.enabled or self.calibrating:
             passes = (context.state.one_pass for context in reversed(_open.stack) if context.state is not None)
-            state = State(self.enabled, self.calibrating, self.recipe, self.group, next(passes, None) or Pass())
+            state = State(self.enabled, self.recipe, self.group, next(passes, None) or Pass())
         _open.stack.append(Context(state, self.strict))
         return self
 
@@ -122,13 +116,9 @@ class autocast(ContextDecorator):
 
 
 def fp8_autocast(
-    enabled: bool = True,
-    calibrating: bool = False,
-    fp8_recipe: Recipe | str | None = None,
-    fp8_group: dist.ProcessGroup | None = None,
-    *,
-    strict: bool = False,
-) -> autocast:
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | str | None = None,
+    fp8_group: dist.ProcessGroup | None = None, *, strict: bool = False,
+) -> autocast:  # fmt: skip
     """autocast under its older name and argument names."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, strict=strict)
 
@@ -157,7 +147,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        return (state := current()) is not None and state.calibrating
+        return (state := current()) is not None and not state.enabled
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:

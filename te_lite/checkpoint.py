@@ -45,14 +45,9 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager, AbstractContextMana
 
 
 def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
-    use_reentrant: bool = True,
-    distribute_saved_activations: bool = False,
-    tp_group: dist.ProcessGroup | None = None,
-    get_rng_state_tracker: Callable[[], Any] | None = None,
-    **kwargs: Any,
-) -> Any:
+    function: Callable[..., Any], *args: Any, use_reentrant: bool = True, distribute_saved_activations: bool = False,
+    tp_group: dist.ProcessGroup | None = None, get_rng_state_tracker: Callable[[], Any] | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """function(*args, **kwargs), keeping only its inputs; backward computes it again, bit for bit.
 
     get_rng_state_tracker: returns the CudaRNGStatesTracker whose states are rewound for the second run; torch's own

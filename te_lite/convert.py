@@ -115,18 +115,14 @@ def _convert(linear: nn.Linear, name: str, recipe: Recipe) -> None:
     made._specs = {}  # no attributes of ours on its parameters
     for key, value in vars(made).items():
         vars(linear).setdefault(key, value)
-    linear._default = State(True, False, recipe, None, Pass())
+    linear._default = State(True, recipe, None, Pass())
     linear.__class__ = ConvertedLinear
 
 
 def convert_to_float8_training(
-    module: nn.Module,
-    recipe: Recipe | str = "current",
-    module_filter_fn: Filter | None = None,
-    *,
-    config: Recipe | str | None = None,
-    tokens: int | None = 8192,
-) -> ConversionReport:
+    module: nn.Module, recipe: Recipe | str = "current", module_filter_fn: Filter | None = None, *,
+    config: Recipe | str | None = None, tokens: int | None = 8192,
+) -> ConversionReport:  # fmt: skip
     """Turns the nn.Linear layers of `module`, itself included, into te_lite linears that run by `recipe`, in place.
 
     No autocast is needed; an open te.autocast comes first, te.autocast(enabled=False) gives high precision. Modules,
@@ -146,13 +142,12 @@ def convert_to_float8_training(
         raise ValueError(f"recipe {recipe.name!r}: must quantize, and without state; use for instance 'current'")
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise ValueError(f"tokens={tokens!r}: must be an integer, at least 1; None converts layers of any size")
+    linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     layers = []
-    for name, linear in module.named_modules():
-        if isinstance(linear, nn.Linear):
-            reason = _why_not(linear, name, module_filter_fn, recipe, tokens)
-            layers.append((linear, Layer(name, linear.in_features, linear.out_features, reason)))
-    for linear, layer in layers:
-        if not layer.reason:
-            _convert(linear, layer.name, recipe)
-    converted, skipped = (tuple(layer for _, layer in layers if bool(layer.reason) is left) for left in (False, True))
-    return ConversionReport(module, recipe, converted, skipped)
+    for name, linear in linears.items():
+        reason = _why_not(linear, name, module_filter_fn, recipe, tokens)
+        layers.append(Layer(name, linear.in_features, linear.out_features, reason))
+    converted = tuple(layer for layer in layers if not layer.reason)
+    for layer in converted:
+        _convert(linears[layer.name], layer.name, recipe)
+    return ConversionReport(module, recipe, converted, tuple(layer for layer in layers if layer.reason))

@@ -4,22 +4,19 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <iterator>
 
 namespace te_lite {
 namespace {
 
 constexpr std::chrono::milliseconds kPeriod{20};
+constexpr size_t kWords = sizeof ControlBlock::Entry::text / sizeof(uint64_t);  // of an operation's text
 
 // Cut to what fits, never inside a UTF-8 character: Python decodes what it reads.
-template <size_t capacity>
-void copy_text(char (&to)[capacity], const std::string& from) {
+void copy_text(void* to, size_t capacity, const std::string& from) {
   size_t length = std::min(from.size(), capacity - 1);
-  if (length < from.size()) {
-    while (length > 0 && (from[length] & 0xC0) == 0x80) --length;
-  }
+  while (length > 0 && (from[length] & 0xC0) == 0x80) --length;  // where all of it fits, from[length] is 0
   std::memcpy(to, from.data(), length);
-  to[length] = 0;
+  static_cast<char*>(to)[length] = 0;
 }
 
 struct Operation {
@@ -31,12 +28,10 @@ struct Operation {
 std::optional<Operation> read(const ControlBlock& block, uint64_t sequence) {
   const ControlBlock::Entry& entry = block.ring[sequence % kRing];
   if (entry.sequence.load(std::memory_order_acquire) != sequence) return std::nullopt;
-  char text[sizeof entry.text];
-  for (size_t i = 0; i < std::size(entry.text); ++i) {
-    const uint64_t word = entry.text[i].load(std::memory_order_relaxed);
-    std::memcpy(text + i * sizeof word, &word, sizeof word);
-  }
-  const Operation operation{entry.hash.load(std::memory_order_relaxed), std::string(text, strnlen(text, sizeof text))};
+  uint64_t words[kWords];
+  for (size_t i = 0; i < kWords; ++i) words[i] = entry.text[i].load(std::memory_order_relaxed);
+  const char* const text = reinterpret_cast<const char*>(words);
+  const Operation operation{entry.hash.load(std::memory_order_relaxed), std::string(text, strnlen(text, sizeof words))};
   std::atomic_thread_fence(std::memory_order_acquire);
   if (entry.sequence.load(std::memory_order_relaxed) != sequence) return std::nullopt;
   return operation;
@@ -86,13 +81,9 @@ uint64_t Control::announce(const std::string& operation, int64_t hash) {
   entry.sequence.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
   entry.hash.store(hash, std::memory_order_relaxed);
-  char text[sizeof entry.text] = {};
-  copy_text(text, operation);
-  for (size_t i = 0; i < std::size(entry.text); ++i) {
-    uint64_t word;
-    std::memcpy(&word, text + i * sizeof word, sizeof word);
-    entry.text[i].store(word, std::memory_order_relaxed);
-  }
+  uint64_t words[kWords] = {};
+  copy_text(words, sizeof words, operation);
+  for (size_t i = 0; i < kWords; ++i) entry.text[i].store(words[i], std::memory_order_relaxed);
   entry.sequence.store(sequence, std::memory_order_release);
   announced_.store(sequence, std::memory_order_release);
   return sequence;
@@ -126,7 +117,7 @@ std::string Control::describe(uint64_t sequence) const {
 void Control::break_group(const std::string& message) {
   std::lock_guard<std::mutex> lock(writing_);
   if (is_broken()) return;
-  copy_text(own_.message, message);
+  copy_text(own_.message, sizeof own_.message, message);
   own_.broken.store(1, std::memory_order_release);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -116,16 +117,13 @@ struct DriverUnavailable : std::runtime_error {
   X(cuDevicePrimaryCtxRelease, "_v2", (CUdevice device)) \
   X(cuThreadExchangeStreamCaptureMode, "", (int* mode)) \
   X(cuMemGetAllocationGranularity, "", (size_t* bytes, const CUmemAllocationProp* prop, int option)) \
-  X(cuMemCreate, "", \
-    (CUallocation* allocation, size_t bytes, const CUmemAllocationProp* prop, unsigned long long flags)) \
+  X(cuMemCreate, "", (CUallocation* allocation, size_t bytes, const CUmemAllocationProp* prop, uint64_t flags)) \
   X(cuMemRelease, "", (CUallocation allocation)) \
-  X(cuMemExportToShareableHandle, "", (void* handle, CUallocation allocation, int type, unsigned long long flags)) \
+  X(cuMemExportToShareableHandle, "", (void* handle, CUallocation allocation, int type, uint64_t flags)) \
   X(cuMemImportFromShareableHandle, "", (CUallocation* allocation, void* handle, int type)) \
-  X(cuMemAddressReserve, "", \
-    (CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags)) \
+  X(cuMemAddressReserve, "", (CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr hint, uint64_t flags)) \
   X(cuMemAddressFree, "", (CUdeviceptr address, size_t bytes)) \
-  X(cuMemMap, "", \
-    (CUdeviceptr address, size_t bytes, size_t offset, CUallocation allocation, unsigned long long flags)) \
+  X(cuMemMap, "", (CUdeviceptr address, size_t bytes, size_t offset, CUallocation allocation, uint64_t flags)) \
   X(cuMemUnmap, "", (CUdeviceptr address, size_t bytes)) \
   X(cuMemSetAccess, "", (CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count)) \
   X(cuMemHostAlloc, "", (void** address, size_t bytes, unsigned int flags)) \

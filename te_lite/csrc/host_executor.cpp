@@ -25,11 +25,9 @@ struct Lane {
     return queued;
   }
   void push(Step step) {
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      queue.push_back(std::move(step));
-      ++queued;
-    }
+    std::lock_guard<std::mutex> lock(mutex);
+    queue.push_back(std::move(step));
+    ++queued;
     changed.notify_all();
   }
   void await(uint64_t ticket) {
@@ -85,8 +83,8 @@ class HostExecutor final : public Executor {
   }
 
   void serve(Lane& lane) {
+    std::unique_lock<std::mutex> lock(lane.mutex);
     for (;;) {
-      std::unique_lock<std::mutex> lock(lane.mutex);
       lane.changed.wait(lock, [&] { return !lane.queue.empty() || closed_; });
       if (lane.queue.empty()) return;
       const Step step = std::move(lane.queue.front());
@@ -97,7 +95,6 @@ class HostExecutor final : public Executor {
       if (!control_.is_broken() && !closed_) run(step);
       lock.lock();
       ++lane.done;
-      lock.unlock();
       lane.changed.notify_all();
     }
   }

@@ -59,16 +59,10 @@ class _Norm(nn.Module):
     normalization: str
 
     def __init__(
-        self,
-        normalized_shape: int | tuple[int, ...] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        device: Any = None,
-        **kwargs: Any,
-    ) -> None:
+        self, normalized_shape: int | tuple[int, ...] | None = None, eps: float = 1e-5,
+        sequence_parallel: bool | None = None, params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False, hidden_size: int | None = None, device: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         if kwargs:
             raise TypeError(
                 f"{type(self).__name__} got unknown arguments {sorted(kwargs)}; see help(te.{type(self).__name__})"

@@ -19,7 +19,6 @@ from te_lite.recipe import DelayedScaling
 
 VERSION = 1
 HEADER = 6
-DIRECTIONS = ("forward", "backward")
 
 
 def as_tensor(state: Any) -> Tensor:
@@ -51,19 +50,23 @@ class ScaleStates:
         self, recipe: DelayedScaling, group: dist.ProcessGroup | None, device: torch.device, direction: str
     ) -> ScaleState:
         """The live state, remade when the recipe's numbers or the group changed."""
-        key = _pool_key(recipe, direction, group, device)
+        formats = recipe.fp8_format.value
+        fp8_max = (formats.max_fwd if direction == "forward" else formats.max_bwd) * 2.0**-recipe.margin
+        if not (recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1):
+            group = None
+        key = PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device)
         state = self._live.get(direction)
         if state is None or state.key != key:
-            made = ScaleState(key, self.sizes[direction], like=state)
-            if state is None and self._loaded.numel():
-                made.load(*self._parse(self._loaded, direction))
-            self._live[direction] = made
-        return self._live[direction]
+            fresh = state is None
+            state = self._live[direction] = ScaleState(key, self.sizes[direction], like=state)
+            if fresh and self._loaded.numel():
+                state.load(*self._parse(self._loaded, direction))
+        return state
 
     def dump(self) -> Tensor:
-        if len(self._live) < len(DIRECTIONS):
+        if len(self._live) < len(self.sizes):
             return self._loaded.clone()
-        states = [self._live[direction] for direction in DIRECTIONS]
+        states = [self._live[direction] for direction in self.sizes]
         sizes, largest = [state.n for state in states], [state.key.fp8_max for state in states]
         header = torch.tensor([VERSION, states[0].key.length, *sizes, *largest], dtype=torch.float32)
         numbers = [part for state in states for part in (state.history.reshape(-1), state.scale)]
@@ -71,20 +74,20 @@ class ScaleStates:
 
     def load(self, tensor: Tensor) -> None:
         """From dump(); kept until a recipe needs it. Empty (another recipe's checkpoint): fresh scales."""
-        for direction in DIRECTIONS if tensor.numel() else ():
+        for direction in self.sizes if tensor.numel() else ():
             self._parse(tensor, direction)
         self._loaded, self._live = tensor.detach().clone(), {}
 
     def _parse(self, tensor: Tensor, direction: str) -> tuple[Tensor, Tensor, float]:
         """(history, scale, the fp8_max they were made for)."""
         length, *sizes = (int(value) for value in tensor[1 : HEADER - 2].tolist())
-        expected = [self.sizes[name] for name in DIRECTIONS]
+        expected = list(self.sizes.values())
         if sizes != expected or tensor.numel() != HEADER + (length + 1) * sum(sizes):
             raise ValueError(
                 f"extra state holds {sizes} forward and backward tensors in {tensor.numel()} numbers, this module has "
                 f"{expected}; load it into a module of the class that wrote it"
             )
-        index = DIRECTIONS.index(direction)
+        index = list(self.sizes).index(direction)
         parts = tensor[HEADER:].split([n for size in sizes for n in (length * size, size)])
         history, scale = parts[2 * index : 2 * index + 2]
         return history.view(length, sizes[index]), scale, tensor[HEADER - 2 + index].item()
@@ -96,11 +99,3 @@ class ScaleStates:
     def __getstate__(self) -> dict[str, Any]:
         """The numbers without the live states, for copying and pickling."""
         return {"sizes": self.sizes, "_live": {}, "_loaded": self.dump()}
-
-
-def _pool_key(recipe: DelayedScaling, direction: str, group: dist.ProcessGroup | None, device: torch.device) -> PoolKey:
-    formats = recipe.fp8_format.value
-    fp8_max = (formats.max_fwd if direction == "forward" else formats.max_bwd) * 2.0**-recipe.margin
-    if not (recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1):
-        group = None
-    return PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device)

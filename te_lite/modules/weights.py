@@ -57,9 +57,6 @@ class ParamSpec:
             self.init(value)
         if value is not param:
             param.quantize_(value)
-            self._keep_init(param, value)
-
-    def _keep_init(self, param: Tensor, value: Tensor) -> None:
         if self.preserve:
             param._high_precision_init_val = value.detach().cpu()
 
@@ -69,8 +66,8 @@ class ParamSpec:
         if param.device.type != "meta":
             self.fill(param, fork)
             if self.quantizer is not None:
-                value, param = param, nn.Parameter(quantized(param, self.quantizer))
-                self._keep_init(param, value)
+                filled, param = param, nn.Parameter(quantized(param, self.quantizer))
+                vars(param).update(vars(filled))  # the first value, where it was to be kept
         self.mark(param)
         return param
 
@@ -174,7 +171,7 @@ class WeightCache:
         its GEMM takes it (where fprop and dgrad differ in format too, by row alone)."""
         quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b
         key = (version, weight.data_ptr(), quantizer, for_dgrad, torch.is_inference_mode_enabled())
-        if first or self._q is None or self._key != key:
+        if first or self._key != key:
             with nvtx_range("te_lite.quantize"):
                 source = plain(weight.detach())
                 self._q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)

@@ -56,8 +56,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
-def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, bool, list[str]]:
-    """(method, fp8_buf, options without effect)."""
+def _method(name: str, options: Mapping[str, Any]) -> str:
+    """The method that `options`, which are checked, give to the GEMM."""
     if not isinstance(options, Mapping):
         raise TypeError(f"ub_cfgs[{name!r}]={options!r}: must be a dict of options, such as {{'method': 'auto'}}")
     for option in options:
@@ -79,10 +79,9 @@ def _checked(name: str, options: Mapping[str, Any]) -> tuple[str, bool, list[str
             f"ub_cfgs[{name!r}]: is_reduce_scatter={scatters} with method {method!r}, but that GEMM "
             f"{'scatters its output' if _scatters(name, method) else 'gathers its input'}; leave the option out"
         )
-    narrow = options.get("fp8_buf", False)
-    if not isinstance(narrow, bool):
-        raise TypeError(f"ub_cfgs[{name!r}]: fp8_buf={narrow!r} must be True or False")
-    return method, narrow, [f"{name}.{option}" for option in options if option in IGNORED]
+    if not isinstance(options.get("fp8_buf", False), bool):
+        raise TypeError(f"ub_cfgs[{name!r}]: fp8_buf={options['fp8_buf']!r} must be True or False")
+    return method
 
 
 def _scatters(name: str, method: str) -> bool:
@@ -110,16 +109,16 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
     for config in configs:
         if not isinstance(config, Mapping):
             raise TypeError(f"ub_cfgs holds {config!r}: each must be a dict, layer -> options")
-        found, found_narrow = dict(DEFAULTS), set()
+        found = dict(DEFAULTS)
         for name, options in config.items():
             if name not in DEFAULTS:
                 raise ValueError(
                     f"ub_cfgs names the layer {name!r}{_nearest(str(name), list(DEFAULTS))}: must be one of "
                     f"{tuple(DEFAULTS)}"
                 )
-            found[name], fp8, unused = _checked(name, options)
-            found_narrow |= {name} if fp8 else set()
-            ignored += unused
+            found[name] = _method(name, options)
+            ignored += [f"{name}.{option}" for option in options if option in IGNORED]
+        found_narrow = {name for name, options in config.items() if options.get("fp8_buf")}
         _settle_wgrad(found, config)
         if methods and (found, found_narrow) != (methods, narrow):
             differing = sorted({name for name in found if found[name] != methods[name]} | narrow ^ found_narrow)

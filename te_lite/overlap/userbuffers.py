@@ -55,13 +55,11 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if device.type == "cpu":
-        return torch.device("cpu")  # as tensors say it, without an index
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r}: must be 'cpu' or 'cuda', where the activations are")
-    if not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(device)!r}: there is no CUDA device here; pass device='cpu'")
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(0, device=device).device  # as tensors say it: an index on CUDA, none on the CPU
 
 
 def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Sequence[Any]) -> LayerMethods:
@@ -94,10 +92,14 @@ def initialize_ub(
     different between ranks; RuntimeError when called twice for a group or without torch.distributed.
     """
     global _generation
-    layers = wrong = place = None
+    wrong = None
     try:
         place = _device(device)
         layers = _checked(shape, dtype, ub_cfgs, _modes(use_fp8, quantization_modes))
+        tokens, hidden = map(int, shape)
+        options = {"shape": [tokens, hidden], "dtype": dtype, "strict": strict, "cuda_graphs": cuda_graphs}
+        options |= {"device": place.type, **layers.methods, "fp8_buf": sorted(layers.narrow)}
+        said = tuple(f"{name}={value}" for name, value in options.items())
     except Exception as error:  # of whatever kind: the other ranks wait for this one
         if not dist.is_initialized():
             raise
@@ -107,14 +109,7 @@ def initialize_ub(
     try:
         if ranks in _groups:
             wrong = RuntimeError(f"initialize_ub was called twice for the ranks {list(ranks)}: call destroy_ub() first")
-        if wrong is None:
-            tokens, hidden = map(int, shape)
-            options = {"dtype": dtype, "strict": strict, "cuda_graphs": cuda_graphs, "device": place.type}
-            options.update(layers.methods, fp8_buf=sorted(layers.narrow))
-            said = (f"shape={[tokens, hidden]}", *(f"{name}={value}" for name, value in options.items()))
-        else:
-            said = (f"{type(wrong).__name__}: {wrong}",)
-        check_agreement(ranks, exchange.all(said))
+        check_agreement(ranks, exchange.all(said if wrong is None else (f"{type(wrong).__name__}: {wrong}",)))
         if wrong is not None:
             raise wrong
         try:
@@ -198,18 +193,17 @@ def schedule_for(
         why = "sequence parallelism is off"
     else:
         ranks = dist.get_process_group_ranks(tp.group)
-        found = _groups.get(tuple(ranks))
-        if isinstance(found, Group) and found.device == device:
+        nothing = f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
+        found = _groups.get(tuple(ranks), nothing)
+        if not isinstance(found, Group):
+            why = found
+        elif found.device != device:
+            why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
+        else:
             label = layer if name in (None, layer) else f"{name} {layer}"
             narrow = {gemm for gemm in ("fprop", "dgrad", "wgrad") if f"{layer}_{gemm}" in found.layers.narrow}
             methods, remarks = _methods(tp.mode, flags, found.layers, layer)
             return Overlapped(tp, found, label, methods, remarks, strict, recipe, narrow), ""
-        if isinstance(found, Group):
-            why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
-        elif found:
-            why = found
-        else:
-            why = f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
     if strict:
         what = layer or "a linear"
         raise RuntimeError(f"{what}: overlap was asked for and does not happen: {why}; or leave out strict=True")

@@ -105,17 +105,10 @@ class Float8CurrentScalingQuantizer(CallerQuantizer):
     """
 
     def __init__(
-        self,
-        fp8_dtype: torch.dtype,
-        device: Any = None,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        with_amax_reduction: bool = False,
-        amax_reduction_group: dist.ProcessGroup | None = None,
-        force_pow_2_scales: bool = False,
-        amax_epsilon: float = 0.0,
-    ) -> None:
+        self, fp8_dtype: torch.dtype, device: Any = None, *, rowwise: bool = True, columnwise: bool = True,
+        with_amax_reduction: bool = False, amax_reduction_group: dist.ProcessGroup | None = None,
+        force_pow_2_scales: bool = False, amax_epsilon: float = 0.0,
+    ) -> None:  # fmt: skip
         _check_dtype("Float8CurrentScalingQuantizer", fp8_dtype, tuple(FP8_MAX))
         if with_amax_reduction and amax_reduction_group is None:
             raise ValueError(
@@ -138,15 +131,9 @@ class Float8BlockQuantizer(CallerQuantizer):
     """E4M3 in blocks of 1x128 (block_scaling_dim=1; columnwise 128x1) or 128x128 (2)."""
 
     def __init__(
-        self,
-        fp8_dtype: torch.dtype,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        amax_epsilon: float = 0.0,
-        force_pow_2_scales: bool = True,
-        block_scaling_dim: int = 2,
-    ) -> None:
+        self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
+    ) -> None:  # fmt: skip
         _check_dtype("Float8BlockQuantizer", fp8_dtype, (torch.float8_e4m3fn,))
         if block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim={block_scaling_dim!r}: must be 1 (1x128) or 2 (128x128); pass one")

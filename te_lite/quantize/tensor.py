@@ -87,8 +87,7 @@ class QuantizedTensor(torch.Tensor):
         return self._values(dtype)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
-        q = self.q if dtype == self.q.dtype else replace(self.q, dtype=dtype)
-        return q.dequantize().reshape(self.shape)
+        return replace(self.q, dtype=dtype).dequantize().reshape(self.shape)
 
     def quantize_(self, src: Tensor) -> QuantizedTensor:
         """Writes the numbers of `src` (any dtype, a shape that expands to self's), quantized anew, into self."""
@@ -106,12 +105,11 @@ class QuantizedTensor(torch.Tensor):
         if src.shape != self.shape or not _fits(new, q):
             values = (src if new is None else src._values(src.dtype)).to(self.device).expand(self.shape)
             new, _ = self.quantizer.quantize(source_of(values), row=q.row is not None, col=q.col is not None)
-        parts = [] if q.row is None else [(q.row, new.row), (q.row_scale, new.row_scale)]
-        if q.col is not None:
-            col, scale = (new.col, new.col_scale) if new.col is not None else new.format.make_col(new)
-            parts += [(q.col, col), (q.col_scale, scale)]
-        for old, fresh in parts:
-            old.copy_(fresh)
+        new = replace(new)  # src is not to keep what operand() may make
+        for layout, held in (("row", q.row), ("col", q.col)):
+            if held is not None:
+                for old, fresh in zip(q.operand(layout), new.operand(layout), strict=True):
+                    old.copy_(fresh)
 
     # layouts
 
