@@ -19,7 +19,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
@@ -35,8 +35,9 @@ from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
 from te_lite.ops.source import plain
 from te_lite.overlap import fused, ring, userbuffers
-from te_lite.overlap.buffers import Gather, following
+from te_lite.overlap.buffers import Gather
 from te_lite.overlap.collective import Collective, reduce_scatter
+from te_lite.overlap.programs import following
 from te_lite.overlap.schedule import Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
@@ -96,6 +97,7 @@ class Problem:
         # As many bytes as the operation moves: a gather of x, or of something as large as the rows that are scattered.
         product = self._operands("bf16").a.quantize(plain(self._random(self.m, shape.n)))[0]
         self.moved = self.x if shape.op == "AG" else product
+        self.residual = self._random(self.m, shape.n) if shape.op == "RS" else None
 
     def _operands(self, recipe: str):
         def no_state(direction: str) -> None:
@@ -124,10 +126,16 @@ class Problem:
         with self.group.operation(f"{self.shape.op} {way.__name__} {list(self.x.shape)}"):
             if self.shape.op == "RS":
                 return way.gemm_scatter(self.gemm, self.x, way.begin_scatter(self.gemm, self.x, self.group, **options))
-            gather = Gather(self.group, self.x, "row", own=False)
+            gather = Gather(self.group, self.x, "row", own=False, awaited=way is fused)
             out = way.gather_gemm(self.gemm, self.x, gather)
             gather.close()
             return out
+
+    def fused_with_residual(self) -> Tensor:
+        """A reduce-scatter that adds it in the same pass."""
+        scatter, gemm = fused.begin_scatter(self.gemm, self.x, self.group), replace(self.gemm, residual=self.residual)
+        with self.group.operation(f"{self.shape.op} with a residual {list(self.x.shape)}"):
+            return fused.gemm_scatter(gemm, self.x, scatter)
 
     def exact_sum(self) -> Tensor:
         """This rank's rows of the sum of the products, in fp32."""
@@ -161,6 +169,8 @@ def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candida
         ways["fused"] = lambda: problem.overlapped(fused)
         if problem.shape.op == "RS":
             ways["fused narrow"] = lambda: problem.overlapped(fused, narrow=True)
+            ways["with residual"] = problem.fused_with_residual
+            ways["residual after"] = lambda: problem.overlapped(fused).add_(problem.residual)
         if args.torch and has_torch_fused():
             ways["torch fused"] = bench.captured(problem.torch_fused)
     return [bench.Candidate(name, step) for name, step in ways.items()]
@@ -170,8 +180,9 @@ def relative_errors(problem: Problem, found: list[bench.Candidate]) -> dict[str,
     """Of a reduce-scatter's candidates, te_lite's own; one that fails here ends the run."""
     if problem.shape.op == "AG":
         return {}
-    exact, errors = problem.exact_sum(), {}
+    total, errors = problem.exact_sum(), {}
     for one in (one for one in found if one.name not in ("gemm", "copies", "torch fused")):
+        exact = total + problem.residual if "residual" in one.name else total
         error = (one.step().float() - exact).norm() / exact.norm()
         dist.all_reduce(error, dist.ReduceOp.MAX)
         errors[one.name] = float(error)

@@ -61,17 +61,15 @@ Mark = Any  # an event, microseconds of the host's clock, or a Future of them
 
 
 def describe(program: Any, kind: str, segment: int, rank: int, size: int) -> tuple[str, str]:
-    """(kind, name) of a segment of buffers.py's programs; ("", "") where it only sets flags or waits for room."""
+    """(kind, name) of a segment of programs.py; ("", "") where it only sets flags or has a kernel's time watched."""
     if kind == "gather":
         known = {0: ("copy", "gather"), size: ("wait", "for all"), size + 1: ("wait", "for what it sends")}
-        known[size + 2] = ("", "")
         return known.get(segment, ("wait", f"for rank {(rank + segment) % size}"))
-    pushes = program.segments - 5
-    last = {0: ("", ""), 1: ("copy", "rows of all"), 2: ("wait", "for partials"), 3: ("wait", "for what it sends")}
-    last[4] = ("", "")
-    if not 0 < segment <= pushes:
-        return last[max(segment - pushes, 0)]
-    step = (segment - 1) * (size - 1) // pushes
+    pushes = program.segments - 4
+    last = [("copy", "rows of all"), ("wait", "for partials"), ("wait", "for what it sends"), ("", "")]
+    if segment >= pushes:
+        return last[segment - pushes]
+    step = segment * (size - 1) // pushes
     return "copy", f"rows of {(rank + 1 + step) % size}"
 
 

@@ -75,7 +75,7 @@ class FusedGemm {
       const bool travels = !gather_ && static_cast<int>(i) != p.rank;
       maps.to[i] = boxes(to[i], travels && narrow_ ? 1 : 2, p.m, p.n, kTileRows / 2, wide);
     }
-    if (h) maps.h = tensor_map(h, 2, rows, 2 * p.n, kTileRows / 2);
+    if (h) maps.h = gather_ ? tensor_map(h, 2, rows, 2 * p.n, kTileRows / 2) : boxes(h, 2, p.m, p.n, kTileRows, wide);
     const unsigned act_bytes = act_t.empty() ? 2 : 1, box = h ? 64 : kBoxBytes / act_bytes;
     const int width = h ? 2 * p.n : p.n / 2;
     for (size_t i = 0; i < act.size(); ++i) {

@@ -5,6 +5,7 @@
 //                                                         192 and, not with B_T, 224
 //   RANKS                                        B_T      1: b lies as [k, n], for 16-bit types
 //   GATHER          1: all-gather, 0: reduce-scatter      NARROW   1: partials travel in fp8, see gemm_slots.h
+//   RESIDUAL        1: of a reduce-scatter's sum, as if it were one more slot, the last; not with NARROW
 //   SPLIT           1: fp8 products are summed in fp32 registers every 512 elements of K; with 128 COLUMNS
 //   ACT             of an all-gather's h = [gate | up], to be followed by silu(gate) * up: 0 nothing, 1 written beside h,
 //                   2 its largest magnitude, 3 both, in ACT_TYPE (e4m3, e5m2) by rows and by columns; with 256 COLUMNS
@@ -16,7 +17,7 @@
 //   others' rows   wait for the flag of rank + 1, rank + 2, ...; product + bias -> out
 // reduce-scatter
 //   others' rows   product -> the owner's staging, straight across the links; the last tile of a block sets its flag
-//   own rows       wait for the flags of a block; slots of rank + 1, rank + 2, ... + product + bias -> out
+//   own rows       wait for the flags of a block; slots of rank + 1, ... + residual + product + bias -> out
 //
 // Own blocks of a reduce-scatter follow `lag` blocks behind the others', so that links are busy from the first tile to
 // nearly the last one. Two warpgroups multiply a tile, 64 rows each, and hold it, rounded, in registers. They hand it over
@@ -246,10 +247,10 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
       if constexpr (!GATHER) if (own) {
         float2 total[16] = {};
 #pragma unroll
-        for (int from = 1; from < RANKS; from += kTogether, ring.advance()) {
+        for (int from = 1; from < RANKS + RESIDUAL; from += kTogether, ring.advance()) {
           bar_wait(shared.full + 8 * ring.stage, ring.phase);
 #pragma unroll
-          for (int s = 0; s < min(kTogether, RANKS - from); s++) {
+          for (int s = 0; s < min(kTogether, RANKS + RESIDUAL - from); s++) {
             add_slot(total, shared.stages + ring.stage * kStageBytes + s * kSlotBytes, group, row, lane);
           }
           asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // loads come here next

@@ -18,7 +18,7 @@ struct alignas(64) TensorMap {
 struct FusedMaps {
   TensorMap a, b;                  // [ranks * m, k]; [n, k] or, transposed, [k, n]
   TensorMap other;                 // [ranks * m, n], NARROW: bytes: what the others store here; all-gather: own rows of a [m, k]
-  TensorMap h;                     // GRAD: [ranks * m, 2 * n]
+  TensorMap h;                     // GRAD: [ranks * m, 2 * n]; RESIDUAL: [m, n]
   TensorMap to[kMostFusedRanks];   // [m, n]: in each rank's memory, where this one's rows for it go; its own, and all of
                                    // an all-gather's: out
   TensorMap act[kMostFusedRanks];  // of each rank's rows what is made of them: [m, width], bytes or of out's type, of

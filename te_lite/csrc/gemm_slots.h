@@ -102,15 +102,16 @@ __device__ __forceinline__ void load_slots(const Maps& maps, const Arguments& p,
   asm volatile("fence.proxy.async.global;" ::: "memory");
   for (int box = 0; box < kBoxes; box++) {
     const int col = at.col + box * kBoxColumns;
-    for (int first = 1; first < RANKS; first += kTogether, ring.advance()) {
+    for (int first = 1; first < RANKS + RESIDUAL; first += kTogether, ring.advance()) {
       const u32 to = shared.stages + ring.stage * kStageBytes, bar = shared.full + 8 * ring.stage;
-      const int count = min(kTogether, RANKS - first);
+      const int count = min(kTogether, RANKS + RESIDUAL - first);
       bar_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1);
       bar_expect(bar, count * kSlotBytes);
       for (int s = 0; s < count; s++) {
         const int source = (p.rank + first + s) % RANKS;
         const u32 slot = to + s * kSlotBytes;
-        load_box<false>(slot, &maps.other, bar, col, source * p.m + at.row);
+        const bool residual = RESIDUAL && source == p.rank;
+        load_box<false>(slot, residual ? &maps.h : &maps.other, bar, col, residual ? at.row : source * p.m + at.row);
         if (!NARROW) continue;
         // What lies beyond the matrix is not stored; only its address must be one.
         const int block = source * (p.n / 128) + min(col, p.n - 1) / 128, row = min(at.row, p.m - kTileRows);

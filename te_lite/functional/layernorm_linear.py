@@ -21,13 +21,13 @@ class LayerNormLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, spec: NormSpec, x: Tensor, *params: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        (plan,), (gamma, beta, weight, bias) = call.plans, params
+        (plan,), (gamma, beta, weight, bias, residual) = call.plans, params
         need_w = call.grad and weight.requires_grad
         made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
         needs = bool(norm_saved), need_w
         saved = plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1], need_w and not spec.returned)
         keeps_w = plan.keeps_weight(saved, weight, call.cached[0], needs[0])
-        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], keeps_w=keeps_w)
+        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], None, keeps_w, residual)
         if call.grad:
             save(ctx, *kept, weight if any(needs) else None, bias, *norm_saved)
             ctx.call, ctx.spec, ctx.needs, ctx.x_shape, ctx.x_dtype = call, spec, needs, x.shape, x.dtype
@@ -40,9 +40,9 @@ class LayerNormLinearFunction(torch.autograd.Function):
         call, (need_ln, need_w) = ctx.call, ctx.needs
         (plan,) = call.plans
         x, w, weight, bias, *norm_saved = load(ctx)
-        dy, needs = as_operand(dy, plan, grad=True), (need_ln, need_w, bias is not None and ctx.needs_input_grad[6])
-        take = norm_take(ctx, norm_saved, dln_out)
-        dln, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], dy, needs, take)
+        needs = need_ln, need_w, bias is not None and ctx.needs_input_grad[6]
+        operand, take = as_operand(dy, plan, grad=True), norm_take(ctx, norm_saved, dln_out)
+        dln, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], operand, needs, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
-        return None, None, *below, dw, in_dtype(db, bias)
+        return None, None, *below, dw, in_dtype(db, bias), dy if ctx.needs_input_grad[7] else None

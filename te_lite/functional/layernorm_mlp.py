@@ -27,7 +27,7 @@ def _then(
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
-    """h = norm(x) @ w1^T + b1;  y = activation(h) @ w2^T + b2; also norm(x) itself where the spec says so.
+    """h = norm(x) @ w1^T + b1;  y = activation(h) @ w2^T + b2 + residual; also norm(x) itself where the spec says so.
 
     Kept for backward: x and the norm's statistics, norm(x) as fc1's GEMM read it, h, activation(h) as fc2's GEMM read
     it. The gradient of h is never written in high precision under fp8: it is quantized as it is computed.
@@ -38,7 +38,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, spec: NormSpec, activation: str, x: Tensor, *params: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        (plan1, plan2), (gamma, beta, w1, b1, w2, b2) = call.plans, params
+        (plan1, plan2), (gamma, beta, w1, b1, w2, b2, residual) = call.plans, params
         need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad
         made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         need_ln = bool(norm_saved)
@@ -51,7 +51,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         keeps_w2 = plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1], need_h)
         h, kept1 = linear_forward(plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], then, keeps_w1)
         a = act(h, activation) if then is None or then.result is None else then.result
-        y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], keeps_w=keeps_w2)
+        y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual)
         if call.grad:
             save(ctx, *kept1, w1, b1, *kept2, w2, b2, h if need_h else None, *norm_saved)
             ctx.call, ctx.spec, ctx.activation = call, spec, activation
@@ -66,13 +66,13 @@ class LayerNormMLPFunction(torch.autograd.Function):
         plan1, plan2 = call.plans
         x1, q1, w1, b1, x2, q2, w2, b2, h, *norm_saved = load(ctx)
         grads = ctx.needs_input_grad
-        dy, needs = as_operand(dy, plan2, grad=True), (need_h, need_w2, b2 is not None and grads[9])
+        operand, needs = as_operand(dy, plan2, grad=True), (need_h, need_w2, b2 is not None and grads[9])
         needs1 = need_ln, need_w1, b1 is not None and grads[7]
         then = None
         if need_h and not needs1[2]:  # a bias' gradient sums that of h over tokens, which no GEMM does
             of = plan1.operands
             then = _then(plan1, of.dgrad.a, of.wgrad.a, ctx.activation, need_ln and need_w1, h)
-        da, dw2, db2 = linear_backward(plan2, (x2, q2), w2, call.weights[1], dy, needs, then=then)
+        da, dw2, db2 = linear_backward(plan2, (x2, q2), w2, call.weights[1], operand, needs, then=then)
         dln = dw1 = db1 = None
         if need_h:
             dh = dact(da, h, ctx.activation) if then is None or then.result is None else then.result
@@ -80,4 +80,5 @@ class LayerNormMLPFunction(torch.autograd.Function):
             dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], dh, needs1, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
-        return None, None, None, *below, dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2)
+        dres = dy if grads[10] else None
+        return None, None, None, *below, dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2), dres

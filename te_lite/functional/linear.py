@@ -49,12 +49,12 @@ def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QT
 
 def linear_forward(
     plan: LinearPlan, x: Input, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None,
-    then: Activated | None = None, keeps_w: bool = False,
+    then: Activated | None = None, keeps_w: bool = False, residual: Tensor | None = None,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
-    """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N], communication by the plan's schedule.
+    """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N] + residual, communication by the plan's schedule.
 
     needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None. then: what may be
-    computed of y with it. keeps_w: by plan.keeps_weight.
+    computed of y with it. keeps_w: by plan.keeps_weight. residual[..., N]: of M rows.
     """
     (need_x, need_w), fprop = needs, plan.operands.fprop
     with nvtx_range("te_lite.quantize"):
@@ -64,10 +64,12 @@ def linear_forward(
         bias = bias.to(plan.dtype).contiguous()
 
     plan.schedule.rows = xq.shape[0] * (plan.tp.size if plan.tp.gathers_input else 1)
-    in_gemm, in_sum = (bias, None) if plan.bias_in_gemm else (None, bias)
-    y = plan.schedule.fprop(
-        Product(wq, "row", plan.dtype, in_gemm, fprop.fast_accum, "te_lite.fprop", in_sum, then), xq
-    )
+    residual = None if residual is None else as_matrix(residual, plan.dtype)
+    in_gemm, *in_sum = (bias, None, None) if plan.bias_in_gemm else (None, bias, residual)
+    gemm = Product(wq, "row", plan.dtype, in_gemm, fprop.fast_accum, "te_lite.fprop", *in_sum, then)
+    y = plan.schedule.fprop(gemm, xq)
+    if residual is not None and plan.bias_in_gemm:
+        y.add_(residual)
     if not need_x:
         return y, (kept, None)
     if keeps_w:
@@ -174,17 +176,22 @@ def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Input:
     return plain(as_matrix(x, plan.dtype))
 
 
-def as_output(
-    y: Tensor, x_shape: torch.Size, quantizer: Quantizer | None = None, tp: TensorParallel | None = None
-) -> Tensor:
-    """y[M, N] as [..., N] with the leading dimensions of x_shape, not a view of anything; quantized when a quantizer is
-    given. tp: of the linear that made y, where a gather or a scatter of tokens has changed the first dimension."""
+def output_shape(x_shape: torch.Size, features: int, tp: TensorParallel | None) -> tuple[int, ...]:
+    """Of y for x of x_shape. tp: of the linear, where a gather or a scatter of tokens changes the first dimension."""
     leading = list(x_shape[:-1])
     if tp is not None and tp.gathers_input:
         leading[0] *= tp.size
     elif tp is not None and tp.gathers_grad:
         leading[0] //= tp.size
-    shape = (*leading, y.shape[-1])
+    return (*leading, features)
+
+
+def as_output(
+    y: Tensor, x_shape: torch.Size, quantizer: Quantizer | None = None, tp: TensorParallel | None = None
+) -> Tensor:
+    """y[M, N] as [..., N] with the leading dimensions of x_shape, not a view of anything; quantized when a quantizer is
+    given. tp: as of output_shape."""
+    shape = output_shape(x_shape, y.shape[-1], tp)
     if quantizer is not None:
         return QuantizedTensor(quantizer.quantize(plain(y))[0], shape)
     return y if y.shape == shape else _unsafe_view(y, shape)
@@ -202,15 +209,16 @@ def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N]."""
+    """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N]."""
 
     @staticmethod
     @without_amp
-    def forward(ctx: Any, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: Call, x: Tensor, *params: Tensor | None) -> Tensor:
+        weight, bias, residual = params
         (plan,) = call.plans
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
         operand = as_operand(x, plan, grad=False)
-        y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0])
+        y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0], residual=residual)
         if call.grad:
             original = x if need_w and plan.keep_original else None
             save(ctx, *kept, weight if need_x or need_w else None, bias, original)
@@ -228,9 +236,9 @@ class LinearFunction(torch.autograd.Function):
             quantizer = plan.operands.wgrad.b
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
-        dy, needs = as_operand(dy, plan, grad=True), (need_x, need_w, bias is not None and ctx.needs_input_grad[3])
-        dx, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], dy, needs)
+        operand, needs = as_operand(dy, plan, grad=True), (need_x, need_w, bias is not None and ctx.needs_input_grad[3])
+        dx, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], operand, needs)
         close_pass(call)
         if dx is not None:
             dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
-        return None, dx, dw, in_dtype(db, bias)
+        return None, dx, dw, in_dtype(db, bias), dy if ctx.needs_input_grad[4] else None

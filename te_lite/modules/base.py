@@ -144,10 +144,10 @@ class TeLiteModule(nn.Module):
 
     # the dimension that sequence parallelism splits
 
-    def _sequence_first(self, inp: Tensor, quantized: bool = False) -> Tensor:
+    def _sequence_first(self, inp: Tensor | None, quantized: bool = False) -> Tensor | None:
         """A view of inp with the dimension that sequence parallelism splits in front; the rest of the module sees
         tokens. quantized: an output or gradient is to be, which has no strides."""
-        if not (self.sequence_dim and self.sequence_parallel):
+        if inp is None or not (self.sequence_dim and self.sequence_parallel):
             return inp
         if inp.dim() < self.sequence_dim + 2 or quantized or isinstance(inp, QuantizedTensor):
             raise ValueError(

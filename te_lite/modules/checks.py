@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.autocast import State
+from te_lite.functional.linear import output_shape
+from te_lite.functional.plan import LinearPlan
 from te_lite.ops.source import DTYPES
 from te_lite.overlap import userbuffers
 from te_lite.overlap.config import LAYERS
@@ -78,15 +80,13 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
     if inp.device != weight.device:
         raise ValueError(f"{owner} got an input on {inp.device}, its weight is on {weight.device}; move one of them")
     kind = inp.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    elif inp.dtype != weight.dtype:
+    autocasts = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocasts else inp.dtype
+    if not autocasts and inp.dtype != weight.dtype:
         raise TypeError(
             f"{owner} got an input of {inp.dtype} but its parameters are {weight.dtype}: outside of "
             "torch.amp.autocast they must agree; cast the input or set params_dtype"
         )
-    else:
-        dtype = inp.dtype
     if dtype not in DTYPES:
         raise TypeError(f"{owner} got an input of {dtype}: must be bfloat16, float16 or float32; cast it first")
     if inp.dim() == 1 and module.sequence_parallel:
@@ -105,6 +105,19 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
             f"of its input, which is scattered over tp_size={module.tp_size} ranks: must be a multiple of that; pad it"
         )
     return dtype
+
+
+def check_residual(residual: Tensor | None, plan: LinearPlan, inp: Tensor, weight: Tensor, inner: bool = False) -> None:
+    """A residual is what the output will be, so that nothing is broadcast or rounded. inner: the linear's input is made
+    of inp in the module, and its output has inp's tokens."""
+    if residual is None:
+        return
+    wanted = output_shape(inp.shape, weight.shape[0], None if inner else plan.tp), plan.dtype, weight.device
+    if (tuple(residual.shape), residual.dtype, residual.device) != wanted:
+        raise ValueError(
+            f"residual {list(residual.shape)} of {residual.dtype} on {residual.device} for an output {list(wanted[0])} "
+            f"of {wanted[1]} on {wanted[2]}: must be like it; cast it, or add it to the output afterwards"
+        )
 
 
 def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:

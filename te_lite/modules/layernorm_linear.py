@@ -43,6 +43,6 @@ class LayerNormLinear(_OneLinear):
         add_norm(self, in_features, given)
         self._setup_linear(given)
 
-    def _compute(self, call: Call, inp: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         norm = self.layer_norm_weight, self.layer_norm_bias
-        return self._run(LayerNormLinearFunction, call, spec_of(self), inp, *norm, weight, bias)
+        return self._run(LayerNormLinearFunction, call, spec_of(self), inp, *norm, *weights)

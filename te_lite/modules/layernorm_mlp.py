@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_lite.checkpoint import checkpoint as recompute
 from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
+from te_lite.modules import checks
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.linear import linear_specs
 from te_lite.modules.norm import add_norm, spec_of
@@ -63,22 +64,25 @@ class LayerNormMLP(TeLiteModule):
         for name, (weight_spec, bias_spec) in (("fc1", fc1), ("fc2", fc2)):
             self._add_params({f"{name}_weight": weight_spec, f"{name}_bias": bias_spec if bias else None})
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, *, residual: Tensor | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the
-        norm's output comes last. is_first_microbatch is Linear's."""
-        inp = self._sequence_first(inp)
+        norm's output comes last. is_first_microbatch and residual are Linear's."""
+        inp, residual = self._sequence_first(inp), self._sequence_first(residual)
         if self.checkpoint and torch.is_grad_enabled():
-            out, ln_out = recompute(self._forward, inp, is_first_microbatch, use_reentrant=False)
+            out, ln_out = recompute(self._forward, inp, is_first_microbatch, residual, use_reentrant=False)
         else:
-            out, ln_out = self._forward(inp, is_first_microbatch)
+            out, ln_out = self._forward(inp, is_first_microbatch, residual)
         return self._outputs(out, self.fc2_bias if self.use_bias else None, ln_out)
 
-    def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+    def _forward(
+        self, inp: Tensor, is_first_microbatch: bool | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         norm, fc1, fc2 = (self.layer_norm_weight, self.layer_norm_bias), self.fc1_weight, self.fc2_weight
         call = self._begin(inp, (fc1, fc2), is_first_microbatch, fp8_output=False, fp8_grad=False)
+        checks.check_residual(residual, call.plans[1], inp, fc2, inner=True)
         fc1_bias = self.fc1_bias if self.use_bias else None
         fc2_bias = self.fc2_bias if self.use_bias and not self.return_bias else None
-        args = (spec_of(self), self.activation, inp, *norm, fc1, fc1_bias, fc2, fc2_bias)
+        args = (spec_of(self), self.activation, inp, *norm, fc1, fc1_bias, fc2, fc2_bias, residual)
         return self._run(LayerNormMLPFunction, call, *args)
 
     def extra_repr(self) -> str:

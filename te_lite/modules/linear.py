@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from te_lite.autocast import model_init
 from te_lite.functional.linear import Call, LinearFunction
+from te_lite.modules import checks
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.weights import Init, ParamSpec, adjacent, default_init, join
 from te_lite.parallel import shard
@@ -97,19 +98,23 @@ class _OneLinear(TeLiteModule):
         return sum(getattr(self, name)._version for name in self.weight_names)
 
     def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
-    ) -> Any:
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False,
+        *, residual: Tensor | None = None,
+    ) -> Any:  # fmt: skip
         """x [..., in_features] -> y [..., out_features]; with return_bias (y, bias); with return_layernorm_output the
         norm's output comes last.
 
         is_first_microbatch: True quantizes the weight and keeps it, False reuses it, None (default) keeps nothing.
         fp8_output, fp8_grad: give y, or the gradient of x, as a QuantizedTensor (under an fp8 recipe).
+        residual [..., out_features]: added to y, of whose shape, dtype and device it is (else ValueError); where y is
+        the sum of a fused or ring reduce-scatter in the same pass, before the only rounding.
         """
         weight = join([getattr(self, name) for name in self.weight_names])
         bias = join([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
-        inp = self._sequence_first(inp, fp8_output or fp8_grad)
+        inp, residual = (self._sequence_first(t, fp8_output or fp8_grad) for t in (inp, residual))
         call = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad)
-        out, ln_out = self._compute(call, inp, weight, None if self.return_bias else bias)
+        checks.check_residual(residual, call.plans[0], inp, weight)
+        out, ln_out = self._compute(call, inp, weight, None if self.return_bias else bias, residual)
         return self._outputs(out, bias, ln_out)
 
 
@@ -147,8 +152,8 @@ class Linear(_OneLinear):
         self.save_original_input = save_original_input
         self._setup_linear(given)
 
-    def _compute(self, call: Call, inp: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-        return self._run(LinearFunction, call, inp, weight, bias), None
+    def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, None]:
+        return self._run(LinearFunction, call, inp, *weights), None
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, mode={self.parallel_mode}, tp_size={self.tp_size}"

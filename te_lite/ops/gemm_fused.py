@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     """What the kernel is compiled for. scales: "none", "tensor" (of a also one a rank) or "row". b_t: b[N, K] lies as
     [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of swiglu of a gather's output,
     or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there. narrow: as ops/narrow.py makes them a
-    scatter's partials travel."""
+    scatter's partials travel. residual: it is added to a scatter's sum."""
 
     gather: bool
     a: torch.dtype
@@ -50,6 +50,7 @@ class Kind(NamedTuple):
     grad: bool = False
     fp8: torch.dtype = FP8[0]
     narrow: bool = False
+    residual: bool = False
 
     @property
     def macros(self) -> list[str]:
@@ -57,7 +58,7 @@ class Kind(NamedTuple):
         values |= {"SCALES": _SCALES.index(self.scales), "RANKS": self.ranks, "COLUMNS": self.columns}
         values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
         values |= {"NARROW": int(self.narrow), "ACT": _ACTS.index(self.act), "GRAD": int(self.grad)}
-        values |= {"ACT_TYPE": _TYPES[self.fp8]}
+        values |= {"ACT_TYPE": _TYPES[self.fp8], "RESIDUAL": int(self.residual)}
         return [f"-D{name}={value}" for name, value in values.items()]
 
 
@@ -119,7 +120,8 @@ def launch(
     tensors: Sequence[Tensor | None], numbers: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
     h: Tensor | None = None, scales_to: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first; the last may be left out."""
+    """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first; the last may be left out.
+    h: as in its FusedMaps."""
     index = a.device.index
     delta, *rest = numbers
     padding = (0,) * _C.MOST_FUSED_RANKS

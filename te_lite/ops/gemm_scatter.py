@@ -1,7 +1,7 @@
 """GEMM + reduce-scatter in one launch, by csrc/gemm_fused.cu.
 
 others' rows of a @ b^T   stored straight into the owner's staging, across the links, and flagged block by block
-this rank's rows          once their flags are there: slots + product + bias, in fp32, rounded once
+this rank's rows          once their flags are there: slots + residual + product + bias, in fp32, rounded once
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ def gemm_scatter(
     a: Tensor, b: Tensor, to: Sequence[int], arrived: Sequence[int], staging: Tensor, ready: Tensor, free: Tensor,
     counters: Tensor, epoch: Tensor, delta: int, abort: Tensor, rank: int, a_scale: Tensor | None = None,
     b_scale: Tensor | None = None, bias: Tensor | None = None, fast_accum: bool = True, narrow: Narrow | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """out[m, N] = sum over ranks of a[R*m, K] @ b[N, K]^T * scales, this rank's rows, + bias[N]; rounded once.
+    """out[m, N] = sum over ranks of a[R*m, K] @ b[N, K]^T * scales, this rank's rows, + bias[N] + residual[m, N],
+    which is of out's type; rounded once.
 
     to[r]: address of [m, N] in rank r's memory, its staging[this rank]; arrived[r]: there, of its ready[this rank, 0].
     staging[R, m, N], of out's type bf16 or fp16; its own entry is not read. ready int32 [R, P], P at least blocks(m):
@@ -60,7 +62,7 @@ def gemm_scatter(
     may be written once free[r] has reached epoch[0] + delta - 1. counters: int32, R * blocks(m) + 1 zeros, zeros again
     at the end. The order of sums is that of ops/reduce.py: the same bits on every run. Garbage after an abort. Scales:
     fp32 inverses, both or none; a_scale [1] or [R*m], b_scale [1] or [N]. a, b, fast_accum: as in ops/gemm_gather.py.
-    narrow: m and N are multiples of 128 then, and partials are rounded from fp32.
+    narrow: m and N are multiples of 128 then, and partials are rounded from fp32; not with a residual.
     Errors: ValueError, TypeError.
     """
     ranks, m, n = staging.shape
@@ -81,6 +83,14 @@ def gemm_scatter(
         raise ValueError(
             f"flags and counters {found}: must be {needed}, the second and the last or more; reserve as many"
         )
+    if residual is not None and not (
+        residual.shape == (m, n) and residual.dtype == dtype and fused.aligned(residual) and narrow is None
+    ):
+        raise ValueError(
+            f"residual {list(residual.shape)} of {residual.dtype}, strides {residual.stride()}, partials of "
+            f"{staging.dtype}: must be contiguous {[m, n]} of {dtype} from a multiple of {fused.ALIGNMENT} bytes on, "
+            "and partials not narrow; pass a clone, or add it afterwards"
+        )
     scales = fused.widest(*fused.scale_kinds(a_scale, b_scale, ranks * m, n))
     if scales == "row":
         a_scale, b_scale = a_scale.expand(ranks * m).contiguous(), b_scale.expand(n).contiguous()
@@ -92,11 +102,12 @@ def gemm_scatter(
     pairs, columns = -(-m // ROWS) // count, -(-n // wide)
     behind = lag((ranks - 1) * pairs * columns, count, clusters)
     fused.launch(
-        Kind(False, a.dtype, b.dtype, scales, dtype, ranks, fused.transposed(b), wide, split, narrow=bool(narrow)),
+        Kind(False, a.dtype, b.dtype, scales, dtype, ranks, fused.transposed(b), wide, split, narrow=bool(narrow),
+             residual=residual is not None),
         min(clusters, ranks * count * pairs * columns),
         a, b, staging, [*to[:rank], out.data_ptr(), *to[rank + 1 :]], arrived,
         (ready, free, counters, epoch, abort, a_scale, None, b_scale, bias, None, None, None, narrow and narrow.scales),
         (delta, m, n, a.shape[1], rank, ready.shape[1], count, behind, pairs, columns, m if scales == "row" else 0),
-        scales_to=narrow.to if narrow else (),
+        h=residual, scales_to=narrow.to if narrow else (),
     )  # fmt: skip
     return out

@@ -13,17 +13,15 @@ that fills the device and waits for that copy would leave no room.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from te_lite import _C
 from te_lite.ops.gemm import placed
 from te_lite.ops.reduce import reduce_slots
-from te_lite.overlap.arena import Arena, aligned
+from te_lite.overlap.arena import Arena
+from te_lite.overlap.programs import WORD, gather_program, part_offsets, scatter_program, targets
 from te_lite.quantize.qtensor import Layout, QTensor
 
 if TYPE_CHECKING:
@@ -31,14 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAIN, COPY = 0, 1  # streams of a program: the caller's, and that of the copy engine
-WORD = 4  # bytes of a flag
-MOST_PROGRAMS = 512  # kept; each token count makes some, and a run with ever new ones must not fill the memory
-
-
-def following(rank: int, size: int) -> list[int]:
-    """The other ranks in the order in which `rank` reads from them: rank + 1, rank + 2, ... (mod size)."""
-    return [(rank + i) % size for i in range(1, size)]
+MOST_MADE = 1024  # programs and views kept; each token count makes some, and ever new ones must not fill the memory
 
 
 class Buffer:
@@ -53,7 +44,7 @@ class Buffer:
         self.arena, self.name, self.slots, self.pieces, self.words = arena, name, slots, pieces, words
         self.capacity = arena.slot_bytes(name)
         self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
-        self.programs: dict[tuple, Any] = {}
+        self._made: dict[tuple, Any] = {}
         self.counters = torch.zeros(slots, arena.size * pieces + 1, dtype=torch.int32, device=arena.device)
         self._first_flag = first_flag
         self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * slots
@@ -84,10 +75,7 @@ class Buffer:
 
     def flags(self, slot: int) -> tuple[Tensor, Tensor]:
         """This rank's flags of a slot: (ready, int32 [R, pieces]; free, [R])."""
-        size, words = self.arena.size, self.arena.view("flags", 0, self.arena.rank).view(torch.int32)
-        first = self._first_flag + slot * size * (self.pieces + 1)
-        ready, free = words[first : first + size * (self.pieces + 1)].split([size * self.pieces, size])
-        return ready.view(size, self.pieces), free
+        return self.cached(_flags, slot)
 
     def epoch(self, slot: int, epoch: int) -> tuple[Tensor, int]:
         """(word, delta) whose sum is the epoch of this use, for kernels: under CUDA graphs the word alone."""
@@ -100,100 +88,56 @@ class Buffer:
     def cached(self, build: Callable[..., T], *args: Any) -> T:
         """build(self, *args), made once for each."""
         key = (build, *args)
-        program = self.programs.get(key)
-        if program is None:
-            if len(self.programs) >= MOST_PROGRAMS:
-                self.programs.clear()
-            program = self.programs[key] = build(self, *args)
-        return program
+        made = self._made.get(key)
+        if made is None:
+            if len(self._made) >= MOST_MADE:
+                self._made.clear()
+            made = self._made[key] = build(self, *args)
+        return made
 
 
-def part_offsets(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Where in a slot each part of a gathered tensor begins; sizes: bytes of one rank's shard of each part."""
-    return list(accumulate((aligned(size * ranks) for size in sizes), initial=0))[:-1]
+def _flags(buffer: Buffer, slot: int) -> tuple[Tensor, Tensor]:
+    size, words = buffer.arena.size, buffer.arena.view("flags", 0, buffer.arena.rank).view(torch.int32)
+    first = buffer._first_flag + slot * size * (buffer.pieces + 1)
+    ready, free = words[first : first + size * (buffer.pieces + 1)].split([size * buffer.pieces, size])
+    return ready.view(size, buffer.pieces), free
 
 
-def gathered_bytes(sizes: Sequence[int], ranks: int) -> int:
-    """What a gather of shards of these parts takes of a slot."""
-    return sum(aligned(size * ranks) for size in sizes)
-
-
-def _gather_program(buffer: Buffer, slot: int, sizes: tuple[int, ...], rows: int, own: bool) -> _C.Program:
-    """Segments: 0 push the shard to the others, and to this rank's own slot where that is wanted; i = 1 .. R-1 wait for
-    rank + i; R wait for all; R+1 free all; R+2 a kernel of the caller's waits.
-
-    sizes: bytes of each part of a shard; argument i is part i of the own. rows: in how many rows it is put beside the
-    others' parts; 1: it follows them.
-
-    The own shard goes last: it may have to wait for multiprocessors, and a kernel that occupies all of them while it
-    waits for others, on any rank, must find their pushes under way.
-    """
-    arena, rank, size = buffer.arena, buffer.arena.rank, buffer.arena.size
-    program = _C.Program(f"all-gather in {buffer.name}[{slot}]")
-    # The reader that comes to this rank's data first is the one before it.
-    readers = [*reversed(following(rank, size))]
-    for peer in [*readers, rank]:
-        program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
-    program.after(COPY, MAIN)
-    own_by = COPY if buffer.words is None else MAIN
-    for peer, stream in [*((peer, COPY) for peer in readers), *[(rank, own_by)] * own]:
-        base = arena.address(buffer.name, slot, peer)
-        for part, (offset, n) in enumerate(zip(part_offsets(sizes, size), sizes, strict=True)):
-            width, to = n // rows, base + offset + rank * (n // rows)
-            if n:
-                program.copy(stream, -1, to, part, 0, width, rows, width * size, width)
-        program.set(stream, buffer.ready(slot, peer, rank), 0)
-    for source in following(rank, size):
-        program.cut()
-        program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
-    program.cut()
-    for source in [*following(rank, size), *[rank] * own]:
-        program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
-    program.cut()
-    _free(program, [buffer.free(slot, source, rank) for source in range(size)], buffer)
-    _expect(program, buffer, slot, 0)
-    return program
-
-
-def _free(program: _C.Program, flags: list[int], buffer: Buffer, pushed: bool = True) -> None:
-    """Tells the writers that what they have sent has been read; and what was pushed from here has left, so that its
-    memory may be used again. The copy stream sets the flags, for a write across the links takes the caller's some
-    microseconds; not in a graph, which ends with the caller's stream."""
-    stream = COPY if buffer.words is None else MAIN
-    if pushed:
-        program.after(MAIN, COPY)
-    program.after(stream, MAIN)
-    for flag in flags:
-        program.set(stream, flag, 0)
-
-
-def _expect(program: _C.Program, buffer: Buffer, slot: int, piece: int) -> None:
-    """A segment that has the time watched which a kernel of the caller's waits for data."""
-    program.cut()
-    for source in following(buffer.arena.rank, buffer.arena.size):
-        program.expect(buffer.ready(slot, buffer.arena.rank, source, piece), 0, source, "data from")
+def _parts(
+    buffer: Buffer, slot: int, source: int | None, dim: int, kinds: tuple[tuple[torch.dtype, torch.Size], ...]
+) -> list[Tensor]:  # fmt: skip
+    """The parts of a gathered tensor, of one source or of all, where they lie. kinds: type and shape of each part
+    in a shard. dim: along which shards are put together."""
+    memory, ranks, views = buffer.arena.view(buffer.name, slot, buffer.arena.rank), buffer.arena.size, []
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in kinds]
+    for (dtype, shape), offset, size in zip(kinds, part_offsets(sizes, ranks), sizes, strict=True):
+        whole = memory[offset : offset + size * ranks].view(dtype)
+        whole = whole.view(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
+        views.append(whole if source is None else whole.narrow(dim, source * shape[dim], shape[dim]))
+    return views
 
 
 class Gather:
     """An all-gather in flight: the wire format of `q` from every rank, in rank order.
 
-    own: this rank's shard is wanted in the buffer too (else it is used where it is). A shard has arrived once the first
-    flag of its source is set. Between the constructor and close() the data may be read; QTensors made from it are
+    own: this rank's shard is wanted in the buffer too (else it is used where it is). awaited: a kernel of the caller's
+    waits for the shards; should it wait for too long, the group breaks. A shard has arrived once the first flag of its
+    source is set. Between the constructor and close() the data may be read; QTensors made from it are
     borrowed. Where the format gathers_columns, shards of the col layout are put side by side as they arrive.
     """
 
-    def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool) -> None:
+    def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool, awaited: bool = False) -> None:
         self.group, self.q, self.layout = group, q, layout
         self.buffer = group.buffer("gather")
         self._wire = [part.contiguous() for part in q.wire(layout)]
-        sizes = tuple(part.nbytes for part in self._wire)
-        self.offsets = part_offsets(sizes, group.size)
+        sizes = tuple([part.nbytes for part in self._wire])
         self.slot, self.epoch = self.buffer.take()
-        self._dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are put together
-        self.program = self.buffer.cached(_gather_program, self.slot, sizes, q.shape[1] if self._dim else 1, own)
+        dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are put together
+        self._kinds = dim, tuple([(part.dtype, part.shape) for part in self._wire])
+        self.program = self.buffer.cached(gather_program, self.slot, sizes, q.shape[1] if dim else 1, own, awaited)
         self.own = own
         self.sent = sum(sizes) * (group.size - 1)  # bytes
-        self._addresses = tuple(part.data_ptr() for part in self._wire)
+        self._addresses = tuple([part.data_ptr() for part in self._wire])
         self._issue(0)
 
     def _issue(self, segment: int) -> None:
@@ -201,77 +145,34 @@ class Gather:
 
     def parts(self, source: int | None = None) -> tuple[Tensor, ...]:
         """The parts of one source, or of all, as they lie in the arena, arrived or not."""
-        memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
-        views = []
-        for part, offset in zip(self._wire, self.offsets, strict=True):
-            shape, own = list(part.shape), part.shape[self._dim]
-            shape[self._dim] *= self.group.size
-            whole = memory[offset : offset + part.nbytes * self.group.size].view(part.dtype).view(shape)
-            # A vector of scales of an odd number of rows begins where no GEMM may read it.
-            views.append(placed(whole if source is None else whole.narrow(self._dim, source * own, own)))
-        return tuple(views)
+        views = self.buffer.cached(_parts, self.slot, source, *self._kinds)
+        # A vector of scales of an odd number of rows begins where no GEMM may read it.
+        return tuple([placed(view) for view in views])
+
+    def _arrived(self, rows: int, source: int | None) -> QTensor:
+        q = self.q.from_wire(self.parts(source), self.layout, rows)
+        q.borrowed = True
+        return q
 
     def shard(self, source: int) -> QTensor:
         """The shard of another rank, once it has arrived."""
         self._issue((source - self.group.rank) % self.group.size)
-        return replace(self.q.from_wire(self.parts(source), self.layout, self.q.shape[0]), borrowed=True)
+        return self._arrived(self.q.shape[0], source)
 
     def whole(self) -> QTensor:
         """The gathered tensor, once all of it has arrived."""
         assert self.own
         self._issue(self.group.size)
-        return replace(self.q.from_wire(self.parts(), self.layout, self.q.shape[0] * self.group.size), borrowed=True)
-
-    def expect(self) -> None:
-        """A kernel that is to come waits for the shards: should it wait for too long, the group breaks."""
-        self._issue(self.group.size + 2)
+        return self._arrived(self.q.shape[0] * self.group.size, None)
 
     def close(self) -> None:
         """What has been read will not be read again, and this rank's shard has left."""
         self._issue(self.group.size + 1)
 
 
-def _targets(buffer: Buffer, slot: int, size_bytes: int) -> tuple[list[int], list[int]]:
-    """Of each rank, where this one's partial for it goes, and its first ready flag: addresses."""
-    arena, ranks = buffer.arena, range(buffer.arena.size)
-    to = [arena.address(buffer.name, slot, rank) + arena.rank * size_bytes for rank in ranks]
-    return to, [buffer.ready(slot, rank, arena.rank) for rank in ranks]
-
-
-def _scatter_program(buffer: Buffer, slot: int, size_bytes: int, cuts: tuple[int, ...], pieces: int) -> _C.Program:
-    """Segments: 0 wait for room; then cuts[0] times: push argument 0, a piece of it, to rank + 1, and so on for
-    rank + 2, ...; then those of Scatter: push argument 0, all ranks' partials; wait for all; free all; a kernel of the
-    caller's waits, also for room.
-
-    A piece sets all the flags of its share of the rows."""
-    rank, size = buffer.arena.rank, buffer.arena.size
-    to, arrived = _targets(buffer, slot, size_bytes)
-    program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")
-    for peer in following(rank, size):
-        program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
-    program.cut()
-    for peer, cut in zip(following(rank, size), cuts, strict=bool(cuts)):
-        base, piece = to[peer], size_bytes // cut
-        for index in range(cut):
-            program.after(COPY, MAIN)
-            program.copy(COPY, -1, base + index * piece, 0, 0, piece)
-            for flag in range(index * pieces // cut, (index + 1) * pieces // cut):
-                program.set(COPY, arrived[peer] + WORD * flag, 0)
-            program.cut()
-    program.after(COPY, MAIN)
-    for peer in following(rank, size):
-        program.copy(COPY, -1, to[peer], 0, peer * size_bytes, size_bytes)
-        for flag in range(pieces):
-            program.set(COPY, arrived[peer] + WORD * flag, 0)
-    program.cut()
-    for source in following(rank, size):
-        program.wait(MAIN, buffer.ready(slot, rank, source, pieces - 1), 0, source, "data from")
-    program.cut()
-    _free(program, [buffer.free(slot, source, rank) for source in following(rank, size)], buffer, pushed=bool(cuts))
-    _expect(program, buffer, slot, pieces - 1)
-    for peer in following(rank, size):
-        program.expect(buffer.free(slot, rank, peer), -1, peer, "room at")
-    return program
+def _staging(buffer: Buffer, slot: int, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
+    memory, ranks = buffer.arena.view(buffer.name, slot, buffer.arena.rank), buffer.arena.size
+    return memory[: ranks * shape[0] * shape[1] * dtype.itemsize].view(dtype).view(ranks, *shape)
 
 
 class Scatter:
@@ -293,12 +194,10 @@ class Scatter:
         assert pieces <= self.buffer.pieces and not any(shape[0] % cut or pieces % cut for cut in self.cuts)
         self.bytes = shape[0] * shape[1] * dtype.itemsize
         self.slot, self.epoch = self.buffer.take()
-        self.program = self.buffer.cached(_scatter_program, self.slot, self.bytes, self.cuts, pieces)
+        self.program = self.buffer.cached(scatter_program, self.slot, self.bytes, self.cuts, pieces)
         self.sent = self.bytes * (group.size - 1)
-        self._whole, self._wait, self._free, self._expect = range(1 + sum(self.cuts), 5 + sum(self.cuts))  # segments
+        self._whole, self._wait, self._free, self._expect = range(sum(self.cuts), 4 + sum(self.cuts))  # segments
         self._pushed: list[Tensor] = []
-        if not blocks:
-            self._issue(0)
 
     def _issue(self, segment: int, address: int = 0) -> None:
         self.group.issue(self, segment, (address,))
@@ -309,7 +208,7 @@ class Scatter:
         shape = (self.shape[0] // self.cuts[step], self.shape[1])
         assert partial.shape == shape and partial.dtype == self.dtype and partial.is_contiguous()
         self._pushed.append(partial)
-        self._issue(1 + sum(self.cuts[:step]) + piece, partial.data_ptr())
+        self._issue(sum(self.cuts[:step]) + piece, partial.data_ptr())
 
     def push_all(self, partials: Tensor) -> None:
         """partials[R*m, N] of all ranks, in one call, to be on their way once the caller's stream has computed them."""
@@ -321,25 +220,27 @@ class Scatter:
     @property
     def staging(self) -> Tensor:
         """What the others push to this rank, [R, m, N] by source; its own entry is not used."""
-        memory = self.buffer.arena.view(self.buffer.name, self.slot, self.group.rank)
-        return memory[: self.bytes * self.group.size].view(self.dtype).view(self.group.size, *self.shape)
+        return self.buffer.cached(_staging, self.slot, self.dtype, self.shape)
 
     @property
     def targets(self) -> tuple[list[int], list[int]]:
-        return self.buffer.cached(_targets, self.slot, self.bytes)
+        return self.buffer.cached(targets, self.slot, self.bytes)
 
-    def reduce(self, own: Tensor, bias: Tensor | None = None, take: Callable[[Tensor, Tensor, int], Any] | None = None):
-        """The sum of all ranks' partials of this rank's rows and bias[N], in the wire's dtype; own[m, N] may be wider.
-        take: what reads them instead; its result is returned. Closes."""
+    def reduce(
+        self, own: Tensor, bias: Tensor | None = None, take: Callable[[Tensor, Tensor, int], Any] | None = None,
+        residual: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """The sum of all ranks' partials of this rank's rows, residual[m, N] and bias[N], in the wire's dtype; own[m,
+        N] may be wider. take: what reads the partials instead; its result is returned. Closes."""
         self._issue(self._wait)
-        assert take is None or bias is None
-        rank = self.group.rank
-        out = take(self.staging, own, rank) if take else reduce_slots(self.staging, own, bias, rank, self.dtype)
+        assert take is None or bias is residual is None
+        staging, rank = self.staging, self.group.rank
+        out = take(staging, own, rank) if take else reduce_slots(staging, own, bias, rank, self.dtype, residual)
         self.close()
         return out
 
     def expect(self) -> None:
-        """As of a Gather."""
+        """A kernel that is to come waits for the partials: should it wait for too long, the group breaks."""
         self._issue(self._expect)
 
     def close(self) -> None:

@@ -38,6 +38,8 @@ def _wire_dtype(group: dist.ProcessGroup, dtype: torch.dtype) -> torch.dtype:
 
 def all_gather(shard: Tensor, group: dist.ProcessGroup, what: str = "all-gather") -> Tensor:
     """[m, ...] on each of R ranks -> [R*m, ...] on all, in rank order. No autograd. what: for messages."""
+    if shard.is_floating_point() and shard.element_size() == 1:  # not every backend knows fp8
+        return all_gather(shard.view(torch.uint8), group, what).view(shard.dtype)
     out = shard.new_empty(shard.shape[0] * dist.get_world_size(group), *shard.shape[1:])
     with nvtx_range("te_lite.all_gather"):
         collective(what, shard, group, partial(_all_gather_into, out, shard.contiguous(), group=group))
@@ -98,7 +100,9 @@ class Collective(Schedule):
 
     def _gemm_sum(self, name: str, gemm: Product, a: QTensor) -> Tensor:
         total = self._sum(name, gemm(a))
-        return total if gemm.sum_bias is None else total.add_(gemm.sum_bias)
+        for addend in (gemm.sum_bias, gemm.residual):
+            total = total if addend is None else total.add_(addend)
+        return total
 
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         if self.tp.mode == "column":

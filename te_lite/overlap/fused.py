@@ -46,12 +46,15 @@ def refusal(gemm: Product, a: QTensor, group: Group) -> str:
 
 def _scales(a: QTensor, gemm: Product) -> tuple[Tensor | None, Tensor | None]:
     a_scale, b_scale = a.operand("row")[1], gemm.b.operand(gemm.b_layout)[1]
-    return (None, None) if a_scale is None else (a_scale.reshape(-1), b_scale.reshape(-1))
+    return _flat(a_scale), _flat(b_scale)
+
+
+def _flat(scale: Tensor | None) -> Tensor | None:
+    return scale if scale is None or scale.dim() == 1 else scale.reshape(-1)
 
 
 def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, Tensor, int, Tensor, int]:
     """What a kernel that waits for this exchange must know: (ready, free flags, epoch, delta, abort word, rank)."""
-    exchange.expect()
     group, buffer = exchange.group, exchange.buffer
     return *buffer.flags(exchange.slot), *buffer.epoch(exchange.slot, exchange.epoch), group.abort, group.rank
 
@@ -61,8 +64,8 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor | None:
     only what gemm.then makes of it is left."""
     own_scale, b_scale = _scales(own, gemm)
     data, *scales = gather.parts()
-    scale = scales[0].reshape(-1) if scales else own_scale
-    a, b = data.view(own.row.dtype), placed(gemm.b.operand(gemm.b_layout)[0])
+    scale = _flat(scales[0]) if scales else own_scale
+    a, b = data, placed(gemm.b.operand(gemm.b_layout)[0])
     ready, _, *rest = _flags(gather)
     counters = gather.buffer.counters[gather.slot]
     wanted = _wanted(gemm, own)
@@ -115,13 +118,15 @@ def _narrow(gemm: Product, scatter: Scatter) -> Narrow | None:
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
-    """Sum over ranks of gemm(a[R*m, k]) and sum_bias, this rank's rows [m, n], in one launch: the others' are stored
-    where they belong, this rank's take up what has arrived in registers."""
-    counters = scatter.buffer.counters[scatter.slot]
+    """Sum over ranks of gemm(a[R*m, k]), sum_bias and residual, this rank's rows [m, n], in one launch: the others' are
+    stored where they belong, this rank's take up what has arrived in registers."""
+    counters, narrow = scatter.buffer.counters[scatter.slot], _narrow(gemm, scatter)
+    residual, later = (None, gemm.residual) if narrow else (placed(gemm.residual), None)
+    scatter.expect()
     ready, free, *rest = _flags(scatter)
     out = run_scatter(
         placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
-        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum, _narrow(gemm, scatter),
+        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum, narrow, residual,
     )  # fmt: skip
     scatter.close()
-    return out
+    return out if later is None else out.add_(later)

@@ -18,10 +18,11 @@ from te_lite.ops.gemm_scatter import MOST_BLOCKS
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.overlap.arena import Arena, share_host_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
-from te_lite.overlap.buffers import Buffer, Gather, Scatter, gathered_bytes
+from te_lite.overlap.buffers import Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.config import LayerMethods
 from te_lite.overlap.maximum import Maximum
+from te_lite.overlap.programs import gathered_bytes
 from te_lite.quantize.qtensor import Layout, QTensor
 
 SLOTS = 2  # a second use may fill while the first is read
@@ -43,18 +44,9 @@ class Group:
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        device: torch.device,
-        tokens: int,
-        hidden: int,
-        dtype: torch.dtype,
-        layers: LayerMethods,
-        *,
-        strict: bool = False,
-        graphs: bool = False,
-        first_epoch: int = 1,
-    ) -> None:
+        self, exchange: Exchange, device: torch.device, tokens: int, hidden: int, dtype: torch.dtype,
+        layers: LayerMethods, *, strict: bool = False, graphs: bool = False, first_epoch: int = 1,
+    ) -> None:  # fmt: skip
         self.ranks, self.rank, self.size, self.device = exchange.ranks, exchange.rank, exchange.size, device
         self.shape, self.dtype, self.layers, self.strict = (tokens, hidden), dtype, layers, strict
         hosts = exchange.all(host_identity())
@@ -132,11 +124,12 @@ class Group:
     # one call
 
     def capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
 
     def buffer(self, kind: str) -> Buffer:
         """The buffer for "gather" or "scatter" that this call uses."""
-        return self._buffers[f"{kind}.graph" if self.capturing() else kind]
+        graph = f"{kind}.graph"
+        return self._buffers[graph if graph in self._buffers and self.capturing() else kind]
 
     def issue(self, use: Gather | Scatter, segment: int, arguments: tuple[int, ...]) -> None:
         """A segment of its program, in one call. RuntimeError once the group is broken."""
@@ -158,7 +151,7 @@ class Group:
         main = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(main)
         try:
-            yield lambda i: torch.cuda.stream(self._beside if i % 2 else main)
+            yield lambda i: torch.cuda.stream(self._beside) if i % 2 else nullcontext()
         finally:
             main.wait_stream(self._beside)
 

@@ -11,7 +11,7 @@ from te_lite import _C
 from te_lite.ops.flags import signed
 from te_lite.ops.group_max import MOST_VALUES, SLOTS, compiled_group_max, group_max, group_maxima
 from te_lite.overlap.arena import Arena
-from te_lite.overlap.buffers import WORD, following
+from te_lite.overlap.programs import WORD, following
 
 if TYPE_CHECKING:
     from te_lite.overlap.group import Group

@@ -43,16 +43,9 @@ class Overlapped(Collective):
     name = "userbuffers"
 
     def __init__(
-        self,
-        tp: TensorParallel,
-        group: Group,
-        label: str,
-        methods: Mapping[str, str],
-        remarks: Mapping[str, str],
-        strict: bool,
-        recipe: str = "",
-        narrow: Collection[str] = (),
-    ) -> None:
+        self, tp: TensorParallel, group: Group, label: str, methods: Mapping[str, str], remarks: Mapping[str, str],
+        strict: bool, recipe: str = "", narrow: Collection[str] = (),
+    ) -> None:  # fmt: skip
         super().__init__(tp)
         self.recipe = f", recipe {recipe}" if recipe else ""
         self.group, self.label, self.strict = group, label, strict or group.strict
@@ -117,7 +110,8 @@ class Overlapped(Collective):
         choices = self.group.choices
         if method != "auto" or not choices.measures:
             return method  # _way has a rule
-        bias, then = gemm.bias is not None or gemm.sum_bias is not None, gemm.then
+        added, then = " and residual" * (gemm.residual is not None), gemm.then
+        bias = f"{gemm.bias is not None or gemm.sum_bias is not None}{added}"
         wanted = f", then {then.want}{' of a gradient' * (then.h is not None)}" if then else ""
         names = ("collective", "ring", *(() if fused.refusal(gemm, a, self.group) else ("fused",)))
         made = gemm.columns, gemm.b_layout, gemm.dtype, bias, gemm.fast_accum, wanted
@@ -168,7 +162,7 @@ class Overlapped(Collective):
     def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
         """The gather of `own` for gemm, begun, and the module that multiplies it. whole: wgrad reads it too."""
         way, reason = self._way(method, gemm, own)
-        gather = Gather(self.group, own, "row", own=whole)
+        gather = Gather(self.group, own, "row", own=whole, awaited=way is fused)
         self._note_way(name, method, way, gather.sent, reason)
         return gather, way
 

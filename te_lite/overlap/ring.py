@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_lite.overlap.buffers import Gather, Scatter, following
+from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.group import Group
+from te_lite.overlap.programs import following
 from te_lite.overlap.schedule import Product
 from te_lite.quantize.qtensor import QTensor
 
@@ -60,7 +61,8 @@ def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False)
 
 
 def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
-    """Sum over ranks of gemm(a[R*m, k]) and sum_bias, this rank's rows [m, n]: the others' are computed and sent first.
+    """Sum over ranks of gemm(a[R*m, k]), sum_bias and residual, this rank's rows [m, n]: the others' are computed and
+    sent first.
 
     Partials travel in gemm.dtype; this rank's own is not rounded before the sum.
     """
@@ -70,4 +72,5 @@ def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
             first = destination * scatter.shape[0] + piece * rows
             scatter.push(gemm(a.rows(first, first + rows)), destination, piece)
     first = scatter.group.rank * scatter.shape[0]
-    return scatter.reduce(gemm(a.rows(first, first + scatter.shape[0]), torch.float32), gemm.sum_bias)
+    own = gemm(a.rows(first, first + scatter.shape[0]), torch.float32)
+    return scatter.reduce(own, gemm.sum_bias, residual=gemm.residual)

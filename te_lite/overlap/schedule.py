@@ -53,12 +53,13 @@ class Activated:
             transform(source, fp8_dtype=fp8, row=True, col=True, scale=self.some_scale)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen takes thrice as long to make
 class Product:
     """A GEMM with its second operand in place: product(a) = a.row[M, k] @ b^T[k, n] (+ bias[n]), in `dtype`.
 
-    b_layout: the layout of b whose last dimension is k. label: of its range in profilers. sum_bias[n]: what a schedule
-    that sums products over ranks adds to the sum. then: an activation of the product that may be computed with it.
+    b_layout: the layout of b whose last dimension is k. label: of its range in profilers. sum_bias[n], residual: what a
+    schedule that sums products over ranks adds to the sum, of whose shape residual is. then: an activation of the
+    product that may be computed with it.
     take_slots(slots, own, rank): what may take the place of reduce_slots where the sum is the last thing a schedule
     does; its result is then handed on in place of the sum.
     """
@@ -70,6 +71,7 @@ class Product:
     fast_accum: bool
     label: str
     sum_bias: Tensor | None = None
+    residual: Tensor | None = None
     then: Activated | None = None
     take_slots: Callable[[Tensor, Tensor, int], Any] | None = None
 

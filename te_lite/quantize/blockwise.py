@@ -53,7 +53,7 @@ class BlockFormat(TensorFormat):
         return transpose(q.row), q.row_scale.t()
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        data, scale, shape = parts[0].view(torch.float8_e4m3fn), parts[1], (rows, like.shape[1])
+        (data, scale), shape = parts, (rows, like.shape[1])
         whole = VECTORS if self.gemm else self  # what no GEMM multiplies stays as it is
         if layout == "row":
             return QTensor(whole, shape, like.dtype, data, scale)

@@ -58,13 +58,13 @@ class PerTensorFormat(TensorFormat):
         return rows % PAD == 0 and rows >= LEAST_COLUMNS
 
     def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
-        return (q.operand(layout)[0].view(torch.uint8),)
+        return (q.operand(layout)[0],)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        data, shape = parts[0].view(self.dtype), (rows, like.shape[1])
+        shape = rows, like.shape[1]
         if layout == "col":
-            return QTensor(self, shape, like.dtype, col=data, col_scale=like.col_scale)
-        return QTensor(self, shape, like.dtype, row=data, row_scale=like.row_scale)
+            return QTensor(self, shape, like.dtype, col=parts[0], col_scale=like.col_scale)
+        return QTensor(self, shape, like.dtype, row=parts[0], row_scale=like.row_scale)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
@@ -114,10 +114,10 @@ class PerShardFormat(PerTensorFormat):
         return False
 
     def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
-        return q.row.view(torch.uint8), q.row_scale
+        return q.row, q.row_scale
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        whole = QTensor(self, (rows, like.shape[1]), like.dtype, parts[0].view(self.dtype), parts[1].view(-1, 1))
+        whole = QTensor(self, (rows, like.shape[1]), like.dtype, parts[0], parts[1].view(-1, 1))
         if like.shape[0] % PAD == 0:
             return whole
         # Shards end off the pad.

@@ -62,9 +62,8 @@ class TensorFormat:
         """The tensors, sharded along dim 0 (but see gathers_columns), that a peer needs to use `q` in `layout`; scales
         included.
 
-        Here: bytes of data and their scale."""
-        data, scale = q.operand(layout)
-        return data.view(torch.uint8), scale
+        Here: data and their scale."""
+        return q.operand(layout)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         """The gathered tensor of `rows` rows from gathered parts; `like` is this rank's own shard."""

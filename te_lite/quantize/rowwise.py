@@ -48,13 +48,13 @@ class RowFormat(TensorFormat):
         return (q.col[:, : q.shape[0]].float() * q.col_scale.view(-1, 1)).to(q.dtype).t().contiguous()
 
     def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
-        return (q.row.view(torch.uint8), q.row_scale) if layout == "row" else (q.col.view(torch.uint8),)
+        return (q.row, q.row_scale) if layout == "row" else (q.col,)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        data, shape = parts[0].view(E4M3), (rows, like.shape[1])
+        shape = rows, like.shape[1]
         if layout == "row":
-            return QTensor(ROWS, shape, like.dtype, data, parts[1])
-        return QTensor(ROWS, shape, like.dtype, col=transpose(data), col_scale=like.col_scale)
+            return QTensor(ROWS, shape, like.dtype, *parts)
+        return QTensor(ROWS, shape, like.dtype, col=transpose(parts[0]), col_scale=like.col_scale)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip

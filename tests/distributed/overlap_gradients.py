@@ -29,9 +29,11 @@ from tests.distributed.overlapping import (
     assert_same,
     begin,
     check_pass,
+    in_eighths,
     pair_of,
     poison,
     rows_of,
+    specified,
 )
 from tests.harness import under
 from tests.reference import LINEAR
@@ -133,9 +135,9 @@ def gradients_travel_by_columns_too(device) -> None:
     begin(32 * size, 128, dist.group.WORLD, device)
     init = Gather.__init__
 
-    def watched(gather: Gather, group, q, layout, *, own: bool) -> None:
+    def watched(gather: Gather, group, q, layout, *, own: bool, **more) -> None:
         seen.append((layout, own))
-        init(gather, group, q, layout, own=own)
+        init(gather, group, q, layout, own=own, **more)
 
     enough = mock.patch.multiple(overlapped, COLUMNS_HIDE=1, COLUMNS_FROM=1)
     with enough, mock.patch.object(Gather, "__init__", watched):
@@ -240,7 +242,37 @@ def fp8_keeps_no_more_than_bf16(device) -> None:
             assert abs(saved - left) <= 4 * 4096, f"{recipe}, {m} tokens a rank: {saved} bytes saved, not {left}"
 
 
+def residuals(device) -> None:
+    """Added in the reduction, before its only rounding; its gradient is the output's."""
+    size = dist.get_world_size()
+    begin(256 * size, 128, dist.group.WORLD, device, "pipeline")
+    for recipe, which, bias in itertools.product(("bf16", "current", "mxfp8"), (ROW, MLP), (True, False)):
+        pair = pair_of(which, recipe, device, "pipeline", residual=True, bias=bias)
+        for m in (40, 256, 0):  # 40: padded, or in high precision
+            check_pass(pair, m, m)
+    te.destroy_ub()
+    # What fused kernels of a GPU add up has the bits of any other order where no product is rounded.
+    for narrow in (False, True):
+        cfgs = {"proj_fprop": {"method": "fused", "fp8_buf": narrow}}
+        begin(256 * size, 128, dist.group.WORLD, device, "fused", ub_cfgs=cfgs)
+        for m in (40, 256):
+            pair = pair_of(ROW, "bf16", device, "fused", residual=True)
+            with torch.no_grad():
+                pair.module.weight.copy_(in_eighths(8 * pair.module.weight))
+                pair.twin.weight.copy_(pair.module.weight)
+            batch = tuple(in_eighths(t * scale) for t, scale in zip(pair.batch(m, m), (1, 10), strict=True))
+            got = pair.forward(batch)[1].detach()
+            with specified():
+                want = pair.forward(batch, twin=True)[1].detach()
+            if narrow and device.type == "cuda" and m == 256:
+                assert 0 < (got - want).float().norm() < 2.0**-4 * want.float().norm()
+            else:
+                assert_bitwise_equal(f"narrow {narrow}, {m} tokens", got.cpu(), want.cpu())
+        te.destroy_ub()
+
+
 GRADIENTS = [
+    residuals,
     fp8_keeps_no_more_than_bf16,
     checkpointed,
     weight_gradients,

@@ -9,7 +9,17 @@ import torch.distributed as dist
 
 import te_lite as te
 from te_lite.overlap.collective import all_gather
-from tests.distributed.overlapping import COLUMN, METHODS, ROW, SCATTERS, begin, check_pass, pair_of, rows_of
+from tests.distributed.overlapping import (
+    COLUMN,
+    METHODS,
+    ROW,
+    SCATTERS,
+    begin,
+    check_pass,
+    in_eighths,
+    pair_of,
+    rows_of,
+)
 from tests.harness import RECIPES
 
 
@@ -35,11 +45,6 @@ def rings_send_as_always(device) -> None:
             pair = pair_of(which, recipe, device, "pipeline")
             check_pass(pair, 1, 128)
             check_report(pair, 128, narrow=False)
-
-
-def in_eighths(t: torch.Tensor) -> torch.Tensor:
-    """Multiples of 1/8 of magnitude 4 at most, whose products of 128 fp32 adds up exactly, in any order."""
-    return (t.detach().float() * 8).round().clamp(-32, 32).div(8).to(t.dtype)
 
 
 def fused_kernels_send_less(device) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 import te_lite as te
 from te_lite.overlap import ring, userbuffers
-from te_lite.overlap.buffers import Gather, following
+from te_lite.overlap.buffers import Gather
 from te_lite.overlap.collective import Collective, all_gather
 from te_lite.overlap.group import Group
+from te_lite.overlap.programs import following
 from te_lite.overlap.schedule import Backward
 from te_lite.quantize import per_tensor
 from te_lite.quantize.qtensor import QTensor
@@ -69,13 +70,17 @@ class Specified(Collective):
         shards = [shard.from_wire(one, "row", shard.shape[0]) for one in zip(*parts, strict=True)]
         return torch.cat([gemm(one) for one in shards])
 
-    def _ordered(self, partial: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Sum over ranks of partial[R*m, N], this rank's rows: from rank + 1 on, own[m, N], bias[N], in fp32."""
+    def _ordered(
+        self, partial: Tensor, own: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Sum over ranks of partial[R*m, N], this rank's rows: from rank + 1 on, residual and own[m, N], bias[N], in
+        fp32."""
         rank, size = dist.get_rank(self.tp.group), self.tp.size
         every = all_gather(partial.contiguous(), self.tp.group).view(size, size, *own.shape)
         total = every[(rank + 1) % size, rank].float()
         for i in range(2, size):
             total += every[(rank + i) % size, rank].float()
+        total = total if residual is None else total + residual.float()
         total += own.float()
         return (total if bias is None else total + bias.float()).to(partial.dtype)
 
@@ -88,7 +93,8 @@ class Specified(Collective):
             first = range(owner * m, (owner + 1) * m, rows)
             products += [gemm(a.rows(i, i + rows)) for i in first]
         partial = torch.cat(products)
-        return self._ordered(partial, gemm(a.rows(rank * m, (rank + 1) * m), torch.float32), gemm.sum_bias)
+        own = gemm(a.rows(rank * m, (rank + 1) * m), torch.float32)
+        return self._ordered(partial, own, gemm.sum_bias, gemm.residual)
 
     def _scatters(self, name: str, rows: int, gemm) -> bool:
         m = rows // self.tp.size
@@ -203,6 +209,7 @@ class Pair:
         activation = options.pop("activation", activation)
         layout = {"mode": mode, "tp": self.size, "sequence_parallel": True}
         self.spec = Spec(kind, activation=activation, bias=options.pop("bias", True), **layout)
+        self.residual = options.pop("residual", False)  # the output's gradient upside down is added to the output
         self.label = f"{kind} {mode or ''} {recipe} {method} tp {self.size}"
         features, seed = (sizes.k, sizes.n, sizes.ffn), options.pop("seed", 3)
         full = reference.make_parameters(self.spec, *features, seed=seed, dtype=torch.bfloat16)
@@ -233,8 +240,10 @@ class Pair:
     def forward(self, batch: tuple[Tensor, Tensor], twin: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(x, output, its gradient to come) of this rank."""
         x, dy = self.inputs(batch)
+        if self.residual:
+            x.added = leaf(dy.flip(0), self.device)
         with under(self.recipe):
-            out = (self.twin if twin else self.module)(x)
+            out = (self.twin if twin else self.module)(x, **({"residual": x.added} if self.residual else {}))
         return x, out, dy
 
     def backward(self, call: tuple[Tensor, Tensor, Tensor], twin: bool = False) -> dict[str, Tensor]:
@@ -244,6 +253,8 @@ class Pair:
         result = {"out": out.detach().clone()}
         out.backward(dy)
         result["dx"] = x.grad
+        if self.residual:
+            result["dresidual"] = x.added.grad
         result.update({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
         module.zero_grad(set_to_none=True)
         return result
@@ -270,6 +281,11 @@ def check_pass(pair: Pair, seed: int, m: int) -> None:
     batch = pair.batch(seed, m)
     got = pair.backward(pair.forward(batch))
     assert_same(f"{pair.label}, {m} tokens a rank", got, pair.expected(batch))
+
+
+def in_eighths(t: Tensor) -> Tensor:
+    """Multiples of 1/8 of magnitude 4 at most, whose products of 128 fp32 adds up exactly, in any order."""
+    return (t.detach().float() * 8).round().clamp(-32, 32).div(8).to(t.dtype)
 
 
 def rows_of(pair: Pair) -> dict[str, dict]:

@@ -64,8 +64,8 @@ def test_a_random_mismatch_says_how_to_repeat_it(tmp_path):
         "from te_lite.overlap import buffers\n"
         "from tests.distributed import run_overlap\n"
         "original = buffers.reduce_slots\n"
-        "def other_order(staging, own, bias, rank, dtype):\n"
-        "    return original(staging, own, bias, rank + 1, dtype)\n"
+        "def other_order(staging, own, bias, rank, *rest):\n"
+        "    return original(staging, own, bias, rank + 1, *rest)\n"
         "buffers.reduce_slots = other_order\n"
         "sys.exit(run_overlap.main())\n"
     )

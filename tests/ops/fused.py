@@ -19,7 +19,7 @@ CONFIGS = [(128, 256, 8, 4, 8), (128, 128, 8, 4, 4), (128, 128, 8, 3, 1), (64, 1
 @dataclass(frozen=True)
 class Case:
     """R ranks with m rows each, K, N. scale: none, tensor, shard, row. pieces: flags a source. wire: what is sent,
-    scatter only. turned: b lies as [K, N]."""
+    scatter only. turned: b lies as [K, N]. residual: scatter only."""
 
     ranks: int
     m: int
@@ -33,10 +33,11 @@ class Case:
     pieces: int = 1
     wire: torch.dtype = BF16
     turned: bool = False
+    residual: bool = False
 
     def __str__(self) -> str:
         types = "-".join(str(t)[6:] for t in (self.a, self.b, self.out, self.bias) if t is not None)
-        sizes = f"{self.ranks}x{self.m}x{self.k}x{self.n}{'t' * self.turned}"
+        sizes = f"{self.ranks}x{self.m}x{self.k}x{self.n}{'t' * self.turned}{'r' * self.residual}"
         return f"{sizes}-{types}-{self.scale}-{self.pieces}p-{str(self.wire)[6:]}"
 
     @property
@@ -135,3 +136,11 @@ def finish(abort: Tensor) -> None:
         Late().copy(abort, 1).start(0.0)
         torch.cuda.synchronize()
         raise AssertionError("the kernel waited for a flag that was set")
+
+
+def narrow_bound(want: Tensor, off: Tensor) -> Tensor:
+    """How far from want[m, N] what ops/narrow.py makes of a product may be that is off by `off` at most: by that, and
+    by the bound of that module for the largest magnitudes that the product and its block may then have."""
+    most = want.abs() + off
+    largest = most.view(most.shape[0], -1, 128).amax(2).repeat_interleave(128, 1)
+    return off + torch.maximum(2.0**-4 * most, largest / 224 * 2.0**-10)

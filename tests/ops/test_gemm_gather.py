@@ -7,7 +7,7 @@ from te_lite.ops import flags
 from te_lite.ops import gemm_gather as G
 from te_lite.ops.cast import amax
 from te_lite.ops.source import dact
-from te_lite.overlap.buffers import following
+from te_lite.overlap.programs import following
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
 from tests.ops.fused import BF16, E4M3, E5M2, FP16, FP32, Case, Late

@@ -30,6 +30,10 @@ CASES = [
     Case(2, 130, 72, 288, FP16, out=FP16, bias=FP32, wire=FP16, turned=True),
     Case(4, 300, 136, 96, bias=BF16, turned=True),
     Case(4, 1024, 512, 992, turned=True),
+    Case(2, 130, 72, 288, FP16, out=FP16, bias=FP16, wire=FP16, residual=True),
+    Case(3, 512, 64, 1024, E4M3, E5M2, scale="tensor", residual=True),
+    Case(4, 1024, 512, 992, bias=BF16, residual=True),
+    Case(8, 130, 1040, 288, E4M3, scale="row", residual=True),
 ]
 NARROW = [  # partials travel as ops/narrow.py makes them
     Case(2, 128, 64, 128, wire=E4M3),
@@ -40,6 +44,7 @@ NARROW = [  # partials travel as ops/narrow.py makes them
 ]
 # Places in what a Rank calls it with.
 TO, STAGING, READY, FREE, COUNTERS, DELTA, ABORT, B_SCALE, FAST = 2, 4, 5, 6, 7, 9, 10, 13, 15
+PARTIALS, RESIDUAL = 16, 17
 
 
 class Rank:
@@ -54,6 +59,7 @@ class Rank:
         staging = (torch.randn(shape) if sent is None else sent).cuda()
         staging[rank] = float("nan")
         self.scales = narrow = None
+        residual = torch.randn(*shape[1:], device="cuda").to(case.out) if case.residual else None
         if case.wire == E4M3:
             staging, slot_scales = (torch.stack(t) for t in zip(*(narrow_ref(part) for part in staging), strict=True))
             self.scales = fused.poisoned(*slot_scales.shape, dtype=FP32, device="cuda")
@@ -69,7 +75,7 @@ class Rank:
         self.arguments = [
             p.a, p.b, [t.data_ptr() for t in self.products], [t.data_ptr() for t in self.told], staging, ready,
             free, counters, fused.words(1, device="cuda") + 3, 2, fused.words(1, device="cuda"), rank, p.a_scale,
-            p.b_scale, p.bias, True, narrow,
+            p.b_scale, p.bias, True, narrow, residual,
         ]  # fmt: skip
         self.rank, self.others = rank, [r for r in range(case.ranks) if r != rank]
 
@@ -113,23 +119,17 @@ def test_against_fp64(case, fast, columns):
         for other in one.others:
             if case.wire == E4M3:
                 got = widened_ref(one.products[other], one.scales[other]).cpu().double()
-                assert ((got - want[other]).abs() <= narrow_bound(want[other], bound * magnitude[other])).all()
+                assert ((got - want[other]).abs() <= fused.narrow_bound(want[other], bound * magnitude[other])).all()
                 continue
             assert within(one.products[other], want[other], magnitude[other], bound), f"rank {rank}, rows of {other}"
-        staging = widened_ref(staging, one.arguments[-1].scales) if case.wire == E4M3 else staging
+        staging = widened_ref(staging, one.arguments[PARTIALS].scales) if case.wire == E4M3 else staging
         parts = [staging[r].cpu().double() for r in one.others]
         parts += [] if p.bias is None else [p.bias.cpu().double().expand(case.m, -1)]
+        parts += [] if one.arguments[RESIDUAL] is None else [one.arguments[RESIDUAL].cpu().double()]
         total, size = sum(parts, want[rank]), sum((part.abs() for part in parts), magnitude[rank])
-        assert out.dtype == case.out and within(out, total, size, bound + case.ranks * 2.0**-24), f"rank {rank}"
+        roundings = case.ranks + case.residual  # of the sum
+        assert out.dtype == case.out and within(out, total, size, bound + roundings * 2.0**-24), f"rank {rank}"
         assert not within(out, want[rank] + total, size, bound)
-
-
-def narrow_bound(want: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
-    """How far from want[m, N] what ops/narrow.py makes of a product may be that is off by `off` at most: by that, and
-    by the bound of that module for the largest magnitudes that the product and its block may then have."""
-    most = want.abs() + off
-    largest = most.view(most.shape[0], -1, 128).amax(2).repeat_interleave(128, 1)
-    return off + torch.maximum(2.0**-4 * most, largest / 224 * 2.0**-10)
 
 
 @pytest.mark.parametrize("off", [0.0, 2.0**-12, 2.0**-8])
@@ -139,7 +139,7 @@ def test_the_bound_of_narrow_products(case, off):
     want, magnitude = (t[: case.m] for t in fused.truth(case, fused.problem(case, "cpu")))
     product = want + off * magnitude * (2 * torch.rand_like(want) - 1)
     error = (widened_ref(*narrow_ref(product.float())).double() - want).abs()
-    allowed = narrow_bound(want, (off + 2.0**-24) * magnitude)  # and fp32's rounding
+    allowed = fused.narrow_bound(want, (off + 2.0**-24) * magnitude)  # and fp32's rounding
     assert (error <= allowed).all()
     assert off or not (error <= allowed / 2).all()
 
@@ -147,9 +147,9 @@ def test_the_bound_of_narrow_products(case, off):
 def expected(case: Case, p: fused.Problem, one: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(what the others find, this rank's sum), where no sum is rounded."""
     products = scaled_product_ref(p.a, p.b, p.a_scale, p.b_scale).view(case.ranks, case.m, case.n)
-    narrow, staging, others = one.arguments[-1], one.arguments[STAGING], products[one.others]
+    narrow, staging, others = one.arguments[PARTIALS], one.arguments[STAGING], products[one.others]
     staging = staging if narrow is None else widened_ref(staging, narrow.scales)
-    own = reduce_slots_ref(staging, products[one.rank], p.bias, one.rank, case.out)
+    own = reduce_slots_ref(staging, products[one.rank], p.bias, one.rank, case.out, one.arguments[RESIDUAL])
     if narrow is None:
         return [others.to(case.wire)], own
     return [torch.stack(t) for t in zip(*(narrow_ref(part) for part in others), strict=True)], own
@@ -323,10 +323,15 @@ def test_errors_name_value_rule_and_remedy():
         S.gemm_scatter(*played(replace(CASES[1], n=284)))
     for case in (NARROW[0], replace(NARROW[0], n=192), replace(NARROW[0], m=64), replace(NARROW[0], wire=BF16)):
         narrow = S.Narrow(torch.zeros(case.ranks, case.n // 128, case.m), [0] * case.ranks, case.out)
-        if case is NARROW[0]:
-            narrow = None
         with pytest.raises(ValueError, match="narrow E4M3 for such a sum with m and N multiples of 128"):
-            S.gemm_scatter(*played(case), narrow=narrow)
+            S.gemm_scatter(*played(case), narrow=None if case is NARROW[0] else narrow)
+    m, n, case = CASES[1].m, CASES[1].n, NARROW[0]
+    for wrong in (torch.zeros(m, n), torch.zeros(m, n - 8, dtype=FP16), torch.zeros(n, m, dtype=FP16).t()):
+        with pytest.raises(ValueError, match=rf"residual .*must be contiguous \[{m}, {n}\] of torch.float16"):
+            S.gemm_scatter(*args, residual=wrong)
+    narrow = S.Narrow(torch.zeros(case.ranks, case.n // 128, case.m), [0] * case.ranks, case.out)
+    with pytest.raises(ValueError, match=r"residual .*partials not narrow; pass a clone, or add it"):
+        S.gemm_scatter(*played(case), narrow=narrow, residual=torch.zeros(case.m, case.n, dtype=BF16))
     with pytest.raises(ValueError, match="R from 2 to 8"):
         S.gemm_scatter(*played(replace(CASES[0], ranks=9)))
     with pytest.raises(ValueError, match="65 rows for 2 ranks with 130"):

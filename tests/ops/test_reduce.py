@@ -36,20 +36,23 @@ def test_reduce_in_the_interpreter():
     run_interpreted(__file__)
 
 
+@pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_order_and_rounding(case, path):
+def test_order_and_rounding(case, path, adds):
     *sizes, out = case
     if path == "interpreted" and out == BF16:
         out = FP16  # the interpreter cuts bf16 off
     staging, own, bias = data(*sizes, device_of(path))
+    residual = data(*sizes, device_of(path))[1].to(out) if adds else None
     for rank in range(case[0]):
         staging[rank] = float("nan")
-        got = reduce._reduce_cuda(staging, own, bias, rank, out) if path == "interpreted" else None
-        got = reduce.reduce_slots(staging, own, bias, rank, out) if got is None else got
+        run = reduce._reduce_cuda if path == "interpreted" else reduce.reduce_slots
+        got = run(staging, own, bias, rank, out, residual)
         total = torch.zeros_like(own, dtype=FP32)
         for step in range(1, case[0]):
             total = total + staging[(rank + step) % case[0]].float()
+        total = total if residual is None else total + residual.float()
         total = total + own.float()
         want = (total if bias is None else total + bias.float()).to(out)
         assert_bitwise_equal("reduce_slots", got, want)
