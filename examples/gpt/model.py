@@ -110,16 +110,18 @@ class Block(nn.Module):
         )
 
     def attention(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """x + attention(rms_norm(x))."""
         qkv = self.qkv(x)
         seq, batch = qkv.shape[0], qkv.shape[1]
         # [S, B, A/R, 3, D] -> three of [B, A/R, S, D]
         q, k, v = qkv.view(seq, batch, self.local_heads, 3, self.head_size).permute(3, 1, 2, 0, 4).unbind(0)
         a = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, is_causal=True)
-        return self.proj(a.permute(2, 0, 1, 3).reshape(seq, batch, self.local_heads * self.head_size))
+        a = a.permute(2, 0, 1, 3).reshape(seq, batch, self.local_heads * self.head_size)
+        return self.proj(a, residual=x)  # x is added where the partial sums of ranks are
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self.attention(x, rotary)
-        return x + self.mlp(x)
+        x = self.attention(x, rotary)
+        return self.mlp(x, residual=x)
 
 
 class GPT(nn.Module):

@@ -295,7 +295,8 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
 static_assert(1024 + kStages * kStageBytes + (2 * kTurns + 6 * GRAD) * kOutputBytes + 16 * kStages + 32 * 2 + 16 + 12 * kTaken + 80
               <= kFusedShared, "what Shared lays out");
 static_assert(sizeof(Maps) + sizeof(Arguments) <= 4096, "a kernel's parameters");
-static_assert(GATHER ? !NARROW : !ACT, "an activation is a gather's, partial sums are a scatter's");
+static_assert(GATHER ? !NARROW && !RESIDUAL : !ACT, "an activation is a gather's, partial sums and what is added a scatter's");
+static_assert(!(NARROW && RESIDUAL), "boxes of a slot have one size");
 static_assert(!ACT || COLUMNS == (GRAD ? 128 : 256), "two boxes of each half of h, or registers for a fourth warpgroup");
 static_assert(ACT || !GRAD, "of a gradient something is made");
 static_assert(!SPLIT || (COLUMNS == 128 && IS_BYTE(A_TYPE)), "registers hold two sums of so many columns");

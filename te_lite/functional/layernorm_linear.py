@@ -27,7 +27,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         needs = bool(norm_saved), need_w
         saved = plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1], need_w and not spec.returned)
         keeps_w = plan.keeps_weight(saved, weight, call.cached[0], needs[0])
-        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], None, keeps_w, residual)
+        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], keeps_w=keeps_w, residual=residual)
         if call.grad:
             save(ctx, *kept, weight if any(needs) else None, bias, *norm_saved)
             ctx.call, ctx.spec, ctx.needs, ctx.x_shape, ctx.x_dtype = call, spec, needs, x.shape, x.dtype
@@ -45,4 +45,4 @@ class LayerNormLinearFunction(torch.autograd.Function):
         dln, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], operand, needs, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
-        return None, None, *below, dw, in_dtype(db, bias), dy if ctx.needs_input_grad[7] else None
+        return None, None, *below, dw, in_dtype(db, bias), in_dtype(dy if ctx.needs_input_grad[7] else None, dy)

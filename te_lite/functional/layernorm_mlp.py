@@ -80,5 +80,5 @@ class LayerNormMLPFunction(torch.autograd.Function):
             dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], dh, needs1, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
-        dres = dy if grads[10] else None
+        dres = in_dtype(dy if grads[10] else None, dy)
         return None, None, None, *below, dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2), dres

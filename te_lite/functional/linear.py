@@ -155,7 +155,8 @@ _unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: au
 
 
 def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., K] -> [M, K], contiguous, in `dtype`."""
+    """[..., K] -> [M, K], plain, contiguous, in `dtype`."""
+    x = x.dequantize() if isinstance(x, QuantizedTensor) else x
     if x.dim() == 2 and x.dtype == dtype and x.is_contiguous():
         return x
     return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
@@ -172,7 +173,6 @@ def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Input:
         whole = x.q.row is not None and (x.q.col is not None or x.q.format.col_from_row)
         if x.q.format == quantizer.format and whole and not gathered:
             return x.q
-        x = x.dequantize()
     return plain(as_matrix(x, plan.dtype))
 
 
@@ -204,7 +204,8 @@ def close_pass(call: Call) -> None:
 
 
 def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A gradient in its parameter's dtype, where there is one."""
+    """A gradient as a plain tensor in the dtype of what it belongs to, where there is one."""
+    grad = grad.dequantize() if isinstance(grad, QuantizedTensor) else grad
     return None if grad is None or like is None else grad.to(like.dtype)
 
 
@@ -214,8 +215,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @without_amp
     def forward(ctx: Any, call: Call, x: Tensor, *params: Tensor | None) -> Tensor:
-        weight, bias, residual = params
-        (plan,) = call.plans
+        (plan,), (weight, bias, residual) = call.plans, params
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
         operand = as_operand(x, plan, grad=False)
         y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0], residual=residual)
@@ -241,4 +241,4 @@ class LinearFunction(torch.autograd.Function):
         close_pass(call)
         if dx is not None:
             dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
-        return None, dx, dw, in_dtype(db, bias), dy if ctx.needs_input_grad[4] else None
+        return None, dx, dw, in_dtype(db, bias), in_dtype(dy if ctx.needs_input_grad[4] else None, dy)

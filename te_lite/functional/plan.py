@@ -80,7 +80,7 @@ class LinearPlan:
     """One linear: y = x @ w^T + b.
 
     operands: quantizers of the three GEMMs. schedule: communication. sink: where dw goes. dtype: of y and dx.
-    bias_in_gemm: the bias is added by the GEMM (else to the sum over ranks, by the schedule).
+    bias_in_gemm: the GEMM adds the bias, and no ranks' products are summed (else the schedule adds bias and residual).
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     """
 

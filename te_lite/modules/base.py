@@ -175,9 +175,10 @@ class TeLiteModule(nn.Module):
         return current()
 
     def _begin(
-        self, inp: Tensor, weights: tuple[Tensor, ...], first: bool | None, fp8_output: bool, fp8_grad: bool
-    ) -> Call:
-        """Checks the input, brings the plans up to date and says what this call does. first: is_first_microbatch."""
+        self, inp: Tensor, weights: tuple[Tensor, ...], first: bool | None, fp8_output: bool, fp8_grad: bool,
+        residual: Tensor | None,
+    ) -> Call:  # fmt: skip
+        """Checks what is given, brings the plans up to date, says what this call does. first: is_first_microbatch."""
         state = self._state()
         dtype = checks.check_input(self, inp, weights[0])
         grad = torch.is_grad_enabled()
@@ -192,6 +193,8 @@ class TeLiteModule(nn.Module):
             self._plans = build_plans(self, state, dtype, weights)
             self._plan_key = key
             self.clear_caches()
+        if residual is not None:
+            checks.check_residual(residual, inp, weights[-1], self._plans)
         self._ran_fp8 |= state is not None and state.enabled
         cached: tuple = (None,) * len(weights)
         if self._quantized:

@@ -107,16 +107,15 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
     return dtype
 
 
-def check_residual(residual: Tensor | None, plan: LinearPlan, inp: Tensor, weight: Tensor, inner: bool = False) -> None:
-    """A residual is what the output will be, so that nothing is broadcast or rounded. inner: the linear's input is made
-    of inp in the module, and its output has inp's tokens."""
-    if residual is None:
-        return
-    wanted = output_shape(inp.shape, weight.shape[0], None if inner else plan.tp), plan.dtype, weight.device
-    if (tuple(residual.shape), residual.dtype, residual.device) != wanted:
+def check_residual(residual: Tensor, inp: Tensor, weight: Tensor, plans: tuple[LinearPlan, ...]) -> None:
+    """A residual is what the output will be, so that nothing is broadcast or rounded. weight: of the last linear."""
+    tp = plans[0].tp if len(plans) == 1 else None  # what fc1 gathers fc2 scatters
+    wanted = output_shape(inp.shape, weight.shape[0], tp), plans[-1].dtype, weight.device
+    given = (tuple(residual.shape), residual.dtype, residual.device) if isinstance(residual, Tensor) else type(residual)
+    if given != wanted:
         raise ValueError(
-            f"residual {list(residual.shape)} of {residual.dtype} on {residual.device} for an output {list(wanted[0])} "
-            f"of {wanted[1]} on {wanted[2]}: must be like it; cast it, or add it to the output afterwards"
+            f"residual {given} for an output {wanted}: must be like it, shape, dtype and device; add it to the output "
+            "afterwards, or pass what the output will be (under sequence_dim=d dimension d is shown first)"
         )
 
 

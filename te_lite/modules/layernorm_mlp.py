@@ -11,7 +11,6 @@ from torch import Tensor
 
 from te_lite.checkpoint import checkpoint as recompute
 from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
-from te_lite.modules import checks
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.linear import linear_specs
 from te_lite.modules.norm import add_norm, spec_of
@@ -78,8 +77,7 @@ class LayerNormMLP(TeLiteModule):
         self, inp: Tensor, is_first_microbatch: bool | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         norm, fc1, fc2 = (self.layer_norm_weight, self.layer_norm_bias), self.fc1_weight, self.fc2_weight
-        call = self._begin(inp, (fc1, fc2), is_first_microbatch, fp8_output=False, fp8_grad=False)
-        checks.check_residual(residual, call.plans[1], inp, fc2, inner=True)
+        call = self._begin(inp, (fc1, fc2), is_first_microbatch, False, False, residual)
         fc1_bias = self.fc1_bias if self.use_bias else None
         fc2_bias = self.fc2_bias if self.use_bias and not self.return_bias else None
         args = (spec_of(self), self.activation, inp, *norm, fc1, fc1_bias, fc2, fc2_bias, residual)

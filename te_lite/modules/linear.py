@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from te_lite.autocast import model_init
 from te_lite.functional.linear import Call, LinearFunction
-from te_lite.modules import checks
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.weights import Init, ParamSpec, adjacent, default_init, join
 from te_lite.parallel import shard
@@ -107,13 +106,12 @@ class _OneLinear(TeLiteModule):
         is_first_microbatch: True quantizes the weight and keeps it, False reuses it, None (default) keeps nothing.
         fp8_output, fp8_grad: give y, or the gradient of x, as a QuantizedTensor (under an fp8 recipe).
         residual [..., out_features]: added to y, of whose shape, dtype and device it is (else ValueError); where y is
-        the sum of a fused or ring reduce-scatter in the same pass, before the only rounding.
+        the sum of a fused or ring reduce-scatter in the same pass, before the only rounding (with fp8_buf after it).
         """
         weight = join([getattr(self, name) for name in self.weight_names])
         bias = join([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
         inp, residual = (self._sequence_first(t, fp8_output or fp8_grad) for t in (inp, residual))
-        call = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad)
-        checks.check_residual(residual, call.plans[0], inp, weight)
+        call = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad, residual)
         out, ln_out = self._compute(call, inp, weight, None if self.return_bias else bias, residual)
         return self._outputs(out, bias, ln_out)
 

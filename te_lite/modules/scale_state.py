@@ -57,11 +57,11 @@ class ScaleStates:
         key = PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device)
         state = self._live.get(direction)
         if state is None or state.key != key:
-            fresh = state is None
-            state = self._live[direction] = ScaleState(key, self.sizes[direction], like=state)
-            if fresh and self._loaded.numel():
-                state.load(*self._parse(self._loaded, direction))
-        return state
+            made = ScaleState(key, self.sizes[direction], like=state)
+            if state is None and self._loaded.numel():
+                made.load(*self._parse(self._loaded, direction))
+            self._live[direction] = made
+        return self._live[direction]
 
     def dump(self) -> Tensor:
         if len(self._live) < len(self.sizes):

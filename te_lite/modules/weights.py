@@ -57,6 +57,9 @@ class ParamSpec:
             self.init(value)
         if value is not param:
             param.quantize_(value)
+            self._keep_init(param, value)
+
+    def _keep_init(self, param: Tensor, value: Tensor) -> None:
         if self.preserve:
             param._high_precision_init_val = value.detach().cpu()
 
@@ -66,8 +69,8 @@ class ParamSpec:
         if param.device.type != "meta":
             self.fill(param, fork)
             if self.quantizer is not None:
-                filled, param = param, nn.Parameter(quantized(param, self.quantizer))
-                vars(param).update(vars(filled))  # the first value, where it was to be kept
+                value, param = param, nn.Parameter(quantized(param, self.quantizer))
+                self._keep_init(param, value)
         self.mark(param)
         return param
 

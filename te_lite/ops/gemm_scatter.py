@@ -83,9 +83,8 @@ def gemm_scatter(
         raise ValueError(
             f"flags and counters {found}: must be {needed}, the second and the last or more; reserve as many"
         )
-    if residual is not None and not (
-        residual.shape == (m, n) and residual.dtype == dtype and fused.aligned(residual) and narrow is None
-    ):
+    fits = residual is None or (residual.shape == (m, n) and residual.dtype == dtype and fused.aligned(residual))
+    if not fits or (residual is not None and narrow is not None):
         raise ValueError(
             f"residual {list(residual.shape)} of {residual.dtype}, strides {residual.stride()}, partials of "
             f"{staging.dtype}: must be contiguous {[m, n]} of {dtype} from a multiple of {fused.ALIGNMENT} bytes on, "

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MOST_MADE = 1024  # programs and views kept; each token count makes some, and ever new ones must not fill the memory
+MOST_MADE = 4096  # programs and views kept; each token count makes some, and ever new ones must not fill the memory
 
 
 class Buffer:
@@ -75,7 +75,7 @@ class Buffer:
 
     def flags(self, slot: int) -> tuple[Tensor, Tensor]:
         """This rank's flags of a slot: (ready, int32 [R, pieces]; free, [R])."""
-        return self.cached(_flags, slot)
+        return self.cached(_flag_views, slot)
 
     def epoch(self, slot: int, epoch: int) -> tuple[Tensor, int]:
         """(word, delta) whose sum is the epoch of this use, for kernels: under CUDA graphs the word alone."""
@@ -96,7 +96,7 @@ class Buffer:
         return made
 
 
-def _flags(buffer: Buffer, slot: int) -> tuple[Tensor, Tensor]:
+def _flag_views(buffer: Buffer, slot: int) -> tuple[Tensor, Tensor]:
     size, words = buffer.arena.size, buffer.arena.view("flags", 0, buffer.arena.rank).view(torch.int32)
     first = buffer._first_flag + slot * size * (buffer.pieces + 1)
     ready, free = words[first : first + size * (buffer.pieces + 1)].split([size * buffer.pieces, size])
@@ -135,7 +135,7 @@ class Gather:
         dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are put together
         self._kinds = dim, tuple([(part.dtype, part.shape) for part in self._wire])
         self.program = self.buffer.cached(gather_program, self.slot, sizes, q.shape[1] if dim else 1, own, awaited)
-        self.own = own
+        self.own, self.awaited = own, awaited
         self.sent = sum(sizes) * (group.size - 1)  # bytes
         self._addresses = tuple([part.data_ptr() for part in self._wire])
         self._issue(0)
@@ -207,6 +207,7 @@ class Scatter:
         step = (destination - self.group.rank - 1) % self.group.size
         shape = (self.shape[0] // self.cuts[step], self.shape[1])
         assert partial.shape == shape and partial.dtype == self.dtype and partial.is_contiguous()
+        assert self._pushed or step == piece == 0  # the first waits for room
         self._pushed.append(partial)
         self._issue(sum(self.cuts[:step]) + piece, partial.data_ptr())
 

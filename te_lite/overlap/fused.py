@@ -62,6 +62,7 @@ def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, Tensor, int, Ten
 def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor | None:
     """gemm of the gathered tensor [R*m, k] -> [R*m, n], each tile once the shard that it reads has arrived; None where
     only what gemm.then makes of it is left."""
+    assert gather.awaited
     own_scale, b_scale = _scales(own, gemm)
     data, *scales = gather.parts()
     scale = _flat(scales[0]) if scales else own_scale

@@ -245,6 +245,14 @@ def fp8_keeps_no_more_than_bf16(device) -> None:
 def residuals(device) -> None:
     """Added in the reduction, before its only rounding; its gradient is the output's."""
     size = dist.get_world_size()
+    for sequence_parallel in (True, False):  # Collective, which adds it to what was rounded
+        options = {"tp_size": size, "tp_group": dist.group.WORLD, "sequence_parallel": sequence_parallel}
+        torch.manual_seed(3)
+        linear = te.Linear(128, 128, parallel_mode="row", params_dtype=torch.bfloat16, device=device, **options)
+        m = 32 if sequence_parallel else 32 * size
+        x, residual = (torch.randn(n, 128, device=device).bfloat16() for n in (32 * size, m))
+        x = x[:, : 128 // size].contiguous()
+        assert_bitwise_equal("collective", linear(x, residual=residual).cpu(), (linear(x) + residual).cpu())
     begin(256 * size, 128, dist.group.WORLD, device, "pipeline")
     for recipe, which, bias in itertools.product(("bf16", "current", "mxfp8"), (ROW, MLP), (True, False)):
         pair = pair_of(which, recipe, device, "pipeline", residual=True, bias=bias)

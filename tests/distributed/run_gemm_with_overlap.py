@@ -130,7 +130,7 @@ class Problem:
         ways = {"ring": ring, "fused": fused}[method]
         with self.group.operation(f"{self.mode} {method} {list(self.x.shape)}"):
             if self.mode == "column":
-                gather = Gather(self.group, self.x, "row", own=False)
+                gather = Gather(self.group, self.x, "row", own=False, awaited=ways is fused)
                 out = ways.gather_gemm(self.gemm, self.x, gather)
                 gather.close()
                 return out

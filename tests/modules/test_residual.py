@@ -91,7 +91,38 @@ def test_anything_else_is_refused(name):
     module, x, residual = made(name, "cpu")
     width = residual.shape[-1]
     for wrong in (residual[0], residual[:, :, :-1], residual.float(), residual.transpose(0, 1), residual.to("meta")):
-        with pytest.raises(
-            ValueError, match=rf"residual .* for an output \[4, 8, {width}\] of torch.bfloat16 on cpu: must"
-        ):
+        with pytest.raises(ValueError, match=rf"residual .* for an output .*4, 8, {width}.*torch.bfloat16.*'cpu'"):
             module(x, residual=wrong)
+
+
+def test_a_quantized_residual_and_a_quantized_gradient():
+    """Both count as what they stand for; a gradient that is kept can be added to."""
+    a, x, residual = made("Linear", "cpu")
+    b = te.Linear(128, 128, params_dtype=BF16, device="cpu")
+    with under("current"):
+        quantized = te.Linear(64, 128, params_dtype=BF16, device="cpu")(x.detach(), fp8_output=True)
+        assert isinstance(quantized, te.QuantizedTensor)
+        got, want = a(x, residual=quantized), a(x, residual=quantized.dequantize())
+        assert_bitwise_equal("quantized residual", got, want)
+        for _ in range(2):  # micro-batches
+            b(a(x, residual=residual), fp8_grad=True).sum().backward()
+    assert type(residual.grad) is torch.Tensor
+
+
+def test_a_refusal_changes_nothing():
+    """Of a pass of delayed scaling: its backward scales move as if nothing had been refused."""
+    scales = []
+    for refused in (False, True):
+        module, x, residual = made("Linear", "cpu")
+        for _ in range(3):
+            with under("delayed"):
+                if refused:
+                    with pytest.raises(ValueError, match="must be like it"):
+                        module(x, residual=residual.float())
+                out = module(x, residual=residual)
+            out.backward(torch.full_like(out, 60.0))
+        scales.append(module.get_extra_state())
+    assert_bitwise_equal("state", *scales)
+    assert scales[0].unique().numel() > 3
+    with pytest.raises(ValueError, match="residual <class 'float'> for an output"):
+        module(x, residual=1.0)

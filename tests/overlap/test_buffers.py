@@ -142,33 +142,6 @@ def test_two_gathers_at_once_and_poison_between_uses():
     in_group(4, run)
 
 
-@pytest.mark.parametrize("ignore_free", [False, True])
-def test_a_slow_reader_keeps_its_slot(ignore_free):
-    """Rank 0 runs ahead into a slot that rank 1 still reads. Without the free counters that corrupts what is read."""
-
-    def run(group):
-        group.executor.set_ignore_free(ignore_free)
-        if group.rank == 0:
-            for use in range(SLOTS + 1):
-                Gather(group, plain(shard(0, use)), "row", own=False).close()
-            return None
-        first = Gather(group, plain(shard(1, 0)), "row", own=True)
-        view, limit = first.whole().row, time.monotonic() + (LIMIT_S if ignore_free else 0.5)
-        while torch.equal(view, gathered(2, 0)) and time.monotonic() < limit:
-            time.sleep(0.01)
-        seen = view.clone()
-        first.close()
-        for use in range(1, SLOTS + 1):
-            Gather(group, plain(shard(1, use)), "row", own=False).close()
-        return seen
-
-    _, seen = in_group(2, run)
-    if ignore_free:
-        assert_bitwise_equal("what a later use has written", seen[:5], shard(0, SLOTS))
-    else:
-        assert_bitwise_equal("what was read", seen, gathered(2, 0))
-
-
 def test_scales_travel_with_odd_sizes():
     """Parts of several types, vectors that end anywhere: every part arrives where its reader looks for it."""
     m, k = 3, 96  # 9 bytes of scales a rank
