@@ -62,7 +62,7 @@ Mark = Any  # an event, microseconds of the host's clock, or a Future of them
 
 def describe(program: Any, kind: str, segment: int, rank: int, size: int) -> tuple[str, str]:
     """(kind, name) of a segment of programs.py; ("", "") where it only sets flags or has a kernel's time watched.
-    A copy's includes its wait for room."""
+    The first copy's time includes its wait for room."""
     if kind == "gather":
         known = {0: ("copy", "gather"), size: ("wait", "for all"), size + 1: ("wait", "for what it sends")}
         return known.get(segment, ("wait", f"for rank {(rank + segment) % size}"))

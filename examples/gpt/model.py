@@ -110,14 +110,14 @@ class Block(nn.Module):
         )
 
     def attention(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """x + attention(rms_norm(x))."""
+        """x + attention(rms_norm(x)); the norm is qkv's."""
         qkv = self.qkv(x)
         seq, batch = qkv.shape[0], qkv.shape[1]
         # [S, B, A/R, 3, D] -> three of [B, A/R, S, D]
         q, k, v = qkv.view(seq, batch, self.local_heads, 3, self.head_size).permute(3, 1, 2, 0, 4).unbind(0)
         a = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, is_causal=True)
         a = a.permute(2, 0, 1, 3).reshape(seq, batch, self.local_heads * self.head_size)
-        return self.proj(a, residual=x)  # x is added where the partial sums of ranks are
+        return self.proj(a, residual=x)  # x is added in the pass that sums the ranks' partial results
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         x = self.attention(x, rotary)
