@@ -1,10 +1,11 @@
-"""A rank that runs ahead waits for room: what another still reads is not written over."""
+"""A rank that runs ahead waits for room, what another still reads is not written over; and who has waits watched."""
 
 import time
 
 import pytest
 import torch
 
+from te_lite.overlap import programs
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.group import SLOTS
 from te_lite.testing.numerics import assert_bitwise_equal
@@ -72,3 +73,31 @@ def test_a_slow_reader_of_partials_keeps_its_slot(at_once, ignore_free):
     _, seen = in_group(2, run)
     assert (seen[-1] == 1).all() != ignore_free
     assert ignore_free or (seen == 1).all()
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_gather_that_a_kernel_waits_for_has_that_watched(awaited, monkeypatch):
+    """By the call that pushes, of every other rank: there is no other call before the kernel."""
+
+    class Program(programs._C.Program):
+        def cut(self):
+            steps.append("cut")
+            super().cut()
+
+        def expect(self, flag, delta, rank, kind):
+            steps.append((flag, delta, rank, kind))
+            super().expect(flag, delta, rank, kind)
+
+    steps = []
+    monkeypatch.setattr(programs._C, "Program", Program)
+
+    def run(group):
+        if group.rank == 1:
+            buffer = group.buffer("gather")
+            programs.gather_program(buffer, 0, (64,), 1, False, awaited)
+            wanted = [(buffer.ready(0, 1, rank), 0, rank, "data from") for rank in (2, 0)]
+            assert steps[: steps.index("cut")] == (wanted if awaited else [])
+            assert all(step == "cut" for step in steps[steps.index("cut") :])
+        group.exchange.all(None)
+
+    in_group(3, run)
