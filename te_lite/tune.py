@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import te_lite as te
 from te_lite.overlap.choice import cache_file
-from te_lite.overlap.config import OFFERED
+from te_lite.overlap.config import OFFERED, is_scatter
 from te_lite.testing.distributed import init_ranks, leave_ranks
 
 FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
-EVERYWHERE = {name: {"method": "auto"} for name, offered in OFFERED.items() if not name.endswith("_wgrad")}
+EVERYWHERE = [name for name in OFFERED if not name.endswith("_wgrad")]
 
 
 def layer(args: argparse.Namespace, device: torch.device) -> list[tuple[nn.Module, int]]:
@@ -41,10 +41,9 @@ def layer(args: argparse.Namespace, device: torch.device) -> list[tuple[nn.Modul
     return [(qkv, hidden), (proj, hidden // ranks), (mlp, hidden)]
 
 
-def step(module: nn.Module, tokens: int, features: int, recipe: str, device: torch.device) -> None:
-    x = torch.randn(tokens, features, device=device, dtype=torch.bfloat16, requires_grad=True)
+def step(module: nn.Module, x: Tensor, residual: Tensor | None, recipe: str) -> None:
     with te.autocast(enabled=recipe != "bf16", recipe=te.recipe.from_name(recipe)):
-        out = module(x)
+        out = module(x, residual=residual)
     out.backward(torch.randn_like(out))
 
 
@@ -53,13 +52,17 @@ def tune(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]
     from tqdm import tqdm
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    te.initialize_ub([max(args.tokens), args.hidden], ranks, ub_cfgs=EVERYWHERE, device=device, strict=True)
+    cfgs = {name: {"method": "auto", "fp8_buf": args.fp8_buf and is_scatter(name, "auto")} for name in EVERYWHERE}
+    te.initialize_ub([max(args.tokens), args.hidden], ranks, ub_cfgs=cfgs, device=device, strict=True)
     jobs = list(product(args.recipes, args.tokens, range(3)))
     rows: list[dict[str, Any]] = []
     for recipe, tokens, index in tqdm(jobs, desc="timing", unit="module", disable=rank != 0):
         module, features = layer(args, device)[index]
-        whole = features != args.hidden  # a row-parallel input has all tokens
-        step(module, tokens if whole else tokens // ranks, features, recipe, device)
+        here = tokens if features != args.hidden else tokens // ranks  # a row-parallel input has all tokens
+        x = torch.randn(here, features, device=device, dtype=torch.bfloat16, requires_grad=True)
+        adds = args.residual and not isinstance(module, te.LayerNormLinear)
+        residual = torch.randn(tokens // ranks, args.hidden, device=device, dtype=x.dtype) if adds else None
+        step(module, x, residual, recipe)
         rows += [row for row in te.overlap_report() if "auto: " in row["reason"]]
         del module
     te.destroy_ub()
@@ -77,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="+", default=["bf16", "delayed"])
     parser.add_argument("--activation", default="swiglu")
     parser.add_argument("--bias", action="store_true", help="linears with a bias, for auto other GEMMs")
+    parser.add_argument("--residual", action="store_true", help="proj and the MLP add one, for auto other GEMMs")
+    parser.add_argument("--fp8-buf", action="store_true", help="partial sums travel in fp8 where that is possible")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:

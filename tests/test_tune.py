@@ -5,6 +5,7 @@ from pathlib import Path
 
 import te_lite
 from te_lite import doctor
+from te_lite.overlap.choice import MARGIN
 from te_lite.testing.distributed import launch
 
 SCRIPT = Path(te_lite.__file__).with_name("tune.py")
@@ -38,6 +39,32 @@ def test_a_linear_with_a_bias_is_another_gemm(tmp_path: Path) -> None:
     assert without.items() <= both.items() and len(new) == 5
     assert sum("of a gradient" in problem for problem in without) == 1 and not any("gradient" in p for p in new)
     assert sum("bias True" in problem for problem in both) == 4 and not any("bias True" in p for p in without)
+
+
+def test_residuals_and_narrow_sums_are_other_problems(tmp_path: Path) -> None:
+    """Residuals: of proj's and fc2's forward. Narrow sums: of those and of the dgrads that scatter."""
+    env = {"TE_LITE_CACHE": str(tmp_path)}
+    args = (*SIZES, "--tokens", "32", "--recipes", "bf16")
+    kept = []
+    for options in ((), ("--residual",), ("--residual", "--fp8-buf")):
+        launch(SCRIPT, *args, *options, ranks=2, timeout=120, env=env)
+        kept.append(json.loads((tmp_path / "overlap.json").read_text()).keys())
+    without, residual, narrow = kept
+    new = residual - without
+    assert len(new) == 2 and all("scatter" in problem and "and residual" in problem for problem in new)
+    assert len(narrow - residual) == 4 and all("narrow scatter" in problem for problem in narrow - residual)
+
+
+def test_other_numbers_of_pieces_are_timed(tmp_path: Path) -> None:
+    """Of scatters, where the rows can be cut; what was fastest is said."""
+    env = {"TE_LITE_CACHE": str(tmp_path)}
+    said = launch(SCRIPT, *SIZES, "--tokens", "1024", "--recipes", "bf16", ranks=2, timeout=120, env=env)
+    measured = json.loads((tmp_path / "overlap.json").read_text())
+    for problem, times in measured.items():
+        assert set(times) == {"collective", "ring"} | ({"ring by 2", "ring by 4"} if ": scatter" in problem else set())
+        best = min(times, key=times.__getitem__)
+        way = best if times[best] < MARGIN * times["collective"] else "collective"
+        assert ", ".join(f"{name} {us:.0f} us" for name, us in times.items()) + f": {way}" in said
 
 
 def test_it_asks_for_ranks(monkeypatch, capsys) -> None:

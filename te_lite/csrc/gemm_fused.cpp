@@ -17,26 +17,18 @@ using namespace te_lite;
 
 namespace {
 
-TensorMap encode(uint64_t address, unsigned bytes, int rows, int columns, unsigned long long stride, unsigned box_rows,
-                 unsigned box_columns, unsigned swizzle) {
+// Boxes of [rows, columns], 64 or 128 bytes wide, swizzled over that width. apart: elements from a row of the matrix
+// to the next; 0: columns.
+TensorMap boxes(uint64_t address, unsigned bytes, int rows, int columns, unsigned box_rows, unsigned wide,
+                int apart = 0) {
   TensorMap map;
   const unsigned long long sizes[] = {static_cast<unsigned long long>(columns), static_cast<unsigned long long>(rows)};
-  const unsigned box[] = {box_columns, box_rows}, steps[] = {1, 1};
+  const unsigned long long stride = 1ull * (apart ? apart : columns) * bytes;
+  const unsigned box[] = {wide, box_rows}, steps[] = {1, 1};
   const Driver& cuda = driver();
-  TE_LITE_CHECK(cuda, cuTensorMapEncodeTiled, &map, bytes == 1 ? kMapUint8 : kMapUint16, 2, address, sizes, &stride, box,
-                steps, 0, swizzle, kMapPromote128, 0);
+  TE_LITE_CHECK(cuda, cuTensorMapEncodeTiled, &map, bytes == 1 ? kMapUint8 : kMapUint16, 2, address, sizes, &stride,
+                box, steps, 0, wide * bytes == 64 ? kMapSwizzle64 : kMapSwizzle128, kMapPromote128, 0);
   return map;
-}
-
-// Boxes of [rows, columns] that are 128 bytes wide, as wgmma wants them.
-TensorMap tensor_map(uint64_t address, unsigned bytes, int rows, int columns, unsigned box_rows) {
-  return encode(address, bytes, rows, columns, 1ull * columns * bytes, box_rows, kBoxBytes / bytes, kMapSwizzle128);
-}
-
-// Boxes of [rows, columns], as wide as one is of the output.
-TensorMap boxes(uint64_t address, unsigned bytes, int rows, int columns, unsigned box_rows, unsigned wide) {
-  return encode(address, bytes, rows, columns, 1ull * columns * bytes, box_rows, wide,
-                wide * bytes == 64 ? kMapSwizzle64 : kMapSwizzle128);
 }
 
 // gemm_fused.cu compiled for one kind of operands. Built and launched where the device's context is current.
@@ -65,25 +57,26 @@ class FusedGemm {
     std::memcpy(&p, arguments.data(), sizeof p);
     const int rows = static_cast<int>(ranks) * p.m;
     FusedMaps maps{};
-    maps.a = tensor_map(a, bytes_, rows, p.k, kTileRows);
-    maps.b = transposed_ ? tensor_map(b, bytes_, p.k, p.n, kBoxBytes / bytes_)
-                         : tensor_map(b, bytes_, p.n, p.k, columns_ / 2);
-    const unsigned wide = BOX_COLUMNS(columns_);
-    maps.other = gather_ ? tensor_map(other, bytes_, p.m, p.k, kTileRows)
+    const unsigned deep = kBoxBytes / bytes_, wide = BOX_COLUMNS(columns_);  // boxes of operands, as wgmma wants them
+    maps.a = boxes(a, bytes_, rows, p.k, kTileRows, deep);
+    maps.b = transposed_ ? boxes(b, bytes_, p.k, p.n, deep, deep) : boxes(b, bytes_, p.n, p.k, columns_ / 2, deep);
+    maps.other = gather_ ? boxes(other, bytes_, p.m, p.k, kTileRows, deep)
                          : boxes(other, narrow_ ? 1 : 2, rows, p.n, kTileRows, wide);
     for (size_t i = 0; i < to.size(); ++i) {
       const bool travels = !gather_ && static_cast<int>(i) != p.rank;
       maps.to[i] = boxes(to[i], travels && narrow_ ? 1 : 2, p.m, p.n, kTileRows / 2, wide);
     }
-    if (h) maps.h = gather_ ? tensor_map(h, 2, rows, 2 * p.n, kTileRows / 2) : boxes(h, 2, p.m, p.n, kTileRows, wide);
+    if (h) {
+      maps.h = gather_ ? boxes(h, 2, rows, 2 * p.n, kTileRows / 2, kBoxBytes / 2)
+                       : boxes(h, 2, p.m, p.n, kTileRows, wide);
+    }
     const unsigned act_bytes = act_t.empty() ? 2 : 1, box = h ? 64 : kBoxBytes / act_bytes;
     const int width = h ? 2 * p.n : p.n / 2;
     for (size_t i = 0; i < act.size(); ++i) {
-      maps.act[i] = encode(act[i], act_bytes, p.m, width, 1ull * width * act_bytes, kTileRows / 2, box,
-                           box * act_bytes == 64 ? kMapSwizzle64 : kMapSwizzle128);
+      maps.act[i] = boxes(act[i], act_bytes, p.m, width, kTileRows / 2, box);
     }
     for (size_t i = 0; i < act_t.size(); ++i) {
-      maps.act_t[i] = encode(act_t[i], 1, width, p.m, rows, box, kTileRows / 2, kMapSwizzle64);
+      maps.act_t[i] = boxes(act_t[i], 1, width, p.m, box, kTileRows / 2, rows);
     }
     void* parameters[] = {&maps, &p};
     kernel_.launch(programs, stream, parameters);

@@ -38,8 +38,10 @@ __device__ __forceinline__ void load(const Maps& maps, const Arguments& p, const
     bar_expect(shared.taken + 8 * taken, 4);
     for (u32 to = 0; to < 2 && !cta; to++) send(shared.pair_of + 4 * taken, shared.taken + 8 * taken, next, to);
     if (!shared.tile(p, i, at)) break;
-    if (!cta) next = take(p);
-    const bool own = at.owner == p.rank;
+    // Taken early, which hides the counter's latency; behind one of the last own tiles late, so that nobody holds a tile
+    // back while it waits for flags.
+    const bool own = at.owner == p.rank, late = !GATHER && own && at.block >= p.blocks - p.lag;
+    if (!cta && !late) next = take(p);
     if (GATHER && at.owner != there) {
       there = at.owner;
       await(p, p.ready + there * p.flags, 0);
@@ -62,6 +64,7 @@ __device__ __forceinline__ void load(const Maps& maps, const Arguments& p, const
     if (GATHER) continue;
     bar_wait(shared.checked, i & 1);  // so `look` is never behind by more than a tile
     if (!own) continue;
+    if (!cta && late) next = take(p);
     load_slots(maps, p, shared, at, ring);
   }
   // All shards are here: the next kernel may take the room that is left. Of a reduce-scatter others may wait for it.

@@ -102,6 +102,7 @@ __device__ __forceinline__ void load_slots(const Maps& maps, const Arguments& p,
   asm volatile("fence.proxy.async.global;" ::: "memory");
   for (int box = 0; box < kBoxes; box++) {
     const int col = at.col + box * kBoxColumns;
+#pragma unroll 1  // unrolled, it spills registers
     for (int first = 1; first < RANKS + RESIDUAL; first += kTogether, ring.advance()) {
       const u32 to = shared.stages + ring.stage * kStageBytes, bar = shared.full + 8 * ring.stage;
       const int count = min(kTogether, RANKS + RESIDUAL - first);

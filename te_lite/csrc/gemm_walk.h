@@ -24,8 +24,8 @@ constexpr int kUses = kBoxes + (kForward && kActs ? 2 : 0);  // boxes of output 
 constexpr int kParts = kBoxes + (kForward ? 4 : 0);   // in which a tile is handed over, while the next is multiplied
 constexpr u32 kOutputBytes = kHalfRows * kBoxBytes;   // one of them
 constexpr int kTurns = GRAD ? 1 : 2;                  // boxes of a warpgroup in shared memory
-// Tiles taken and not forgotten. A cluster takes one when it begins to load the one before, some stages before that is
-// multiplied: with one step a tile, the oldest that anybody still has to look up.
+// Tiles taken and not forgotten. A cluster takes one at the earliest when it begins to load the one before, some stages
+// before that is multiplied: with one step a tile, the oldest that anybody still has to look up.
 constexpr int kTaken = 16;
 constexpr int kGroup = 8;                             // pairs of rows of an all-gather's tiles, in work at once
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from te_lite.ops.registry import Op, register
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -26,7 +26,7 @@ def placed(t: Tensor | None) -> Tensor | None:
 
 def _check_fp8(a: Tensor, b: Tensor) -> None:
     """TypeError, ValueError unless a[M, K] and b[N, K] are what cuBLAS multiplies."""
-    if a.dtype not in _FP8 or b.dtype not in _FP8:
+    if a.dtype not in FP8 or b.dtype not in FP8:
         raise TypeError(
             f"fp8 GEMM of {a.dtype} and {b.dtype}: both operands must be float8_e4m3fn or float8_e5m2; "
             f"quantize both, or call gemm for high precision"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +18,9 @@ from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops.flags import signed
-from te_lite.ops.gemm import _check_fp8
+from te_lite.ops.gemm import FP8, _check_fp8
 
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
 _ARGUMENTS = struct.Struct("=29Q11i4x")  # FusedArguments of csrc/gemm_fused.h
@@ -69,17 +69,12 @@ def unavailable(device: torch.device) -> str:
         return "fused kernels need a GPU"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "fused kernels are written for compute capability 9.0"
-    return "" if _has_compiler() else "fused kernels are compiled at run time: pip install cuda-bindings"
-
-
-@cache
-def _has_compiler() -> bool:
-    try:
+    with suppress(ImportError, RuntimeError, OSError):  # no bindings, or none of the library that they bind
         from cuda.bindings import nvrtc  # takes long to import
 
-        return nvrtc.nvrtcVersion()[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    except (ImportError, RuntimeError, OSError):  # none, or one without the library that it binds
-        return False
+        if nvrtc.nvrtcVersion()[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            return ""
+    return "fused kernels are compiled at run time: pip install cuda-bindings"
 
 
 @cache

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_lite.ops.block_cast import BLOCK, dequantize_blocks_ref
 from te_lite.ops.gemm import _check_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
 
-BLOCK = 128
 _FUSED = (torch.bfloat16,)
 _ROWS_OF_SCALES = 4  # cuBLAS reads the scales of 1 x 128 blocks in 16-byte steps along M and N
 
@@ -66,18 +66,13 @@ def gemm_fp8_rowwise(
     return _rowwise_op(a, b, a_scale, b_scale, out_dtype, bias, fast_accum)
 
 
-def _spread(scale: Tensor, rows: int, k: int) -> Tensor:
-    """One scale an element of a matrix [rows, k] with blocks of 1 x 128 or 128 x 128."""
-    if scale.shape[0] != rows:
-        scale = scale.repeat_interleave(BLOCK, 0)[:rows]
-    return scale.repeat_interleave(BLOCK, 1)[:, :k]
-
-
 def gemm_fp8_blockwise_ref(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
     """Oracle of `gemm_fp8_blockwise`: fp32 throughout, one rounding."""
-    return gemm_ref(a.float() * _spread(a_scale, *a.shape), b.float() * _spread(b_scale, *b.shape), out_dtype, bias)
+    b_rows = 1 if b_scale.shape[0] == b.shape[0] else BLOCK
+    a = dequantize_blocks_ref(a, a_scale, 1, BLOCK, torch.float32)
+    return gemm_ref(a, dequantize_blocks_ref(b, b_scale, b_rows, BLOCK, torch.float32), out_dtype, bias)
 
 
 def _vectors(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

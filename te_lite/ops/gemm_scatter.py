@@ -51,23 +51,26 @@ def gemm_scatter(
     a: Tensor, b: Tensor, to: Sequence[int], arrived: Sequence[int], staging: Tensor, ready: Tensor, free: Tensor,
     counters: Tensor, epoch: Tensor, delta: int, abort: Tensor, rank: int, a_scale: Tensor | None = None,
     b_scale: Tensor | None = None, bias: Tensor | None = None, fast_accum: bool = True, narrow: Narrow | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, count: int = 0,
 ) -> Tensor:  # fmt: skip
     """out[m, N] = sum over ranks of a[R*m, K] @ b[N, K]^T * scales, this rank's rows, + bias[N] + residual[m, N],
     which is of out's type; rounded once.
 
     to[r]: address of [m, N] in rank r's memory, its staging[this rank]; arrived[r]: there, of its ready[this rank, 0].
-    staging[R, m, N], of out's type bf16 or fp16; its own entry is not read. ready int32 [R, P], P at least blocks(m):
-    block i of staging[s] is there once ready[s, i] has reached epoch[0] + delta (ops/flags.py). free int32 [R]: to[r]
-    may be written once free[r] has reached epoch[0] + delta - 1. counters: int32, R * blocks(m) + 1 zeros, zeros again
-    at the end. The order of sums is that of ops/reduce.py: the same bits on every run. Garbage after an abort. Scales:
-    fp32 inverses, both or none; a_scale [1] or [R*m], b_scale [1] or [N]. a, b, fast_accum: as in ops/gemm_gather.py.
+    staging[R, m, N], of out's type bf16 or fp16; its own entry is not read. count: of blocks, 0 for blocks(m). ready
+    int32 [R, P], P at least count: block i of staging[s] is there once ready[s, i] has reached epoch[0] + delta
+    (ops/flags.py). free int32 [R]: to[r] may be written once free[r] has reached epoch[0] + delta - 1. counters: int32,
+    R * count + 1 zeros, zeros again at the end. The order of sums is that of ops/reduce.py: the same bits on every run,
+    with every count. Garbage after an abort. Scales: fp32 inverses, both or none; a_scale [1] or [R*m], b_scale [1] or
+    [N]. a, b, fast_accum: as in ops/gemm_gather.py.
     narrow: m and N are multiples of 128 then, and partials are rounded from fp32; not with a residual.
     Errors: ValueError, TypeError.
     """
     ranks, m, n = staging.shape
     fused.check("GEMM and reduce-scatter", a, b, m, ranks)
-    count = blocks(m)
+    count = count or blocks(m)
+    if -(-m // ROWS) % count:
+        raise ValueError(f"{count} blocks of {m} rows: must divide {-(-m // ROWS)}, the pairs of tiles; take blocks(m)")
     dtype = narrow.dtype if narrow else staging.dtype
     fits = 2 <= ranks <= _C.MOST_FUSED_RANKS and n % ALIGNED_COLUMNS == 0 and n == b.shape[0]
     fits &= not narrow or (staging.dtype == E4M3 and m % BLOCK == n % BLOCK == 0)

@@ -81,7 +81,7 @@ def launch(
     key = None if bits & 15 else (id(kernel), device, types, numbers, constants, num_warps, registers)
     ready = _COMPILED.get(key)
     if ready is not None:
-        ready.launch(programs, _current_stream(device), (*addresses, *numbers, *constants))
+        ready.launch(programs, torch._C._cuda_getCurrentRawStream(device.index), (*addresses, *numbers, *constants))
         return
     options = {"num_warps": num_warps} if registers is None else {"num_warps": num_warps, "maxnreg": registers}
     compiled = kernel[(programs,)](*unaligned, *tensors, *numbers, *constants, **options)
@@ -89,10 +89,6 @@ def launch(
         if len(_COMPILED) >= _MOST:
             _COMPILED.clear()
         _COMPILED[key] = _ready(compiled)
-
-
-def _current_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 class _ThroughTriton:

@@ -1,4 +1,4 @@
-"""Named ranges for profilers, free unless asked for: set TE_LITE_NVTX=1 or call `enable_nvtx()`."""
+"""Named ranges for profilers, free unless asked for: set TE_LITE_NVTX=1."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ import torch
 
 _ENABLED = os.environ.get("TE_LITE_NVTX", "0") not in ("", "0")
 _NOTHING = nullcontext()  # stateless, so one serves all
-
-
-def enable_nvtx(enabled: bool = True) -> None:
-    """Switch the ranges on or off for this process."""
-    global _ENABLED
-    _ENABLED = enabled
 
 
 def nvtx_range(name: str) -> AbstractContextManager[Any]:

@@ -128,7 +128,5 @@ class Arena:
 
     def view(self, name: str, slot: int, rank: int) -> Tensor:
         """A slot of `rank` as uint8 [bytes]. It keeps the memory mapped for as long as it lives."""
-        offset, size, slots = self._places[name]
-        assert 0 <= slot < slots
-        start = offset + slot * size
-        return self._views[rank][start : start + size]
+        start = self.address(name, slot, rank) - self._memory[rank].address
+        return self._views[rank][start : start + self.slot_bytes(name)]

@@ -187,7 +187,7 @@ class Scatter:
     def __init__(
         self, group: Group, shape: tuple[int, int], dtype: torch.dtype, cuts: Sequence[int] = (), blocks: int = 0
     ) -> None:
-        self.group, self.shape, self.dtype = group, shape, dtype
+        self.group, self.shape, self.dtype, self.blocks = group, shape, dtype, blocks
         self.cuts = () if blocks else tuple(cuts) or (1,) * (group.size - 1)
         pieces = blocks or max(self.cuts)
         self.buffer = group.buffer("scatter")

@@ -22,7 +22,7 @@ import triton
 from te_lite.overlap.bootstrap import Exchange
 from te_lite.watch import all_reduce_max
 
-SCHEDULES = 6  # to be raised when a schedule changes its speed: what was measured before is then forgotten
+SCHEDULES = 7  # to be raised when a schedule changes its speed: what was measured before is then forgotten
 ROUNDS = 5
 HOLD_CYCLES = 2_000_000  # about 1 ms, in which the host issues what is timed, as one that runs ahead has
 MOST = 512  # problems that one group times; a run with ever new token counts follows the rule from then on
@@ -90,7 +90,7 @@ class Choices:
         found = self._known[key]
         best = min(found, key=found.__getitem__)
         way = best if found[best] < MARGIN * found["collective"] else "collective"
-        return way, "auto: " + ", ".join(f"{name} {us:.0f} us" for name, us in found.items())
+        return way, f"auto: {', '.join(f'{name} {us:.0f} us' for name, us in found.items())}: {way}"
 
     def _key(self, problem: str) -> str:
         return f"{self._machine}: {problem}"

@@ -74,17 +74,17 @@ def _method(name: str, options: Mapping[str, Any]) -> str:
             + (" (pipeline is for reduce-scatters)" if method == "pipeline" else "")
         )
     scatters = options.get("is_reduce_scatter")
-    if scatters is not None and bool(scatters) != _scatters(name, method):
+    if scatters is not None and bool(scatters) != is_scatter(name, method):
         raise ValueError(
             f"ub_cfgs[{name!r}]: is_reduce_scatter={scatters} with method {method!r}, but that GEMM "
-            f"{'scatters its output' if _scatters(name, method) else 'gathers its input'}; leave the option out"
+            f"{'scatters its output' if is_scatter(name, method) else 'gathers its input'}; leave the option out"
         )
     if not isinstance(options.get("fp8_buf", False), bool):
         raise TypeError(f"ub_cfgs[{name!r}]: fp8_buf={options['fp8_buf']!r} must be True or False")
     return method
 
 
-def _scatters(name: str, method: str) -> bool:
+def is_scatter(name: str, method: str) -> bool:
     """Whether the exchange of this GEMM is a reduce-scatter."""
     layer, gemm = name.split("_")
     scattering = ("fprop",) if layer in LAYERS["row"] else ("dgrad", "wgrad")

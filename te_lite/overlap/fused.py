@@ -12,7 +12,7 @@ from torch import Tensor
 from te_lite._C import MOST_FUSED_RANKS
 from te_lite.ops import source
 from te_lite.ops.gemm import placed
-from te_lite.ops.gemm_fused import ALIGNMENT, transposed
+from te_lite.ops.gemm_fused import ALIGNMENT, ROWS, transposed
 from te_lite.ops.gemm_gather import NOTHING, Activation, Wanted, act_refusal, gemm_gather
 from te_lite.ops.gemm_scatter import Narrow, blocks
 from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
@@ -98,11 +98,18 @@ def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor |
     return QTensor(format, tuple(made.data.shape), gemm.dtype, made.data, inverse, made.data_t, inverse, scale)
 
 
-def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False) -> Scatter:
-    """What gemm_scatter of a[R*m, k] sends by. narrow: as ops/narrow.py has it, where its blocks divide m and n."""
+def counts(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
+    """What "auto" tries beside the rule: other numbers of blocks of a scatter's rows."""
+    m = a.shape[0] // size
+    return tuple(count for count in (4, 2) if count < blocks(m) and not -(-m // ROWS) % count)
+
+
+def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False, count: int = 0) -> Scatter:
+    """What gemm_scatter of a[R*m, k] sends by. narrow: as ops/narrow.py has it, where its blocks divide m and n. count:
+    of blocks; 0: by rule."""
     m = a.shape[0] // group.size
     narrow = narrow and not (m % BLOCK or gemm.columns % BLOCK)
-    scatter = Scatter(group, (m, gemm.columns), E4M3 if narrow else gemm.dtype, blocks=blocks(m))
+    scatter = Scatter(group, (m, gemm.columns), E4M3 if narrow else gemm.dtype, blocks=count or blocks(m))
     scatter.sent += scatter.sent // 32 * narrow  # scales
     return scatter
 
@@ -128,6 +135,7 @@ def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
     out = run_scatter(
         placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
         ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum, narrow, residual,
+        scatter.blocks,
     )  # fmt: skip
     scatter.close()
     return out if later is None else out.add_(later)

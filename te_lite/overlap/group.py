@@ -26,7 +26,7 @@ from te_lite.overlap.programs import gathered_bytes
 from te_lite.quantize.qtensor import Layout, QTensor
 
 SLOTS = 2  # a second use may fill while the first is read
-PIECES = MOST_BLOCKS  # flags a source: a reduce-scatter sends a partial in at most so many pieces (ring.cuts: 2)
+PIECES = MOST_BLOCKS  # flags a source: a reduce-scatter sends a partial in at most so many pieces (ring.counts: 4)
 SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32 values of one byte, are an eighth
 
 

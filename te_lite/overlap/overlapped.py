@@ -113,10 +113,13 @@ class Overlapped(Collective):
         added, then = " and residual" * (gemm.residual is not None), gemm.then
         bias = f"{gemm.bias is not None or gemm.sum_bias is not None}{added}"
         wanted = f", then {then.want}{' of a gradient' * (then.h is not None)}" if then else ""
-        names = ("collective", "ring", *(() if fused.refusal(gemm, a, self.group) else ("fused",)))
+        refused = bool(fused.refusal(gemm, a, self.group))
         made = gemm.columns, gemm.b_layout, gemm.dtype, bias, gemm.fast_accum, wanted
-        key = name, a.format, a.dtype, tuple(a.shape), made, names
+        key = name, a.format, a.dtype, tuple(a.shape), made, refused
         if key not in self._chosen:
+            best, called = (ring, "ring") if refused else (fused, "fused")
+            counts = best.counts(gemm, a, self.tp.size) if scatters else ()
+            names = tuple(dict.fromkeys(("collective", "ring", called, *(f"{called} by {count}" for count in counts))))
             text = "{} x {} {} to {}, bias {}, fast {}{}".format(list(a.shape), *made)
             label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
             kind = ("narrow " * (name in self.narrow) + "scatter") if scatters else "gather"
@@ -154,10 +157,10 @@ class Overlapped(Collective):
 
     def _way(self, method: str, gemm: Product, a: QTensor) -> tuple[Any, str]:
         """(fused or ring, why not fused although it may be)."""
-        if method not in ("fused", "auto"):
+        if not method.startswith(("fused", "auto")):
             return ring, ""
         refusal = fused.refusal(gemm, a, self.group)
-        return (ring if refusal else fused), refusal if method == "fused" else ""
+        return (ring if refusal else fused), "" if method == "auto" else refusal
 
     def _gather(self, name: str, method: str, gemm: Product, own: QTensor, whole: bool) -> tuple[Gather, Any]:
         """The gather of `own` for gemm, begun, and the module that multiplies it. whole: wgrad reads it too."""
@@ -178,7 +181,8 @@ class Overlapped(Collective):
 
     def _gemm_scatter(self, name: str, method: str, gemm: Product, a: QTensor) -> Tensor:
         way, reason = self._way(method, gemm, a)
-        scatter = way.begin_scatter(gemm, a, self.group, name in self.narrow)
+        count = int(method.partition(" by ")[2] or 0)  # as auto has found it
+        scatter = way.begin_scatter(gemm, a, self.group, name in self.narrow, count)
         if name in self.narrow and scatter.dtype == gemm.dtype:
             what = f"multiples of {BLOCK}, not {list(scatter.shape)}" if way is fused else "fused kernels"
             reason = "; ".join(filter(None, (reason or self._measured.get(name), f"fp8_buf is for {what}")))

@@ -54,9 +54,16 @@ def cuts_of(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
     return cuts(size, a.shape[0] // size, gemm.columns, data.shape[1] * data.element_size())
 
 
-def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False) -> Scatter:
-    """What gemm_scatter of a[R*m, k] sends by. narrow: only in the fused schedule, whose place this one may take."""
-    cuts = cuts_of(gemm, a, group.size)
+def counts(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
+    """What "auto" tries beside the rule: all of a scatter's partials [m, n] in so many pieces, of whole tiles."""
+    m, rule = a.shape[0] // size, set(cuts_of(gemm, a, size))
+    return tuple(count for count in (1, 2, 4) if not (m % 256 or m % (128 * count)) and rule != {count})
+
+
+def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False, count: int = 0) -> Scatter:
+    """What gemm_scatter of a[R*m, k] sends by. narrow: only in the fused schedule, whose place this one may take.
+    count: of each partial's pieces; 0: by rule."""
+    cuts = (count,) * (group.size - 1) if count else cuts_of(gemm, a, group.size)
     return Scatter(group, (a.shape[0] // group.size, gemm.columns), gemm.dtype, cuts)
 
 

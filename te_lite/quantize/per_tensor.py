@@ -150,7 +150,7 @@ class Current(Quantizer):
         return per_tensor_cast(self.format, source, seed, amax=seed, pow2=self.pow2, eps=self.eps, **wanted)
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        seed = source.amax if source.amax is not None else amax(source)
+        seed = amax(source)
         if self.amax_group is not None:
             seed = group_max("amax for current scaling", seed, self.amax_group)
         return self._cast(source, seed, row=row, col=col, bias_grad=bias_grad)

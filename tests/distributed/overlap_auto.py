@@ -11,8 +11,10 @@ from unittest import mock
 import torch.distributed as dist
 
 import te_lite as te
-from te_lite.overlap import choice
-from tests.distributed.overlapping import COLUMN, LAYERS, MLP, begin, pair_of, rows_of
+from te_lite.ops.gemm_fused import unavailable
+from te_lite.overlap import choice, fused, ring
+from te_lite.overlap.buffers import Scatter
+from tests.distributed.overlapping import COLUMN, LAYERS, MLP, ROW, begin, pair_of, rows_of
 
 
 def folder() -> Path:
@@ -88,4 +90,34 @@ def measured_once_and_kept(device) -> None:
         assert json.loads((where / "overlap.json").read_text())
 
 
-AUTO = [every_way_that_may_win, measured_once_and_kept]
+def every_number_of_pieces(device) -> None:
+    """What is found fastest is how the partial sums then leave, and they are right."""
+    ranks, no_fused = dist.get_world_size(), device.type == "cpu" or unavailable(device)
+    way, rows, counts = (ring, 512, (2, 4)) if no_fused else (fused, 2048, (4, 2))  # its rule: 1, 8
+    name = way.__name__.rpartition(".")[2]
+    for count in counts:
+        asked: list[tuple[str, ...]] = []
+
+        def measure(self, ways, group, check, best=f"{name} by {count}", asked=asked):
+            asked.append(tuple(ways))
+            return {one: 50.0 if one == best else 99.0 for one in ways}
+
+        with measuring(folder()), mock.patch.object(choice.Choices, "_measure", measure):
+            begin(rows * ranks, 128, dist.group.WORLD, device, "auto", strict=True)
+            pair = pair_of(ROW, "bf16", device, "auto")
+            with mock.patch.object(way, "Scatter", side_effect=Scatter) as begun:
+                got = pair.backward(pair.forward(pair.batch(1, rows)))
+            (call,) = begun.call_args_list
+            assert call.kwargs.get("blocks") == count or call.args[3] == (count,) * (ranks - 1), call
+            others = ("collective", "ring", name)
+            assert set(asked[0]) == {*others, *(f"{name} by {one}" for one in counts)}, asked
+            row = rows_of(pair)["fprop"]
+            assert row["schedule"] == name and row["reason"].endswith(f": {name} by {count}"), row
+            want = pair.expected(pair.batch(1, rows))
+            for what in got:
+                error = (got[what].double() - want[what].double()).norm() / want[what].double().norm()
+                assert error < 2.0**-7, f"{count}: {what} off by {error}"  # as above
+            te.destroy_ub()
+
+
+AUTO = [every_way_that_may_win, every_number_of_pieces, measured_once_and_kept]

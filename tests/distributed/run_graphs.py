@@ -44,12 +44,12 @@ def make(kind: str, device: torch.device, flags: dict[str, bool]) -> torch.nn.Mo
     return te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **options)
 
 
-def step(module: torch.nn.Module, recipe: str, x: Tensor, dy: Tensor) -> list[Tensor]:
+def step(module: torch.nn.Module, recipe: str, x: Tensor, dy: Tensor, residual: Tensor | None) -> list[Tensor]:
     """Forward and backward; output, input gradient, parameter gradients."""
     x.grad = None
     module.zero_grad(set_to_none=True)
     with te.autocast(recipe != "bf16", recipe=recipe, strict=True):
-        y = module(x)
+        y = module(x, residual=residual)
     y.backward(dy)
     return [y.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 
@@ -65,26 +65,30 @@ def compare(kind: str, recipe: str, flags: dict[str, bool], device: torch.device
     shard = (TOKENS // world, HIDDEN)
     shape = (TOKENS, FFN // world) if kind == "row" else shard
     x, dy = draw(shape, 0, device).requires_grad_(), draw(shard, 1, device)
+    residual = draw(shard, 2, device) if kind == "row" else None
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            step(module, recipe, x, dy)
+            step(module, recipe, x, dy, residual)
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        captured = step(module, recipe, x, dy)
+        captured = step(module, recipe, x, dy, residual)
     wrong = 0
     for i in range(replays):
-        new_x, new_dy = draw(shape, 2 * i + 2, device), draw(shard, 2 * i + 3, device)
+        new_x, new_dy, new_residual = (draw(s, 3 * i + 3 + j, device) for j, s in enumerate((shape, shard, shard)))
         with torch.no_grad():
             x.copy_(new_x)
             dy.copy_(new_dy)
+            if residual is not None:
+                residual.copy_(new_residual)
         for t in captured:
             t.fill_(float("nan"))
         graph.replay()
         got = [t.clone() for t in captured]
-        eager = step(module, recipe, new_x.requires_grad_(), new_dy)  # between replays, in slots of its own
+        added = None if residual is None else new_residual
+        eager = step(module, recipe, new_x.requires_grad_(), new_dy, added)  # between replays, in slots of its own
         wrong += not all(torch.equal(a, b) for a, b in zip(got, eager, strict=True))
     sent = TOKENS // world * HIDDEN * 33 // 32 * (world - 1)
     assert not narrow or any(row["sent"] == sent for row in te.overlap_report()), te.overlap_report()
@@ -103,7 +107,7 @@ def main() -> int:
     for name, flags in itertools.product(args.methods, (FLAGS, SCATTERS)):
         te.initialize_ub([TOKENS, HIDDEN], world, ub_cfgs=CONFIGS[name], strict=True, cuda_graphs=True)
         narrow = "fp8_buf" in name
-        # A row-parallel linear alone scatters before anything was gathered.
+        # A row-parallel linear alone scatters before anything was gathered; it adds a residual.
         for kind, recipe in [("mlp", recipe) for recipe in (FUSED_RECIPES if narrow else RECIPES)] + [("row", "bf16")]:
             same = compare(kind, recipe, flags, device, args.replays, narrow)
             good &= same

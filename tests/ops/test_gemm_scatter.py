@@ -11,7 +11,7 @@ from te_lite.ops.narrow import narrow_ref, widened_ref
 from te_lite.ops.reduce import reduce_slots_ref
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops import fused
-from tests.ops.fused import BF16, E4M3, E5M2, FP16, FP32, Case, Late
+from tests.ops.fused import BF16, E4M3, E5M2, FP16, FP32, Case
 from tests.ops.test_gemm import within
 from tests.ops.test_gemm_gather import accumulation
 
@@ -54,8 +54,10 @@ class Rank:
     narrow.
     """
 
-    def __init__(self, case: Case, p: fused.Problem, rank: int, sent: torch.Tensor | None = None) -> None:
-        shape, blocks = (case.ranks, case.m, case.n), S.blocks(case.m)
+    def __init__(
+        self, case: Case, p: fused.Problem, rank: int, sent: torch.Tensor | None = None, count: int = 0
+    ) -> None:
+        shape, blocks = (case.ranks, case.m, case.n), count or S.blocks(case.m)
         staging = (torch.randn(shape) if sent is None else sent).cuda()
         staging[rank] = float("nan")
         self.scales = narrow = None
@@ -75,7 +77,7 @@ class Rank:
         self.arguments = [
             p.a, p.b, [t.data_ptr() for t in self.products], [t.data_ptr() for t in self.told], staging, ready,
             free, counters, fused.words(1, device="cuda") + 3, 2, fused.words(1, device="cuda"), rank, p.a_scale,
-            p.b_scale, p.bias, True, narrow, residual,
+            p.b_scale, p.bias, True, narrow, residual, count,
         ]  # fmt: skip
         self.rank, self.others = rank, [r for r in range(case.ranks) if r != rank]
 
@@ -206,6 +208,23 @@ def test_few_clusters_do_all_tiles(case, clusters, columns, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("clusters", [3, 66])
+@pytest.mark.parametrize("case", [
+    Case(4, 2040, 264, 992, bias=BF16), Case(2, 2048, 264, 640, E4M3, scale="row", wire=E4M3),
+    Case(3, 1900, 136, 520, E4M3, scale="tensor", residual=True),
+], ids=str)  # fmt: skip
+def test_other_numbers_of_blocks(case, count, clusters, columns, monkeypatch):
+    """The same bits, a flag for each."""
+    monkeypatch.setattr(S, "sm_count", lambda device: 2 * clusters)
+    p = fused.problem(case, "cuda", exact=True)
+    one = Rank(case, p, 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float(), count)
+    products, own = expected(case, p, one)
+    assert_bitwise_equal("own rows", one.run(), own)
+    assert_stored(one, products)
+
+
+@pytest.mark.gpu
 def test_a_scale_a_row_beside_one_for_all():
     case = CASES[5]
     p = fused.problem(case, "cuda")
@@ -215,89 +234,6 @@ def test_a_scale_a_row_beside_one_for_all():
     one.arguments[B_SCALE] = p.b_scale[:1].expand(case.n).contiguous()
     assert_bitwise_equal("own rows", one.run(), out)
     assert_bitwise_equal("others' rows", one.products[1:], products)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("epoch", fused.EPOCHS)
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[7], NARROW[3]], ids=str)
-def test_it_waits(case, epoch, columns):
-    """What the others send comes late, by a copy engine, over what an earlier epoch left."""
-    p = fused.problem(case, "cuda", exact=True)
-    one = Rank(case, p, 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float())
-    _, want = expected(case, p, one)
-    args, blocks = one.arguments, S.blocks(case.m)
-    sent, scales = args[STAGING].cpu(), None if args[-1] is None else args[-1].scales
-    sent_scales = None if scales is None else scales.cpu()
-    staging, ready = args[STAGING].fill_(float("nan")), args[READY].fill_(fused.as_int32(epoch - 1))
-    args[DELTA - 1].zero_()
-    args[FREE].fill_(fused.as_int32(epoch - 1))
-    S.gemm_scatter(*args[:DELTA], epoch - 1, *args[DELTA + 1 :])  # compiled before anything waits
-    torch.cuda.synchronize()
-    late, rows = Late(), -(-case.m // S.ROWS) // blocks * S.ROWS
-    for source in one.others:
-        if scales is not None:
-            scales[source] = float("nan")
-            late.copy(scales[source], sent_scales[source])
-        for block in range(blocks):
-            part = slice(block * rows, min((block + 1) * rows, case.m))
-            late.copy(staging[source, part], sent[source, part])
-            late.copy(ready[source, block : block + 1], fused.as_int32(epoch))
-    late.start()
-    got = S.gemm_scatter(*args[:DELTA], epoch, *args[DELTA + 1 :])
-    early = torch.cuda.Event()
-    early.record()
-    assert not early.query(), "it ended before the last flag"
-    fused.finish(args[ABORT])
-    assert_bitwise_equal("own rows", got, want)
-    assert (one.told[one.others] == fused.as_int32(epoch)).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("epoch", fused.EPOCHS)
-def test_it_stores_once_there_is_room(epoch):
-    case = CASES[7]
-    p = fused.problem(case, "cuda", exact=True)
-    one = Rank(case, p, 1, torch.randint(-3, 4, (case.ranks, case.m, case.n)).float())
-    products, own = expected(case, p, one)
-    args = one.arguments
-    one.run()  # compiled before anything waits
-    args[DELTA - 1].zero_()
-    args[READY].fill_(fused.as_int32(epoch))
-    args[FREE].fill_(fused.as_int32(epoch - 2))
-    one.products.fill_(float("nan"))
-    late = Late()
-    for peer in one.others:
-        late.copy(args[FREE][peer : peer + 1], fused.as_int32(epoch - 1))
-    copied, beside = torch.empty_like(one.products, device="cpu").pin_memory(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    got = S.gemm_scatter(*args[:DELTA], epoch, *args[DELTA + 1 :])
-    ended = torch.cuda.Event()
-    ended.record()
-    assert not fused.finished_within(0.05, ended)
-    with torch.cuda.stream(beside):
-        copied.copy_(one.products, non_blocking=True)
-    beside.synchronize()
-    assert copied.isnan().all()
-    late.start(0.0)
-    fused.finish(args[ABORT])
-    assert_bitwise_equal("own rows", got, own)
-    assert_stored(one, products)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("flags", [READY, FREE])
-def test_abort_ends_the_wait(flags):
-    one = Rank(CASES[7], fused.problem(CASES[7], "cuda"), 0)
-    one.run()
-    one.arguments[flags].zero_()
-    stop = Late().copy(one.arguments[ABORT], 1)
-    S.gemm_scatter(*one.arguments)
-    ended = torch.cuda.Event()
-    ended.record()
-    assert not fused.finished_within(0.05, ended)
-    stop.start(0.0)
-    assert fused.finished_within(fused.PATIENCE_S, ended)
-    assert not one.arguments[COUNTERS].any()
 
 
 def played(case: Case) -> list:
@@ -317,6 +253,8 @@ def test_errors_name_value_rule_and_remedy():
         S.gemm_scatter(*args[:FREE], args[FREE][:1], *args[FREE + 1 :])
     with pytest.raises(ValueError, match=r"\[2, 1, 2, 2\]: must be \[2, 1, 2, 3\]"):
         S.gemm_scatter(*args[:COUNTERS], args[COUNTERS][:2], *args[COUNTERS + 1 :])
+    with pytest.raises(ValueError, match=r"2 blocks of 130 rows: must divide 1, the pairs of tiles; take blocks\(m\)"):
+        S.gemm_scatter(*args, count=2)
     with pytest.raises(ValueError, match="float32.*bf16 or fp16, or narrow.*take a ring"):
         S.gemm_scatter(*args[:STAGING], args[STAGING].float(), *args[STAGING + 1 :])
     with pytest.raises(ValueError, match="N a multiple of 8"):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from te_lite.overlap import ring
+from te_lite.overlap import fused, ring
 from te_lite.overlap.group import Group
 
 
@@ -25,6 +25,35 @@ from te_lite.overlap.group import Group
 )
 def test_pieces_of_partials(size, m, n, row_bytes, wanted):
     assert ring.cuts(size, m, n, row_bytes) == wanted
+
+
+def operands(m: int, n: int, k: int, ranks: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """What cuts_of and counts look at of a GEMM [ranks * m, k] x [n, k]."""
+    a = SimpleNamespace(shape=(ranks * m, k), operand=lambda layout: (torch.empty(ranks * m, k, device="meta"), None))
+    return SimpleNamespace(columns=n), a
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "ranks", "rings", "blocks"),
+    [
+        (128, 64, 2, (), ()),
+        (256, 64, 2, (2,), ()),
+        (384, 64, 4, (), ()),
+        (512, 64, 2, (2, 4), ()),
+        (520, 64, 2, (), ()),
+        (1024, 64, 4, (2, 4), (2,)),
+        (2048, 64, 4, (2, 4), (4, 2)),
+        (2048, 8192, 2, (1, 4), (4, 2)),  # by rule in two
+        (2048, 8192, 4, (1, 2, 4), (4, 2)),  # by rule in one or two
+        (3072, 64, 2, (2, 4), (4, 2)),
+        (3584, 64, 2, (2, 4), (2,)),
+    ],
+)
+def test_numbers_of_pieces_that_auto_tries(m, n, ranks, rings, blocks):
+    """Those that divide the rows, and not what the rule takes anyway."""
+    gemm, a = operands(m, n, 8192, ranks)
+    assert ring.counts(gemm, a, ranks) == rings and fused.counts(gemm, a, ranks) == blocks
+    assert all((count,) * (ranks - 1) != ring.cuts_of(gemm, a, ranks) for count in rings)
 
 
 def test_gemms_take_turns_on_two_streams(monkeypatch):

@@ -1,0 +1,22 @@
+"""bench.captured: a step as a CUDA graph."""
+
+import pytest
+import torch
+
+from te_lite.testing import bench
+
+
+@pytest.mark.gpu
+def test_captured_replays_a_step_that_ran_twice_before():
+    x, total, calls = torch.randn(1000, device="cuda"), torch.zeros(1000, device="cuda"), []
+
+    def step():
+        calls.append(torch.cuda.is_current_stream_capturing())
+        total.add_(x)
+
+    replay = bench.captured(step)
+    assert not calls
+    for replays in (1, 2, 3):
+        replay()
+        assert calls == [False, False, True]
+        assert torch.allclose(total, (2 + replays) * x, rtol=1e-6)  # of five additions, each off by at most 2^-24
