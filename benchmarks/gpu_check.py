@@ -25,7 +25,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -308,40 +308,35 @@ def earlier_rows(args: argparse.Namespace) -> list[dict]:
 
 
 def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[Stage]]:
-    """Each stage's rows as it ends; those of BESIDE_TESTS run beside each other and tests, all before any is timed."""
-    with ThreadPoolExecutor(len(BESIDE_TESTS)) as pool:
-        beside = {name: pool.submit(RUNNERS[name], args) for name in BESIDE_TESTS if name in names}
-        for name in names:
-            print(f"--- {name}", flush=True)
-            if name in beside:
-                yield beside[name].result()
-                continue
-            if name != "tests":
-                wait(beside.values())
-            if time.monotonic() >= args.end:
-                yield [Stage(name, "timeout", detail={"reason": f"--total-limit {args.total_limit:g} was used up"})]
-            else:
-                yield RUNNERS[name](args)
+    """Each stage's rows as it ends. First tests and those of BESIDE_TESTS, beside each other, before any is timed."""
+    together = [name for name in names if name == "tests" or name in BESIDE_TESTS]
+    with ThreadPoolExecutor(1 + len(BESIDE_TESTS)) as pool:
+        print("--- " + ", ".join(together), flush=True)
+        for done in as_completed([pool.submit(RUNNERS[name], args) for name in together]):
+            yield done.result()
+    for name in names:
+        if name in together:
+            continue
+        print(f"--- {name}", flush=True)
+        if time.monotonic() >= args.end:
+            yield [Stage(name, "timeout", detail={"reason": f"--total-limit {args.total_limit:g} was used up"})]
+        else:
+            yield RUNNERS[name](args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    stages, earlier = [], earlier_rows(args)
+    stages: list[Stage] = []
+    earlier = earlier_rows(args)
     # The order of RUNNERS: tests and training are over before anything is timed.
     for done in run_stages([name for name in RUNNERS if name in args.stages], args):
-        stages += done
+        stages = sorted((*stages, *done), key=lambda stage: list(RUNNERS).index(stage.stage.split()[0]))
         # Written after every stage, so that a lost machine costs only what came after.
         rows = earlier + [{**asdict(stage), "gpus": gpu_count(args)} for stage in stages]
         tests = next((row["detail"] for row in rows if row["stage"] == "tests"), None)
-        results.write_results(
-            args.out / "gpu_check.json",
-            "gpu_check",
-            rows,
-            tree=args.tree_hash,
-            device=args.device,
-            tests=tests,
-        )
+        path = args.out / "gpu_check.json"
+        results.write_results(path, "gpu_check", rows, tree=args.tree_hash, device=args.device, tests=tests)
     print("\n" + summary(stages))
     return 0 if all(stage.status in ("passed", "skipped") for stage in stages) else 1
 

@@ -57,7 +57,6 @@ MISSED = [
     (2, "ring", "AG fc1 small bf16"),
     (2, "ring", "AG fc1 small fp8"),
     (2, "ring", "RS fc2 small fp8"),
-    (2, "fused", "RS fc2 small fp8"),
     (4, "fused", "RS fc2 small fp8"),
 ]
 

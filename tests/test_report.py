@@ -139,12 +139,21 @@ def stage_rows(folder, *options):
 
 
 def test_gpu_check_trains_beside_the_tests(tmp_path, monkeypatch):
+    """And writes what has ended while others run."""
     training = threading.Event()
+
+    def written():
+        path = tmp_path / "gpu_check.json"
+        for _ in range(200):
+            if path.exists() and '"training"' in path.read_text():
+                return True
+            time.sleep(0.1)
+        return False
 
     def run(command):
         if "pytest" in command:
             (tmp_path / "junit_tests.xml").write_text("<testsuite><testcase classname='a' name='b'/></testsuite>")
-            return 0 if training.wait(20) else 1
+            return 0 if training.wait(20) and written() else 1
         training.set()
         off = {"tp": 1, "train_ratio": 0.99, "held_out_ratio": 1.02, "recipe": "mxfp8"}
         runs = [{"tp": 1, "train_ratio": 1.0, "held_out_ratio": 1.0, "recipe": "bf16"}, off]
