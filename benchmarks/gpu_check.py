@@ -311,7 +311,7 @@ def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[
     """Each stage's rows as it ends. First tests and those of BESIDE_TESTS, beside each other, before any is timed."""
     together = [name for name in names if name == "tests" or name in BESIDE_TESTS]
     with ThreadPoolExecutor(1 + len(BESIDE_TESTS)) as pool:
-        print("--- " + ", ".join(together), flush=True)
+        print(*(f"--- {name}" for name in together), sep="\n", flush=True)
         for done in as_completed([pool.submit(RUNNERS[name], args) for name in together]):
             yield done.result()
     for name in names:
