@@ -109,47 +109,42 @@ class Control:
         """This rank leaves in order; peers that still wait for it run into the time-out."""
 
 class Program:
-    """Steps over buffers and flags, written down once and issued a segment at a time. Stream 0 is the main one.
+    """Steps over buffers and flags, written down once and issued a segment at a time.
 
-    A place is (argument, offset): an index into issue()'s arguments, or -1 for an address. A flag is an aligned 32-bit
-    word that only grows, modulo 2^32.
+    stream: 0 is the caller's, 1 the copy stream. A flag is an aligned 32-bit word that only grows, modulo 2^32.
     """
 
     def __init__(self, name: str) -> None: ...
-    def copy(
-        self, stream: int, dst_arg: int, dst_off: int, src_arg: int, src_off: int, bytes: int, rows: int = 1,
-        dst_pitch: int = 0, src_pitch: int = 0,
-    ) -> None:  # fmt: skip
-        """`rows` rows of `bytes` bytes, each a pitch (bytes) behind the one before. ValueError."""
+    def copy(self, stream: int, to: int, argument: int, offset: int, bytes: int, rows: int = 1, pitch: int = 0) -> None:
+        """`rows` rows of `bytes` bytes to the address `to`, there each a pitch (bytes) behind the one before; from the
+        address that issue() gets as arguments[argument], `offset` bytes behind it, without gaps. ValueError."""
 
     def set(self, stream: int, flag_address: int, delta: int) -> None:
         """flag = epoch + delta, after what the stream did before."""
 
-    def wait(self, stream: int, flag_address: int, delta: int, rank: int, kind: str) -> None:
-        """Until flag has reached epoch + delta. For messages: kind ("data from", "room at") and who sets it."""
+    def wait(self, flag_address: int, delta: int, rank: int, kind: str) -> None:
+        """On the caller's stream, until flag has reached epoch + delta. For messages: kind ("data from", "room at") and
+        who sets it."""
 
     def expect(self, flag_address: int, delta: int, rank: int, kind: str) -> None:
         """The caller's kernel waits for flag to reach epoch + delta: CUDA watches the time, nothing else happens."""
 
-    def after(self, stream: int, other: int) -> None:
-        """What follows on stream starts after all that was issued to other so far."""
+    def after(self, stream: int) -> None:
+        """What follows on stream starts after all that was issued to the other one so far."""
 
     def cut(self) -> None:
         """Ends a segment; another begins."""
 
-    @property
-    def segments(self) -> int: ...
-
 class Executor:
-    """Issues programs. device -1: the host, where len(streams) threads play streams 1 and up and stream 0 is the
-    calling thread, synchronous. Else a CUDA device with the raw handles of streams 1 and up, and:
+    """Issues programs. device -1: the host, where the caller's stream is the calling thread, synchronous, and a thread
+    plays the copy stream. Else a CUDA device, with the raw handle of the copy stream and:
 
     flags, flag_bytes: the memory of the flags that this rank waits for. wait_kernel: what every wait launches: flag
     "p", word "p", stride "i", mask "i", delta "i", abort "p". A null word stands for 0.
     """
 
     def __init__(
-        self, device: int, streams: list[int], control: Control, flags: int = 0, flag_bytes: int = 0,
+        self, device: int, control: Control, copy_stream: int = 0, flags: int = 0, flag_bytes: int = 0,
         wait_kernel: Kernel | None = None,
     ) -> None: ...  # fmt: skip
     def issue(
@@ -163,7 +158,7 @@ class Executor:
         """
 
     def synchronize(self) -> None:
-        """Host: until the threads have done all that was issued, or dropped it because the group is broken. CUDA:
+        """Host: until the thread has done all that was issued, or dropped it because the group is broken. CUDA:
         nothing."""
 
     def close(self) -> None:
@@ -175,7 +170,7 @@ class Executor:
         breaks. A thread of the host writes it, so neither the driver nor a queue stands in its way."""
 
     def set_delays(self, seed: int, max_microseconds: int) -> None:
-        """For tests, host: a random sleep before each queued copy and each wait on stream 0; 0 is none."""
+        """For tests, host: a random sleep before each queued copy and each wait; 0 is none."""
 
     def set_ignore_free(self, ignore: bool) -> None:
         """For tests: waits of the kind "room at" return at once."""

@@ -23,12 +23,12 @@ constexpr int kHighestPriority = -1000;    // the driver clamps it
 
 class CudaExecutor final : public Executor {
  public:
-  CudaExecutor(int device, const std::vector<uint64_t>& streams, Control& control, uint64_t flags, size_t flag_bytes,
+  CudaExecutor(int device, Control& control, uint64_t copy_stream, uint64_t flags, size_t flag_bytes,
                const Kernel& wait_kernel)
-      : Executor(control, static_cast<int>(streams.size())),
+      : Executor(control),
         cuda_(driver()),
         context_(device),
-        streams_{nullptr},
+        streams_{nullptr, reinterpret_cast<void*>(copy_stream)},
         wait_kernel_(wait_kernel),
         flags_(flags),
         flag_bytes_(flag_bytes) {
@@ -42,7 +42,6 @@ class CudaExecutor final : public Executor {
       throw std::invalid_argument("a wait kernel with arguments '" + wait_kernel.kinds() +
                                   "': it takes flag p, word p, stride i, mask i, delta i and abort p");
     }
-    for (uint64_t stream : streams) streams_.push_back(reinterpret_cast<void*>(stream));
     try {
       const PrimaryContext::Scope scope(context_.get());
       TE_LITE_CHECK(cuda_, cuMemHostAlloc, reinterpret_cast<void**>(&host_), flag_bytes + sizeof *host_, 0);
@@ -87,7 +86,7 @@ class CudaExecutor final : public Executor {
     Clock::time_point since;
   };
   using Batch = std::vector<CUstreamMemOp>;  // consecutive sets of one stream
-  using Waits = std::vector<Step>;           // consecutive waits of one stream for the same epoch
+  using Waits = std::vector<Step>;           // consecutive waits for the same epoch
 
   uint32_t* abort_word() const { return host_ + flag_bytes_ / sizeof *host_; }
   uint32_t& seen(const Pending& pending) { return host_[(pending.wait.to - flags_) / sizeof *host_]; }
@@ -95,10 +94,10 @@ class CudaExecutor final : public Executor {
   void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override {
     std::lock_guard<std::mutex> lock(issuing_);
     const PrimaryContext::Scope scope(context_.get());
-    streams_[0] = reinterpret_cast<void*>(main_stream);
+    streams_[kMainStream] = reinterpret_cast<void*>(main_stream);
     if (!epoch_word) {
       int capture = kCaptureNone;
-      TE_LITE_CHECK(cuda_, cuStreamIsCapturing, streams_[0], &capture);
+      TE_LITE_CHECK(cuda_, cuStreamIsCapturing, streams_[kMainStream], &capture);
       if (capture != kCaptureNone) {
         throw std::runtime_error("a program is issued to a stream under capture, which would freeze its epoch: pass "
                                  "epoch_word, the address of a device word that holds it");
@@ -106,7 +105,7 @@ class CudaExecutor final : public Executor {
     }
     Batch batch;
     Waits waits;
-    int stream = 0;  // of the batch
+    int stream = kMainStream;  // of the batch
     for (const Step& step : steps) {
       if (step.kind == Step::kExpect) {
         if (!epoch_word) remember(step);
@@ -114,7 +113,7 @@ class CudaExecutor final : public Executor {
       }
       const bool batched = !epoch_word && step.kind == Step::kSet, waits_too = step.kind == Step::kWait;
       if (!batched || step.stream != stream || batch.size() == kMostMemOps) flush(batch, stream);
-      const bool joins = waits_too && !waits.empty() && step.stream == waits[0].stream && step.delta == waits[0].delta;
+      const bool joins = waits_too && !waits.empty() && step.delta == waits[0].delta;
       if (!joins) flush(waits, epoch_word);
       stream = step.stream;
       if (batched) {
@@ -169,13 +168,13 @@ class CudaExecutor final : public Executor {
     if (step.kind == Step::kCopy && step.rows == 1) {
       TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
     } else if (step.kind == Step::kCopy) {
-      const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.from_pitch};
-      const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.to_pitch};
+      const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.bytes};
+      const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.pitch};
       const CUmemcpy2D rows{from, to, step.bytes, step.rows};
       TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
     } else if (step.kind == Step::kAfter) {
-      if (step.other == step.stream) return;
-      TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[step.other]);
+      const int other = step.stream == kMainStream ? kCopyStream : kMainStream;
+      TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[other]);
       TE_LITE_CHECK(cuda_, cuStreamWaitEvent, stream, event_, 0);
     } else {
       if (step.delta != 0) {
@@ -192,7 +191,7 @@ class CudaExecutor final : public Executor {
     for (const Step* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
     const uint32_t delta = epoch_word ? first->delta : first->value;
     uint64_t arguments[] = {first->to, epoch_word, stride / 4, mask, delta, abort_address()};
-    wait_kernel_.launch(1, reinterpret_cast<uint64_t>(streams_[first->stream]), arguments, 6);
+    wait_kernel_.launch(1, reinterpret_cast<uint64_t>(streams_[kMainStream]), arguments, 6);
   }
 
   void watch() try {
@@ -229,8 +228,8 @@ class CudaExecutor final : public Executor {
 
   const Driver& cuda_;
   const PrimaryContext context_;
-  std::vector<void*> streams_;  // [0]: main, of the segment that is issued
-  void* event_ = nullptr;       // one is enough: a stream that waits for it keeps to what was recorded by then
+  void* streams_[2];       // the main one is that of the segment that is issued
+  void* event_ = nullptr;  // one is enough: a stream that waits for it keeps to what was recorded by then
   const Kernel& wait_kernel_;
   const CUdeviceptr flags_;
   const size_t flag_bytes_;
@@ -245,9 +244,9 @@ class CudaExecutor final : public Executor {
 
 }  // namespace
 
-std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control,
-                                        uint64_t flags, size_t flag_bytes, const Kernel& wait_kernel) {
-  return std::make_unique<CudaExecutor>(device, streams, control, flags, flag_bytes, wait_kernel);
+std::unique_ptr<Executor> cuda_executor(int device, Control& control, uint64_t copy_stream, uint64_t flags,
+                                        size_t flag_bytes, const Kernel& wait_kernel) {
+  return std::make_unique<CudaExecutor>(device, control, copy_stream, flags, flag_bytes, wait_kernel);
 }
 
 }  // namespace te_lite

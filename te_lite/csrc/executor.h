@@ -1,4 +1,4 @@
-// Issues programs: by threads that play copy engines on the host, by streams on CUDA.
+// Issues programs: by a thread that plays the copy engine on the host, by streams on CUDA.
 #pragma once
 
 #include <algorithm>
@@ -25,20 +25,17 @@ class Executor {
              const std::vector<uint64_t>& arguments, uint64_t epoch_word) {
     control_.check();
     if (closed_) throw std::runtime_error("program " + program.name() + " is issued to an executor that is closed");
-    if (segment < 0 || segment >= program.segments() || program.streams() > streams_ ||
-        static_cast<size_t>(program.arguments()) > arguments.size()) {
+    if (segment < 0 || segment >= program.segments() || static_cast<size_t>(program.arguments()) > arguments.size()) {
       throw std::invalid_argument("program " + program.name() + " has segments 0 to " +
-                                  std::to_string(program.segments() - 1) + ", " + std::to_string(program.streams()) +
-                                  " streams and takes " + std::to_string(program.arguments()) +
-                                  " arguments: segment " + std::to_string(segment) +
-                                  " was issued to an executor of " + std::to_string(streams_) + " streams with " +
-                                  std::to_string(arguments.size()) + " arguments");
+                                  std::to_string(program.segments() - 1) + " and takes " +
+                                  std::to_string(program.arguments()) + " arguments: segment " +
+                                  std::to_string(segment) + " was issued with " + std::to_string(arguments.size()) +
+                                  " arguments");
     }
     std::vector<Step> steps = program.steps(segment);
     const uint64_t operation = control_.announced();
     for (Step& step : steps) {
-      if (step.to_argument >= 0) step.to += arguments[step.to_argument];
-      if (step.from_argument >= 0) step.from += arguments[step.from_argument];
+      if (step.kind == Step::kCopy) step.from += arguments[step.argument];
       step.value = epoch + step.delta;
       step.operation = operation;
     }
@@ -63,7 +60,7 @@ class Executor {
   void set_ignore_free(bool ignore) { ignore_free_ = ignore; }
 
  protected:
-  Executor(Control& control, int streams) : control_(control), streams_(streams) {}
+  explicit Executor(Control& control) : control_(control) {}
   virtual void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) = 0;
 
   std::string overdue(const Step& wait, uint32_t seen, double seconds) const {
@@ -88,16 +85,14 @@ class Executor {
   std::atomic<bool> closed_{false};
 
  private:
-  const int streams_;
   std::atomic<bool> ignore_free_{false};
   std::atomic<uint64_t> random_{0};
   std::atomic<int> most_delay_{0};  // microseconds
 };
 
-// streams: how many copy threads.
-std::unique_ptr<Executor> host_executor(int streams, Control& control);
-// streams: handles of streams 1 and up. flags: those this rank waits for. Throws DriverUnavailable, DriverError.
-std::unique_ptr<Executor> cuda_executor(int device, const std::vector<uint64_t>& streams, Control& control,
-                                        uint64_t flags, size_t flag_bytes, const Kernel& wait_kernel);
+std::unique_ptr<Executor> host_executor(Control& control);
+// copy_stream: its handle. flags: those this rank waits for. Throws DriverUnavailable, DriverError.
+std::unique_ptr<Executor> cuda_executor(int device, Control& control, uint64_t copy_stream, uint64_t flags,
+                                        size_t flag_bytes, const Kernel& wait_kernel);
 
 }  // namespace te_lite

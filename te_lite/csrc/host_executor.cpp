@@ -1,4 +1,4 @@
-// The executor for CPU ranks: threads in place of copy engines, shared memory in place of peer memory.
+// The executor for CPU ranks: a thread in place of a copy engine, shared memory in place of peer memory.
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -11,7 +11,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A stream: its steps run one after the other on a thread of its own.
+// The copy stream: its steps run one after the other on a thread of its own.
 struct Lane {
   std::mutex mutex;
   std::condition_variable changed;
@@ -19,67 +19,58 @@ struct Lane {
   uint64_t queued = 0;
   uint64_t done = 0;
   std::thread thread;
-
-  uint64_t everything() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return queued;
-  }
-  void push(Step step) {
-    std::lock_guard<std::mutex> lock(mutex);
-    queue.push_back(std::move(step));
-    ++queued;
-    changed.notify_all();
-  }
-  void await(uint64_t ticket) {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return done >= ticket; });
-  }
 };
 
 class HostExecutor final : public Executor {
  public:
-  HostExecutor(int streams, Control& control) : Executor(control, streams) {
-    for (int i = 0; i < streams; ++i) lanes_.push_back(std::make_unique<Lane>());
-    for (auto& lane : lanes_) lane->thread = std::thread(&HostExecutor::serve, this, std::ref(*lane));
+  explicit HostExecutor(Control& control) : Executor(control), lane_(std::make_unique<Lane>()) {
+    lane_->thread = std::thread(&HostExecutor::serve, this, std::ref(*lane_));
   }
   ~HostExecutor() override { close(); }
 
   void synchronize() override {
-    for (auto& lane : lanes_) lane->await(lane->everything());
+    if (!lane_) return;  // closed in a forked child
+    std::unique_lock<std::mutex> lock(lane_->mutex);
+    lane_->changed.wait(lock, [this, everything = lane_->queued] { return lane_->done >= everything; });
   }
 
   void close() override {
+    closed_ = true;
     if (control_.forked()) {
-      for (auto& lane : lanes_) (void)lane.release();  // leaked
-      lanes_.clear();
+      (void)lane_.release();  // leaked
       return;
     }
-    closed_ = true;
-    for (auto& lane : lanes_) {
-      { std::lock_guard<std::mutex> lock(lane->mutex); }  // whoever found closed_ false is waiting by now
-      lane->changed.notify_all();
-    }
-    for (auto& lane : lanes_) {
-      if (lane->thread.joinable()) lane->thread.join();
-    }
+    { std::lock_guard<std::mutex> lock(lane_->mutex); }  // whoever found closed_ false is waiting by now
+    lane_->changed.notify_all();
+    if (lane_->thread.joinable()) lane_->thread.join();
   }
 
  private:
   void perform(std::vector<Step>& steps, uint64_t, uint64_t) override {
     for (Step& step : steps) {
-      if (step.kind == Step::kExpect) continue;
-      if (step.kind == Step::kAfter) {
-        if (step.other == 0 || step.other == step.stream) continue;  // done already: main is this thread
-        step.ticket = lane(step.other).everything();
-      }
-      if (step.stream > 0) {
-        lane(step.stream).push(std::move(step));
+      if (step.kind == Step::kWait) {
+        random_delay();
+        poll(step);
+        control_.check();
+      } else if (step.kind == Step::kAfter) {
+        if (step.stream == kCopyStream) continue;  // done already: main is this thread
+        synchronize();
+        control_.check();
+      } else if (step.kind == Step::kExpect) {
         continue;
+      } else if (step.stream == kCopyStream) {
+        push(std::move(step));
+      } else {
+        run(step);
       }
-      if (step.kind == Step::kWait) random_delay();
-      run(step);
-      if (step.kind == Step::kWait || step.kind == Step::kAfter) control_.check();
     }
+  }
+
+  void push(Step step) {
+    std::lock_guard<std::mutex> lock(lane_->mutex);
+    lane_->queue.push_back(std::move(step));
+    ++lane_->queued;
+    lane_->changed.notify_all();
   }
 
   void serve(Lane& lane) {
@@ -91,7 +82,7 @@ class HostExecutor final : public Executor {
       lane.queue.pop_front();
       lock.unlock();
       if (step.kind == Step::kCopy) random_delay();
-      // What follows a wait that was given up must not touch buffers, but counts as done for those that wait for it.
+      // What is left when the group breaks is dropped, but counts as done for those that wait for it.
       if (!control_.is_broken() && !closed_) run(step);
       lock.lock();
       ++lane.done;
@@ -100,17 +91,13 @@ class HostExecutor final : public Executor {
   }
 
   void run(const Step& step) {
-    if (step.kind == Step::kCopy) {
-      for (size_t row = 0; row < step.rows; ++row) {
-        std::memcpy(reinterpret_cast<char*>(step.to) + row * step.to_pitch,
-                    reinterpret_cast<const char*>(step.from) + row * step.from_pitch, step.bytes);
-      }
-    } else if (step.kind == Step::kSet) {
+    if (step.kind == Step::kSet) {
       __atomic_store_n(reinterpret_cast<uint32_t*>(step.to), step.value, __ATOMIC_RELEASE);
-    } else if (step.kind == Step::kWait) {
-      poll(step);
-    } else {
-      lane(step.other).await(step.ticket);
+      return;
+    }
+    for (size_t row = 0; row < step.rows; ++row) {
+      std::memcpy(reinterpret_cast<char*>(step.to) + row * step.pitch,
+                  reinterpret_cast<const char*>(step.from) + row * step.bytes, step.bytes);
     }
   }
 
@@ -129,15 +116,11 @@ class HostExecutor final : public Executor {
     }
   }
 
-  Lane& lane(int stream) { return *lanes_[stream - 1]; }
-
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::unique_ptr<Lane> lane_;
 };
 
 }  // namespace
 
-std::unique_ptr<Executor> host_executor(int streams, Control& control) {
-  return std::make_unique<HostExecutor>(streams, control);
-}
+std::unique_ptr<Executor> host_executor(Control& control) { return std::make_unique<HostExecutor>(control); }
 
 }  // namespace te_lite

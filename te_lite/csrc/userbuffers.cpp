@@ -55,12 +55,12 @@ py::object dlpack(uint64_t address, int64_t bytes, int device, const py::object&
   });
 }
 
-std::unique_ptr<Executor> make_executor(int device, const std::vector<uint64_t>& streams, Control& control,
-                                        uint64_t flags, size_t flag_bytes, const Kernel* wait_kernel) {
+std::unique_ptr<Executor> make_executor(int device, Control& control, uint64_t copy_stream, uint64_t flags,
+                                        size_t flag_bytes, const Kernel* wait_kernel) {
   py::gil_scoped_release release;  // a context may take seconds; a call_guard would cover the new object's registration
-  if (device < 0) return host_executor(static_cast<int>(streams.size()), control);
+  if (device < 0) return host_executor(control);
   if (!wait_kernel) throw std::invalid_argument("a CUDA executor without a wait kernel: pass wait_kernel");
-  return cuda_executor(device, streams, control, flags, flag_bytes, *wait_kernel);
+  return cuda_executor(device, control, copy_stream, flags, flag_bytes, *wait_kernel);
 }
 
 }  // namespace
@@ -91,17 +91,16 @@ void bind_userbuffers(py::module_& m) {
   // programs
   py::class_<Program>(m, "Program", "Steps over buffers and flags, written down once. See _C.pyi.")
       .def(py::init<std::string>(), "name"_a)
-      .def("copy", &Program::copy, "stream"_a, "dst_arg"_a, "dst_off"_a, "src_arg"_a, "src_off"_a, "bytes"_a,
-           "rows"_a = 1, "dst_pitch"_a = 0, "src_pitch"_a = 0)
+      .def("copy", &Program::copy, "stream"_a, "to"_a, "argument"_a, "offset"_a, "bytes"_a, "rows"_a = 1,
+           "pitch"_a = 0)
       .def("set", &Program::set, "stream"_a, "flag_address"_a, "delta"_a)
-      .def("wait", &Program::wait, "stream"_a, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)
+      .def("wait", &Program::wait, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)
       .def("expect", &Program::expect, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)
-      .def("after", &Program::after, "stream"_a, "other"_a)
-      .def("cut", &Program::cut)
-      .def_property_readonly("segments", &Program::segments);
-  py::class_<Executor>(m, "Executor", "Issues programs to copy threads or to streams. See _C.pyi.")
-      .def(py::init(&make_executor), "device"_a, "streams"_a, "control"_a, "flags"_a = 0, "flag_bytes"_a = 0,
-           "wait_kernel"_a = py::none(), py::keep_alive<1, 4>(), py::keep_alive<1, 7>())
+      .def("after", &Program::after, "stream"_a)
+      .def("cut", &Program::cut);
+  py::class_<Executor>(m, "Executor", "Issues programs to a copy thread or to streams. See _C.pyi.")
+      .def(py::init(&make_executor), "device"_a, "control"_a, "copy_stream"_a = 0, "flags"_a = 0, "flag_bytes"_a = 0,
+           "wait_kernel"_a = py::none(), py::keep_alive<1, 3>(), py::keep_alive<1, 7>())
       .def("issue", &Executor::issue, "program"_a, "segment"_a, "epoch"_a, "main_stream"_a, "arguments"_a,
            "epoch_word"_a = 0, Unlocked())
       .def("synchronize", &Executor::synchronize, Unlocked())

@@ -3,7 +3,8 @@
     arena = Arena(rank, size, device)
     arena.reserve("gather", bytes, slots)        # any number of these
     arena.commit(exchange)                       # collective: allocate, exchange handles, map
-    arena.view("gather", slot, rank)             # rank's memory as uint8, also a peer's
+    arena.address("gather", slot, rank)          # where a slot of any rank lies in this process
+    arena.view("gather", slot)                   # this rank's own as uint8
 
 Host memory is anonymous shared memory (memfd): nothing is left behind by a process that is killed. GPU memory comes
 from the driver, exported as file descriptors too. Peers' memory is reached by plain loads, stores and copies; no
@@ -13,7 +14,6 @@ multicast object is made and no stride between ranks is assumed.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 from collections.abc import Callable
@@ -44,31 +44,31 @@ class HostMemory:
 
 
 def _share_by_fds(
-    exchange: Exchange, what: str, make: Callable[[list[int]], Any], load: Callable[[int, int], Any]
+    exchange: Exchange, what: str, make: Callable[[dict[int, int]], Any], load: Callable[[int, int], Any]
 ) -> list[Any]:
-    """Memory of every rank, mapped here, in the order of ranks. make(fds) gives this rank's, its descriptor appended to
-    fds as soon as there is one; load(descriptor, bytes) maps a peer's. Collective."""
-    fds: list[list[int]] = [[] for _ in exchange.ranks]
+    """Memory of every rank, mapped here, in the order of ranks. make(fds) gives this rank's and puts its
+    descriptor into fds, by rank, as soon as there is one; load(descriptor, bytes) maps a peer's. Collective."""
+    fds: dict[int, int] = {}
     try:
-        own = exchange.step(f"allocating {what} for peers", lambda: make(fds[exchange.rank]))
+        own = exchange.step(f"allocating {what} for peers", lambda: make(fds))
         share_fds(exchange, fds)
 
         def map_all() -> list[Any]:
-            return [own if rank == exchange.rank else load(fd, own.bytes) for rank, (fd,) in enumerate(fds)]
+            return [own if rank == exchange.rank else load(fds[rank], own.bytes) for rank in range(exchange.size)]
 
         return exchange.step(f"mapping the peers' {what}", map_all)
     finally:
-        for fd in itertools.chain(*fds):
+        for fd in fds.values():
             os.close(fd)
 
 
 def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:
     """`size` bytes of every rank, mapped here, in the order of ranks. Collective."""
 
-    def make(fds: list[int]) -> HostMemory:
-        fds.append(os.memfd_create("te_lite", os.MFD_CLOEXEC))
-        os.ftruncate(fds[0], size)
-        return HostMemory(fds[0], size)
+    def make(fds: dict[int, int]) -> HostMemory:
+        fd = fds[exchange.rank] = os.memfd_create("te_lite", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size)
+        return HostMemory(fd, size)
 
     return _share_by_fds(exchange, "host memory", make, HostMemory)
 
@@ -76,9 +76,9 @@ def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:
 def share_gpu_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
     """As share_host_memory, in GPU memory of the driver's, by file descriptors."""
 
-    def make(fds: list[int]) -> Any:
+    def make(fds: dict[int, int]) -> Any:
         memory = _C.CudaMemory.vmm(device, size)
-        fds.append(memory.export_fd())
+        fds[exchange.rank] = memory.export_fd()
         return memory
 
     return _share_by_fds(exchange, "GPU memory", make, partial(_C.CudaMemory.import_fd, device))
@@ -92,7 +92,7 @@ class Arena:
         self.bytes = 0
         self._places: dict[str, tuple[int, int, int]] = {}  # name -> (offset, bytes of a slot, slots)
         self._memory: list[Any] = []
-        self._views: list[Tensor] = []
+        self._own: Tensor | None = None
 
     def reserve(self, name: str, size: int, slots: int = 1) -> None:
         """Room for `slots` slots of `size` bytes each, before commit."""
@@ -103,18 +103,17 @@ class Arena:
 
     def commit(self, exchange: Exchange) -> None:
         """Allocates and maps on all ranks, or raises BootstrapError on all of them. Collective."""
-        size = max(self.bytes, ALIGNMENT)
         if self.device.type == "cpu":
-            self._memory = share_host_memory(exchange, size)
+            ordinal, self._memory = -1, share_host_memory(exchange, self.bytes)
         else:
-            self._memory = share_gpu_memory(exchange, self.device.index, size)
-        # A peer's memory too is used by this rank's device; torch would ask the pointer and take the peer's.
-        ordinal = -1 if self.device.type == "cpu" else self.device.index
-        self._views = [torch.from_dlpack(_C.dlpack(m.address, size, ordinal, m)) for m in self._memory]
+            ordinal = self.device.index
+            self._memory = share_gpu_memory(exchange, ordinal, self.bytes)
+        own = self._memory[self.rank]
+        self._own = torch.from_dlpack(_C.dlpack(own.address, self.bytes, ordinal, own))
 
     def release(self) -> None:
         """Lets go of the memory; views that still live keep it."""
-        self._views, self._memory = [], []
+        self._own, self._memory = None, []
 
     def slot_bytes(self, name: str) -> int:
         """Bytes of one slot of buffer `name`."""
@@ -126,7 +125,7 @@ class Arena:
         assert 0 <= slot < slots
         return self._memory[rank].address + offset + slot * size
 
-    def view(self, name: str, slot: int, rank: int) -> Tensor:
-        """A slot of `rank` as uint8 [bytes]. It keeps the memory mapped for as long as it lives."""
-        start = self.address(name, slot, rank) - self._memory[rank].address
-        return self._views[rank][start : start + self.slot_bytes(name)]
+    def view(self, name: str, slot: int) -> Tensor:
+        """A slot of this rank as uint8 [bytes]. It keeps the memory mapped for as long as it lives."""
+        start = self.address(name, slot, self.rank) - self._memory[self.rank].address
+        return self._own[start : start + self.slot_bytes(name)]

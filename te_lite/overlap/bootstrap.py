@@ -182,17 +182,17 @@ class Doorway:
         self.socket.bind(self.name)
         self.socket.listen(size)
 
-    def send(self, rank: int, names: list[str], fds: list[int]) -> None:
-        """This rank's descriptors to every other rank's doorway."""
+    def send(self, rank: int, names: list[str], fd: int) -> None:
+        """This rank's descriptor to every other rank's doorway."""
         for name in names[:rank] + names[rank + 1 :]:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(SOCKET_TIMEOUT_S)
                 connection.connect(name)
-                socket.send_fds(connection, [struct.pack("i", rank)], fds)
+                socket.send_fds(connection, [struct.pack("i", rank)], [fd])
 
-    def receive(self, count: int, received: list[list[int]]) -> None:
-        """`count` descriptors from each other rank into its list in `received`; the caller closes them."""
-        for _ in received[1:]:
+    def receive(self, peers: int, received: dict[int, int]) -> None:
+        """A descriptor from each of so many peers, by rank into `received`; the caller closes them."""
+        for _ in range(peers):
             connection, _ = self.socket.accept()
             with connection:
                 connection.settimeout(SOCKET_TIMEOUT_S)
@@ -200,18 +200,18 @@ class Doorway:
                 _, user, _ = struct.unpack("3i", credentials)  # process, user, group
                 if user != os.getuid():
                     raise PermissionError(f"a process of user {user} connected to the ranks of user {os.getuid()}")
-                message, fds, _, _ = socket.recv_fds(connection, 4, count)
+                message, fds, _, _ = socket.recv_fds(connection, 4, 1)
                 (peer,) = struct.unpack("i", message)
-                received[peer] = list(fds)
-                if len(fds) != count:
-                    raise RuntimeError(f"rank {peer} sent {len(fds)} file descriptors, expected {count}")
+                if not fds:
+                    raise RuntimeError(f"rank {peer} sent no file descriptor")
+                received[peer] = fds[0]
 
 
-def share_fds(exchange: Exchange, fds: list[list[int]]) -> None:
-    """This rank's file descriptors, in its list of `fds`, to all ranks of the group, and theirs into their lists.
-    Collective. The caller closes what is there, also where this fails."""
-    own, doorway = fds[exchange.rank], exchange.step("opening a Unix socket", lambda: Doorway(exchange.size))
+def share_fds(exchange: Exchange, fds: dict[int, int]) -> None:
+    """This rank's file descriptor, in `fds` by its rank, to all ranks of the group, and theirs into `fds`. Collective.
+    The caller closes what is there, also where this fails."""
+    rank, doorway = exchange.rank, exchange.step("opening a Unix socket", lambda: Doorway(exchange.size))
     with doorway.socket:
         names = exchange.all(doorway.name)
-        exchange.step("sending file descriptors", lambda: doorway.send(exchange.rank, names, own))
-        exchange.step("receiving file descriptors", lambda: doorway.receive(len(own), fds))
+        exchange.step("sending file descriptors", lambda: doorway.send(rank, names, fds[rank]))
+        exchange.step("receiving file descriptors", lambda: doorway.receive(exchange.size - 1, fds))

@@ -97,7 +97,7 @@ class Buffer:
 
 
 def _flag_views(buffer: Buffer, slot: int) -> tuple[Tensor, Tensor]:
-    size, words = buffer.arena.size, buffer.arena.view("flags", 0, buffer.arena.rank).view(torch.int32)
+    size, words = buffer.arena.size, buffer.arena.view("flags", 0).view(torch.int32)
     first = buffer._first_flag + slot * size * (buffer.pieces + 1)
     ready, free = words[first : first + size * (buffer.pieces + 1)].split([size * buffer.pieces, size])
     return ready.view(size, buffer.pieces), free
@@ -108,7 +108,7 @@ def _parts(
 ) -> list[Tensor]:  # fmt: skip
     """The parts of a gathered tensor, of one source or of all, where they lie. kinds: type and shape of each part
     in a shard. dim: along which shards are put together."""
-    memory, ranks, views = buffer.arena.view(buffer.name, slot, buffer.arena.rank), buffer.arena.size, []
+    memory, ranks, views = buffer.arena.view(buffer.name, slot), buffer.arena.size, []
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in kinds]
     for (dtype, shape), offset, size in zip(kinds, part_offsets(sizes, ranks), sizes, strict=True):
         whole = memory[offset : offset + size * ranks].view(dtype)
@@ -171,7 +171,7 @@ class Gather:
 
 
 def _staging(buffer: Buffer, slot: int, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
-    memory, ranks = buffer.arena.view(buffer.name, slot, buffer.arena.rank), buffer.arena.size
+    memory, ranks = buffer.arena.view(buffer.name, slot), buffer.arena.size
     return memory[: ranks * shape[0] * shape[1] * dtype.itemsize].view(dtype).view(ranks, *shape)
 
 

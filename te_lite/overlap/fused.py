@@ -64,9 +64,9 @@ def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor | None:
     only what gemm.then makes of it is left."""
     assert gather.awaited
     own_scale, b_scale = _scales(own, gemm)
-    data, *scales = gather.parts()
+    a, *scales = gather.parts()
     scale = _flat(scales[0]) if scales else own_scale
-    a, b = data, placed(gemm.b.operand(gemm.b_layout)[0])
+    b = placed(gemm.b.operand(gemm.b_layout)[0])
     ready, _, *rest = _flags(gather)
     counters = gather.buffer.counters[gather.slot]
     wanted = _wanted(gemm, own)
@@ -120,7 +120,7 @@ def _narrow(gemm: Product, scatter: Scatter) -> Narrow | None:
         return None
     group, (m, n), name, slot = scatter.group, scatter.shape, scatter.buffer.name, scatter.slot
     first, size = scatter.bytes * group.size, scatter.bytes // 32
-    memory = group.arena.view(name, slot, group.rank)[first : first + size * group.size]
+    memory = group.arena.view(name, slot)[first : first + size * group.size]
     to = [group.arena.address(name, slot, rank) + first + group.rank * size for rank in range(group.size)]
     return Narrow(memory.view(torch.float32).view(group.size, n // BLOCK, m), to, gemm.dtype)
 

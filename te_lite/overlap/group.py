@@ -1,4 +1,4 @@
-"""The userbuffers of one tensor-parallel group: arena, copy streams, control, and what fits into them."""
+"""The userbuffers of one tensor-parallel group: arena, copy stream, control, and what fits into them."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ class Group:
         self.arena.reserve("flags", 4 * (sum(flags.values()) + maxima))
         self.arena.commit(exchange)
         self._control_memory = share_host_memory(exchange, _C.CONTROL_BYTES)
-        self._start(exchange, flags, first_epoch)
+        self._start(exchange, flags, maxima, first_epoch)
 
-    def _start(self, exchange: Exchange, flags: dict[str, int], first_epoch: int) -> None:
-        """Flags get their first values before any rank may write them; then the watchers begin."""
+    def _start(self, exchange: Exchange, flags: dict[str, int], at: int, first_epoch: int) -> None:
+        """Flags get their first values before any rank may write them; then the watchers begin. at: the word where the
+        buffers' flags begin."""
         before = signed(first_epoch - 1)
-        self.arena.view("flags", 0, self.rank).view(torch.int32).fill_(before)
+        self.arena.view("flags", 0).view(torch.int32).fill_(before)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._buffers: dict[str, Buffer] = {}
         self._first_epoch = first_epoch
         self._maxima: dict[bool, Maximum] = {}  # captured in a CUDA graph or not; none on CPU ranks
         self._many: Maximum | None = None
-        at = 2 * self._maximum_words + Maximum.words_needed(self.size, many=True)
         for name, count in flags.items():
             graph = name.endswith(".graph")
             words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
@@ -107,12 +107,12 @@ class Group:
         )
         self.stream = self._beside = None
         if self.device.type == "cpu":
-            self.executor = _C.Executor(-1, [0], self.control)
+            self.executor = _C.Executor(-1, self.control)
             return
         self.stream, self._beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
         flags = self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags")
-        streams = [self.stream.cuda_stream]
-        self.executor = _C.Executor(self.device.index, streams, self.control, *flags, compiled_wait(self.device))
+        wait = compiled_wait(self.device)
+        self.executor = _C.Executor(self.device.index, self.control, self.stream.cuda_stream, *flags, wait)
         word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
         self.abort = torch.from_dlpack(word).view(torch.int32)
         if self.size > MOST_RANKS:

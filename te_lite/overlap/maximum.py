@@ -27,7 +27,7 @@ class Maximum:
     def __init__(self, arena: Arena, first: int, first_epoch: int, graph: bool, many: bool = False) -> None:
         rank, size, device, width = arena.rank, arena.size, arena.device, MOST_VALUES if many else 1
         here = [arena.address("flags", 0, peer) + WORD * first for peer in range(size)]
-        self._slots = arena.view("flags", 0, rank).view(torch.int64)[first // 2 :]
+        self._slots = arena.view("flags", 0).view(torch.int64)[first // 2 :]
         self._slots = self._slots[: self.words_needed(size, many) // 2]
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
         self._done = self._zero + signed(first_epoch - 1)

@@ -48,24 +48,24 @@ def gather_program(
     # The reader that comes to this rank's data first is the one before it.
     readers = [*reversed(following(rank, size))]
     for peer in [*readers, rank]:
-        program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
-    program.after(COPY, MAIN)
+        program.wait(buffer.free(slot, rank, peer), -1, peer, "room at")
+    program.after(COPY)
     own_by = COPY if buffer.words is None else MAIN
     for peer, stream in [*((peer, COPY) for peer in readers), *[(rank, own_by)] * own]:
         base = arena.address(buffer.name, slot, peer)
         for part, (offset, n) in enumerate(zip(part_offsets(sizes, size), sizes, strict=True)):
             width, to = n // rows, base + offset + rank * (n // rows)
             if n:
-                program.copy(stream, -1, to, part, 0, width, rows, width * size, width)
+                program.copy(stream, to, part, 0, width, rows, width * size)
         program.set(stream, buffer.ready(slot, peer, rank), 0)
     if awaited:
         _expect(program, buffer, slot, 0)
     for source in following(rank, size):
         program.cut()
-        program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
+        program.wait(buffer.ready(slot, rank, source), 0, source, "data from")
     program.cut()
     for source in [*following(rank, size), *[rank] * own]:
-        program.wait(MAIN, buffer.ready(slot, rank, source), 0, source, "data from")
+        program.wait(buffer.ready(slot, rank, source), 0, source, "data from")
     program.cut()
     _free(program, [buffer.free(slot, source, rank) for source in range(size)], buffer)
     return program
@@ -77,8 +77,9 @@ def _free(program: _C.Program, flags: list[int], buffer: Buffer, pushed: bool = 
     microseconds; not in a graph, which ends with the caller's stream."""
     stream = COPY if buffer.words is None else MAIN
     if pushed:
-        program.after(MAIN, COPY)
-    program.after(stream, MAIN)
+        program.after(MAIN)
+    if stream == COPY:
+        program.after(COPY)
     for flag in flags:
         program.set(stream, flag, 0)
 
@@ -107,27 +108,27 @@ def scatter_program(buffer: Buffer, slot: int, size_bytes: int, cuts: tuple[int,
 
     def wait_for_room() -> None:
         for peer in following(rank, size):
-            program.wait(MAIN, buffer.free(slot, rank, peer), -1, peer, "room at")
+            program.wait(buffer.free(slot, rank, peer), -1, peer, "room at")
 
     if cuts:
         wait_for_room()
     for peer, cut in zip(following(rank, size), cuts, strict=bool(cuts)):
         base, piece = to[peer], size_bytes // cut
         for index in range(cut):
-            program.after(COPY, MAIN)
-            program.copy(COPY, -1, base + index * piece, 0, 0, piece)
+            program.after(COPY)
+            program.copy(COPY, base + index * piece, 0, 0, piece)
             for flag in range(index * pieces // cut, (index + 1) * pieces // cut):
                 program.set(COPY, arrived[peer] + WORD * flag, 0)
             program.cut()
     wait_for_room()
-    program.after(COPY, MAIN)
+    program.after(COPY)
     for peer in following(rank, size):
-        program.copy(COPY, -1, to[peer], 0, peer * size_bytes, size_bytes)
+        program.copy(COPY, to[peer], 0, peer * size_bytes, size_bytes)
         for flag in range(pieces):
             program.set(COPY, arrived[peer] + WORD * flag, 0)
     program.cut()
     for source in following(rank, size):
-        program.wait(MAIN, buffer.ready(slot, rank, source, pieces - 1), 0, source, "data from")
+        program.wait(buffer.ready(slot, rank, source, pieces - 1), 0, source, "data from")
     program.cut()
     _free(program, [buffer.free(slot, source, rank) for source in following(rank, size)], buffer, pushed=bool(cuts))
     program.cut()

@@ -48,9 +48,9 @@ def test_the_same_program_everywhere_is_no_mismatch() -> None:
 
 def waiting(memory: Memory, rank: int) -> str | None:
     control = memory.control(rank, silence=0.4)
-    executor = _C.Executor(-1, [], control)
+    executor = _C.Executor(-1, control)
     try:
-        executor.issue(program(("wait", 0, memory.flags[rank], 0, 1, "data from")), 0, 1, 0, ())
+        executor.issue(program(("wait", memory.flags[rank], 0, 1, "data from")), 0, 1, 0, ())
     except _C.GroupBroken as broken:
         return str(broken)
 
@@ -67,9 +67,9 @@ def test_a_killed_rank_is_named() -> None:
 def late(memory: Memory, rank: int) -> str | None:
     time.sleep(1.2 * rank)
     control = memory.control(rank, silence=0.6)
-    executor = _C.Executor(-1, [], control)
+    executor = _C.Executor(-1, control)
     mine, other = memory.flags[rank], memory.flags[1 - rank]
-    executor.issue(program(("set", 0, other, 0), ("wait", 0, mine, 0, 1 - rank, "data from")), 0, 1, 0, ())
+    executor.issue(program(("set", 0, other, 0), ("wait", mine, 0, 1 - rank, "data from")), 0, 1, 0, ())
     control.close()
     return control.broken
 
@@ -100,7 +100,7 @@ def test_the_first_reason_stays_and_reaches_all() -> None:
 def test_a_forked_child_drops_the_objects_without_a_word() -> None:
     memory = Memory(2)
     control, peer = memory.control(0), memory.control(1, silence=0.6)
-    executor = _C.Executor(-1, [0], control)
+    executor = _C.Executor(-1, control)
     child = os.fork()
     if child == 0:
         signal.alarm(10)

@@ -36,7 +36,7 @@ def group(timeout=20.0):
     blocks = mmap.mmap(-1, size)
     base = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
     control = _C.Control(0, 2, [base, base + _C.CONTROL_BYTES], blocks, timeout)
-    return control, _C.Executor(1, [0x11, 0x22], control, at, 64, wait_kernel())
+    return control, _C.Executor(1, control, 0x11, at, 64, wait_kernel())
 """
 
 
@@ -79,7 +79,7 @@ control = _C.Control(0, 1, [base], blocks, 1.0)
 makers = [
     lambda: _C.CudaMemory.vmm(0, 1),
     lambda: _C.CudaMemory.import_fd(0, fd, 1),
-    lambda: _C.Executor(0, [], control, at, 64, wait_kernel()),
+    lambda: _C.Executor(0, control, 0x11, at, 64, wait_kernel()),
 ]
 failed = [refused(make) for make in makers]
 assert live() == 0, failed
@@ -108,34 +108,34 @@ def test_what_fails_halfway_is_given_back(fake_driver: Path, entry: str) -> None
 
 PROGRAM = """
 control, executor = group()
-p = _C.Program("buffer")
-p.after(1, 0)
-p.wait(1, at, -1, 1, "room at")
-p.wait(1, at + 40, -1, 1, "room at")
-p.wait(1, at + 24, -1, 1, "room at")  # three flags 24 and 40 bytes apart: one launch, 8 bytes a bit
-p.copy(1, 0, 8, 1, 0, 16)
-p.copy(1, 0, 4, 1, 0, 1, 2, 8, 1)  # x to bytes 4 and 12
-p.set(1, at + 4, 0)
-p.set(1, at + 8, 1)
-p.wait(2, at, 0, 1, "data from")
-p.wait(2, at + 4, -1, 1, "data from")  # of another epoch: a launch of its own
-p.after(2, 2)
-p.cut()
-p.after(0, 1)
-p.set(0, at + 12, 0)
-word(0).value = word(6).value = word(10).value = 2**32 - 1
 source = ctypes.create_string_buffer(b"xy" * 8)
 target = ctypes.create_string_buffer(24)
-executor.issue(p, 0, 2**32 - 1, 0x5, (ctypes.addressof(target), ctypes.addressof(source)))
+p = _C.Program("buffer")
+p.wait(at, -1, 1, "room at")
+p.wait(at + 40, -1, 1, "room at")
+p.wait(at + 24, -1, 1, "room at")  # three flags 24 and 40 bytes apart: one launch, 8 bytes a bit
+p.after(1)
+p.copy(1, ctypes.addressof(target) + 8, 1, 0, 16)
+p.copy(1, ctypes.addressof(target) + 4, 1, 0, 1, 2, 8)  # xy to bytes 4 and 12
+p.set(1, at + 4, 0)
+p.set(1, at + 8, 1)
+p.set(0, at + 16, 1)
+p.wait(at, 0, 1, "data from")
+p.wait(at + 4, -1, 1, "data from")  # of another epoch: a launch of its own
+p.cut()
+p.after(0)
+p.set(0, at + 12, 0)
+word(0).value = word(6).value = word(10).value = 2**32 - 1
+executor.issue(p, 0, 2**32 - 1, 0x5, (0, ctypes.addressof(source)))
 executor.issue(p, 1, 2**32 - 1, 0x7, (0, 0))
 assert target.raw == bytes(4) + b"x" + bytes(3) + b"xyxyyyxyxyxyxyxy"
-assert [word(i).value for i in (1, 2, 3)] == [2**32 - 1, 0, 2**32 - 1]
+assert [word(i).value for i in (1, 2, 3, 4)] == [2**32 - 1, 0, 2**32 - 1, 0]
 print(fake.fake_calls().decode(), end="")
 outside = _C.Program("buffer")
-outside.wait(0, at + 64, 0, 1, "data from")
+outside.wait(at + 64, 0, 1, "data from")
 print(refused(executor.issue, outside, 0, 0, 0, ()).replace(str(at + 64), "A").replace(str(at), "B")[:80])
 for wrong in ((at, 62, wait_kernel()), (at, 64, None), (at, 64, _C.Kernel(1, 32, 0, "pp"))):
-    print(refused(_C.Executor, 1, [], control, *wrong).replace(str(at), "B"))
+    print(refused(_C.Executor, 1, control, 0x11, *wrong).replace(str(at), "B"))
 executor.close()
 executor.close()
 del executor
@@ -146,14 +146,15 @@ assert live() == 0 and control.broken is None
 
 def test_a_program_as_the_driver_sees_it(fake_driver: Path) -> None:
     assert script(PREAMBLE + PROGRAM, fake_driver).splitlines() == [
+        f"wait {0x5} {0b101001}",
         f"record {0x5} {0x800}",
         f"await {0x11} {0x800}",
-        f"wait {0x11} {0b101001}",
         f"copy {0x11} 16",
         f"copy2d {0x11} 2",
         f"batch {0x11} 2",
-        f"wait {0x22} 1",
-        f"wait {0x22} 1",
+        f"batch {0x5} 1",
+        f"wait {0x5} 1",
+        f"wait {0x5} 1",
         f"record {0x11} {0x800}",
         f"await {0x7} {0x800}",
         f"batch {0x7} 1",
@@ -167,12 +168,12 @@ def test_a_program_as_the_driver_sees_it(fake_driver: Path) -> None:
 # Both kinds of copy.
 COPIES = """
 control, executor = group()
-p = _C.Program("buffer")
-p.copy(1, 0, 0, 1, 0, 4)
-p.copy(1, 0, 4, 1, 1, 1, 3, 4, 2)
 source, target = ctypes.create_string_buffer(b"abcdefgh"), ctypes.create_string_buffer(16)
-executor.issue(p, 0, 9, 0, (ctypes.addressof(target), ctypes.addressof(source)))
-assert target.raw[:13] == b"abcdb" + bytes(3) + b"d" + bytes(3) + b"f", target.raw
+p = _C.Program("buffer")
+p.copy(1, ctypes.addressof(target), 0, 0, 4)
+p.copy(1, ctypes.addressof(target) + 4, 0, 1, 2, 3, 4)
+executor.issue(p, 0, 9, 0, (ctypes.addressof(source),))
+assert target.raw[:14] == b"abcdbc" + bytes(2) + b"de" + bytes(2) + b"fg", target.raw
 print(fake.fake_calls().decode(), end="")
 """
 
@@ -186,7 +187,7 @@ CAPTURE = """
 control, executor = group()
 fake.fake_capture(1)
 p = _C.Program("buffer")
-p.wait(0, at, -200, 1, "data from")
+p.wait(at, -200, 1, "data from")
 p.set(1, at + 4, 0)
 p.cut()
 p.set(1, at + 4, 1)
@@ -213,17 +214,17 @@ RELEASE = """
 control, executor = group(timeout=TIMEOUT)
 control.announce("linear 8192x3072", 1)
 p = _C.Program("buffer")
-p.wait(0, at, -1, 1, "room at")  # there
-EXPECT or p.wait(0, at + 4, 0, 1, "data from")
+p.wait(at, -1, 1, "room at")  # there
+EXPECT or p.wait(at + 4, 0, 1, "data from")
 EXPECT and p.expect(at + 4, 0, 1, "data from")
-p.wait(1, at + 4, 1, 1, "data from")
-p.copy(1, -1, at + 200, -1, at + 204, 4)
+p.wait(at + 4, 1, 1, "data from")
+p.copy(1, at + 200, 0, 0, 4)
 word(0).value = word(1).value = 4
 word(51).value = 9
 if BREAK:
     threading.Timer(0.3, control.break_group, ("enough",)).start()
 begin = time.monotonic()
-executor.issue(p, 0, 5, 0x5, ())
+executor.issue(p, 0, 5, 0x5, (at + 204,))
 took = time.monotonic() - begin
 abort = ctypes.c_uint32.from_address(executor.abort_address)
 assert (word(0).value, word(1).value, word(50).value, abort.value) == (4, 4, 9, 1), "only the abort word"

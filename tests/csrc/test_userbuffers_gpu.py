@@ -42,7 +42,7 @@ def test_vmm_memory_goes_back_to_the_device() -> None:
 class OnGpu:
     """Two mappings of one arena on device 0: flags in the first page, data behind it. `here` waits, `there` is set."""
 
-    def __init__(self, streams: int, timeout: float = 20.0, wait_kernel: _C.Kernel | None = None) -> None:
+    def __init__(self, timeout: float = 20.0, wait_kernel: _C.Kernel | None = None) -> None:
         torch.cuda.init()
         torch.zeros(1, device="cuda")
         self.memory = _C.CudaMemory.vmm(0, 1 << 21)
@@ -53,10 +53,9 @@ class OnGpu:
         words = torch.utils.dlpack.from_dlpack(_C.dlpack(self.here, 1 << 21, 0, self.memory)).view(torch.int32)
         self.flags, self.data = words[:1024], words[1024:]
         self.control = Memory(1).control(0, timeout=timeout)
-        self.streams = [torch.cuda.Stream() for _ in range(streams)]
-        handles = [s.cuda_stream for s in self.streams]
+        self.stream = torch.cuda.Stream()
         kernel = wait_kernel or compiled_wait(torch.device("cuda", 0))
-        self.executor = _C.Executor(0, handles, self.control, self.here, 2048, kernel)
+        self.executor = _C.Executor(0, self.control, self.stream.cuda_stream, self.here, 2048, kernel)
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -67,25 +66,25 @@ class OnGpu:
 
 @pytest.mark.gpu
 def test_copies_and_flags_between_two_mappings() -> None:
-    g = OnGpu(2)
+    g = OnGpu()
     source, n = torch.arange(4096, dtype=torch.int32, device="cuda"), 4096
+    got = torch.zeros_like(source)
     use = _C.Program("buffer")
-    use.after(1, 0)
-    use.wait(1, g.here + 4, -1, 0, "room at")
-    use.copy(1, -1, g.there + 4096, 0, 0, 4 * n)
+    use.wait(g.here + 4, -1, 0, "room at")
+    use.after(1)
+    use.copy(1, g.there + 4096, 0, 0, 4 * n)
     use.set(1, g.there, 0)
-    use.wait(2, g.here, 0, 0, "data from")
-    use.copy(2, 1, 0, -1, g.here + 4096, 4 * n)
-    use.set(2, g.there + 4, 0)
-    use.after(0, 2)
+    use.wait(g.here, 0, 0, "data from")
+    use.copy(0, got.data_ptr(), 1, 0, 4 * n)
+    use.set(0, g.there + 4, 0)
     start = 2**32 - 10
     g.flags[:2] = start - 1 - 2**32
     torch.cuda.synchronize()
     main = torch.cuda.current_stream().cuda_stream
     for i in range(40):
         source.add_(i)
-        got = torch.zeros_like(source)
-        g.executor.issue(use, 0, (start + i) % 2**32, main, (source.data_ptr(), got.data_ptr()))
+        got.zero_()
+        g.executor.issue(use, 0, (start + i) % 2**32, main, (source.data_ptr(), g.here + 4096))
         assert torch.equal(got, source), i
     assert g.flags[:2].tolist() == [29, 29]
     g.close()
@@ -95,14 +94,14 @@ def test_copies_and_flags_between_two_mappings() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1024, 48, 5])
 def test_a_copy_of_rows_on_a_gpu(width: int) -> None:
-    g = OnGpu(1)
+    g = OnGpu()
     source = torch.randint(0, 255, (100, width), dtype=torch.uint8, device="cuda")
     use = _C.Program("buffer")
-    use.after(1, 0)
-    use.copy(1, -1, g.there + 4096 + 2 * width, 0, 0, width, 100, 4 * width, width)
+    use.after(1)
+    use.copy(1, g.there + 4096 + 2 * width, 0, 0, width, 100, 4 * width)
     n, flat = source.numel(), 500 * width
-    use.copy(1, -1, g.there + 4096 + flat, 0, 0, n)
-    use.after(0, 1)
+    use.copy(1, g.there + 4096 + flat, 0, 0, n)
+    use.after(0)
     g.executor.issue(use, 0, 1, torch.cuda.current_stream().cuda_stream, (source.data_ptr(),))
     data = g.data.view(torch.uint8)
     got = data[: 400 * width].view(100, 4, width)
@@ -115,11 +114,10 @@ ON_GPU_RELEASE = """
 import os, sys, time, torch
 import te_lite._C as _C
 from tests.csrc.test_userbuffers_gpu import OnGpu
-g = OnGpu(1, timeout=2.0)
+g = OnGpu(timeout=2.0)
 g.control.announce("linear", 1)
 use = _C.Program("buffer")
-use.wait(1, g.here, 0, 0, "data from")
-use.after(0, 1)
+use.wait(g.here, 0, 0, "data from")
 g.data[:16].add_(0)  # a kernel's first launch loads it, which waits for every stream, and the driver with it
 torch.cuda.synchronize()
 begin = time.monotonic()
@@ -158,16 +156,16 @@ def test_a_captured_program_follows_the_epoch_word() -> None:
     """Each replay sets a flag from the word, and waits for another that the host sets from the side."""
     epoch = torch.full((1,), 2**31 - 3, dtype=torch.int32, device="cuda")  # wraps around as an int32
     ready = wait_kernel[(1,)](epoch, epoch, 0, 1, -1, epoch, num_warps=1)
-    g = OnGpu(1, wait_kernel=_C.Kernel(ready.function, 32, ready.metadata.shared, "ppiiip"))
+    g = OnGpu(wait_kernel=_C.Kernel(ready.function, 32, ready.metadata.shared, "ppiiip"))
     g.flags[:2] = 2**31 - 3
     source = torch.zeros(1024, dtype=torch.int32, device="cuda")
     use = _C.Program("buffer")
-    use.after(1, 0)
-    use.copy(1, -1, g.there + 4096, 0, 0, 4096)
+    use.after(1)
+    use.copy(1, g.there + 4096, 0, 0, 4096)
     use.set(1, g.there, 0)
-    use.after(0, 1)
-    use.wait(0, g.here, 0, 0, "data from")
-    use.wait(0, g.here + 4, -1, 0, "data from")
+    use.after(0)
+    use.wait(g.here, 0, 0, "data from")
+    use.wait(g.here + 4, -1, 0, "data from")
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
@@ -186,7 +184,7 @@ def test_a_captured_program_follows_the_epoch_word() -> None:
         # The first replay finds the flag there (delta -1), the others are held until it follows.
         time.sleep(0.1)
         assert end.query() == (i == 0), i
-        with torch.cuda.stream(g.streams[0]):
+        with torch.cuda.stream(g.stream):
             g.flags[1:2].add_(i > 0)
         torch.cuda.synchronize()
         assert g.flags[0] == epoch[0] and torch.all(got == i + 1), i

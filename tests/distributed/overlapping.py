@@ -299,7 +299,7 @@ def poison(groups: list[Group]) -> None:
     for group in groups:
         for name in ("gather", "scatter"):
             for slot in range(2):
-                group.arena.view(name, slot, group.rank).fill_(0xFF)
+                group.arena.view(name, slot).fill_(0xFF)
     settle()
 
 

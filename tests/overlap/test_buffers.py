@@ -284,13 +284,14 @@ def test_arena_slots_do_not_overlap():
         memory.reserve("b", ALIGNMENT, 3)
         memory.commit(exchange)
         for value, (name, slot) in enumerate(PLACES):
-            memory.view(name, slot, rank).fill_(16 * rank + value)
-            assert memory.view(name, slot, rank).data_ptr() == memory.address(name, slot, rank)
+            view = memory.view(name, slot)
+            assert view.dtype == torch.uint8 and view.shape == (ALIGNMENT,)
+            assert view.fill_(16 * rank + value).data_ptr() == memory.address(name, slot, rank)
         exchange.all(None)
         for peer in range(exchange.size):
             for value, (name, slot) in enumerate(PLACES):
-                view = memory.view(name, slot, peer)
-                assert view.dtype == torch.uint8 and view.tolist() == [16 * peer + value] * ALIGNMENT
+                found = ctypes.string_at(memory.address(name, slot, peer), ALIGNMENT)
+                assert found == bytes([16 * peer + value]) * ALIGNMENT
         exchange.all(None)
 
     on_threads(3, run)

@@ -88,4 +88,4 @@ def poison(group: Group) -> None:
     """0xFF into every byte of this rank's slots: NaN in every number format, while no exchange is under way."""
     for name in ("gather", "scatter"):
         for slot in range(2):
-            group.arena.view(name, slot, group.rank).fill_(0xFF)
+            group.arena.view(name, slot).fill_(0xFF)
