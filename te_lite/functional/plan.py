@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from te_lite.ops.transpose import PAD
+from te_lite.ops.transpose import padded_rows
 from te_lite.overlap.schedule import Schedule
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
@@ -95,8 +95,7 @@ class LinearPlan:
     def bytes_saved(self, tokens: int, features: int, need_w: bool) -> int:
         """By keeping an input of the module's own in fp8, and not in 16 bits. need_w: for dw, else none is kept."""
         kept = need_w and _is_bytes(self.operands.wgrad.b.format) and not self.keep_original
-        padded = -(-tokens // PAD) * PAD
-        return max(0, 2 * tokens - padded) * features if kept else 0
+        return max(0, 2 * tokens - padded_rows(tokens)) * features if kept else 0
 
     def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None, need_x: bool) -> bool:
         """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where

@@ -10,17 +10,15 @@ from te_lite.ops.cast_kernels import Config, scale_of
 from te_lite.ops.launch import begin
 from te_lite.ops.word_tiles import column_bits, column_words, row_bits, to_fp8_pairs, word_quarters
 
-# (block length, square, row wanted, col wanted) -> tile, one block high: columns of blocks need no second one.
-BLOCK_CONFIGS: dict[tuple[int, bool, bool, bool], Config] = {
-    (32, False, True, False): Config(32, 256, 4),
-    (32, False, False, True): Config(32, 64, 1),
-    (32, False, True, True): Config(32, 64, 1, registers=128),
-    (128, False, True, False): Config(128, 128, 8),
-    (128, False, False, True): Config(128, 64, 4),
-    (128, False, True, True): Config(128, 128, 4),
-    (128, True, True, False): Config(128, 128, 4),
-    (128, True, False, True): Config(128, 128, 4),
-    (128, True, True, True): Config(128, 128, 4),
+# (block length, row wanted, col wanted) -> tile, one block high: columns of blocks need no second one. Square blocks
+# take that of both, whichever is wanted.
+BLOCK_CONFIGS: dict[tuple[int, bool, bool], Config] = {
+    (32, True, False): Config(32, 256, 4),
+    (32, False, True): Config(32, 64, 1),
+    (32, True, True): Config(32, 64, 1, registers=128),
+    (128, True, False): Config(128, 128, 8),
+    (128, False, True): Config(128, 64, 4),
+    (128, True, True): Config(128, 128, 4),
 }
 # Tiles of words in blocks of 128, with columns; row wanted -> Config. With 80 registers three tiles fit at once; what
 # Triton 3.7 makes of it spills with fewer than 104.
@@ -37,7 +35,7 @@ def block_config(block: int, square: bool, row: bool, col: bool, kind: str, pow2
     if kind == "words":
         config = WORD_BLOCK_CONFIGS[row]
         return config if pow2 else config._replace(registers=None)  # divisions would spill
-    config = BLOCK_CONFIGS[block, square, row, col]
+    config = BLOCK_CONFIGS[block, row or square, col or square]
     num_warps = config.block_m * config.block_n // 1024
     return config if kind == "plain" else Config(config.block_m, config.block_n, num_warps)
 

@@ -24,7 +24,6 @@ SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
 _ARGUMENTS = struct.Struct("=29Q11i4x")  # FusedArguments of csrc/gemm_fused.h
-_TENSORS = 13  # of them, behind two times one of each rank
 ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8[0]: "e4m3", FP8[1]: "e5m2"}
 _SCALES = ("none", "tensor", "row")
@@ -115,13 +114,12 @@ def launch(
     tensors: Sequence[Tensor | None], numbers: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
     h: Tensor | None = None, scales_to: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first; the last may be left out.
-    h: as in its FusedMaps."""
+    """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first. h: as in its FusedMaps."""
     index = a.device.index
     delta, *rest = numbers
     padding = (0,) * _C.MOST_FUSED_RANKS
     of_ranks = [*(*arrived, *padding)[: len(padding)], *(*scales_to, *padding)[: len(padding)]]
-    addresses = (*(0 if t is None else t.data_ptr() for t in tensors), *(0,) * (_TENSORS - len(tensors)))
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
     _loaded(index, kind).launch(
         2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(),
         0 if h is None else h.data_ptr(), to, act, act_t,

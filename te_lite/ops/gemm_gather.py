@@ -146,7 +146,7 @@ def gemm_gather(
              wanted.fp8),
         clusters, gathered, b, own, _shards(out, ranks, m * n), (),
         (ready, None, counters, epoch, abort, gathered_scale, own_scale, b_scale, bias, wanted.scale, made.scale_inv,
-         peak),
+         peak, None),
         (delta, m, n, k, rank, ready.shape[1], 1, 0, pairs, columns, apart),
         _shards(made.data, ranks, m * width), _shards(made.data_t, ranks, m),
         wanted.h if grad else None,

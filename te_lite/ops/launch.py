@@ -9,7 +9,7 @@ which packs the arguments in C++. Triton's launch hooks are not called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,14 +47,11 @@ def begin():
         tl.inline_asm_elementwise(_LET_NEXT, "=r,~{memory}", [], tl.int32, False, 1)
 
 
-@lru_cache(maxsize=64)
-def _sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
+@cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 132 (H200) where there is none: fake tensors, the interpreter."""
-    return _sm_count(device.index) if device.type == "cuda" and _HAS_CUDA else 132
+    known = device.type == "cuda" and _HAS_CUDA
+    return torch.cuda.get_device_properties(device).multi_processor_count if known else 132
 
 
 def launch(
@@ -111,14 +108,14 @@ def _ready(compiled: Any) -> _C.Kernel | _ThroughTriton:
     """`compiled` launched by te_lite._C, where its calling convention is one that was read in Triton's source.
 
     Parameters in order, constants left out (also None, and integers that are 1), then two scratch pointers that no
-    kernel here needs; one block of 32 * num_warps threads a program, no cluster, no cooperative launch.
+    kernel here needs; one block of 32 * num_warps threads a program, no cluster, no cooperative launch, for which no
+    kernel here asks.
     """
     data = compiled.metadata
     types = [str(kind) for kind in compiled.src.signature.values()]
     known = all(kind in _LETTERS or kind.startswith("*") for kind in types)
-    plain = data.num_ctas == 1 and not data.launch_cooperative_grid and not data.launch_pdl
     scratch = data.global_scratch_size or data.profile_scratch_size
-    if not (triton.__version__.startswith(CONVENTION_READ) and known and plain) or scratch:
+    if not (triton.__version__.startswith(CONVENTION_READ) and known) or scratch:
         return _ThroughTriton(compiled)
     kinds = "".join("p" if kind.startswith("*") else _LETTERS[kind] for kind in types)
     early = "griddepcontrol.wait" in compiled.asm["ptx"]

@@ -80,8 +80,7 @@ def test_unaligned_pointers_never_take_what_was_compiled_for_aligned_ones(kernel
 
 @pytest.mark.parametrize("ptx", ["griddepcontrol.wait;", "ret;"])
 def test_a_kernel_that_waits_for_the_one_before_is_launched_early(ptx, monkeypatch):
-    data = SimpleNamespace(num_ctas=1, launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0,
-                           profile_scratch_size=0, num_warps=4, shared=0)  # fmt: skip
+    data = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, num_warps=4, shared=0)
     source = SimpleNamespace(signature={"x": "*fp32", "n": "i32"})
     monkeypatch.setattr(L, "_C", SimpleNamespace(Kernel=lambda *args: args))
     monkeypatch.setattr(L.triton, "__version__", "3.6.0")
