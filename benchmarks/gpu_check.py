@@ -46,6 +46,7 @@ LIMITS_S |= {
     "per_shard": 60.0,
     "overlap": 200.0,
     "overlap_gemms": 120.0,
+    "overlap_played": 90.0,
     "memcheck": 90.0,
     "demo": 160.0,
     "matrix": 360.0,
@@ -254,6 +255,9 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "overlap": lambda args: ranks_stage("overlap", ["benchmarks/overlap.py", *script_options(args)], args),
     "overlap_gemms": lambda args: ranks_stage(
         "overlap_gemms", ["benchmarks/overlap_gemms.py", "--twice", *script_options(args)], args
+    ),
+    "overlap_played": lambda args: ranks_stage(
+        "overlap_played", ["benchmarks/overlap_played.py", *script_options(args)], args, tp=2
     ),
     "memcheck": memcheck_stage,
     "demo": demo_stage,

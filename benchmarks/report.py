@@ -226,22 +226,29 @@ def render_per_shard(content: dict) -> str:
     return f"{provenance(content)} {about}\n\n{markdown(header, rows, text_columns=1)}"
 
 
-def render_overlap_gemms(content: dict) -> str:
-    names = list(dict.fromkeys(row["candidate"] for row in content["rows"] if not row["error"]))
+def shares_of_limit(content: dict, first: str) -> str:
+    """A line for each operation, behind its column `first`, shape and type; every candidate's time and share."""
+    candidates = list(dict.fromkeys(row["candidate"] for row in content["rows"] if not row["error"]))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in content["rows"]:
-        key = (row["op"], row["shape"], row["dtype"], f"{row['m']}, {row['k']}, {row['n']}")
+        key = (str(row[first]), row["shape"], row["dtype"], f"{row['m']}, {row['k']}, {row['n']}")
         cell = f"{number(row['gpu_us'])} ({number(row['of_limit'], 2)})" if not row["error"] else ""
         lines.setdefault(key, {})[row["candidate"]] = cell
-    table = [[*key, *(cells.get(name, "") for name in names)] for key, cells in lines.items()]
+    table = [[*key, *(cells.get(name, "") for name in candidates)] for key, cells in lines.items()]
+    return markdown([first, "shape", "type", "M, K, N", *candidates], table, text_columns=4)
+
+
+def render_overlap_gemms(content: dict) -> str:
     about = (
         f"{content['tp']} ranks, microseconds of the slowest; in brackets the limit, the longer of GEMM and copies "
         "alone, over that time. M of all ranks, K and N of the local GEMM."
     )
-    header = ["op", "shape", "type", "M, K, N", *names]
-    return (
-        f"{provenance(content)} {about}{measured_twice(content['rows'])}\n\n{markdown(header, table, text_columns=4)}"
-    )
+    return f"{provenance(content)} {about}{measured_twice(content['rows'])}\n\n{shares_of_limit(content, 'op')}"
+
+
+def render_overlap_played(content: dict) -> str:
+    about = "Microseconds of the slower GPU; played: how many ranks; in brackets the limit of bf16 over that time."
+    return f"{provenance(content)} {about}\n\n{shares_of_limit(content, 'played')}"
 
 
 def measured_twice(rows: list[dict]) -> str:
@@ -290,6 +297,7 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "per_shard": ("per_shard", render_per_shard),
     "overlap_gemms": ("overlap_gemms", render_overlap_gemms),
     "overlap_gemms_tp2": ("overlap_gemms_tp2", render_overlap_gemms),
+    "overlap_played": ("overlap_played", render_overlap_played),
     "overlap": ("overlap", render_overlap),
     "overlap_tp2": ("overlap_tp2", render_overlap),
     "check": ("gpu_check", render_check),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from te_lite.ops.registry import capturing
 from te_lite.quantize import delayed, replay
 from te_lite.quantize.params import weight_quantizer
 from te_lite.quantize.quantizer import Quantizer
@@ -17,9 +18,13 @@ from te_lite.recipe import DelayedScaling, Recipe, as_recipe
 
 
 class Pass:
-    """One forward through the outermost autocast: remembers whether a module has claimed to be its first."""
+    """One forward through the outermost autocast: remembers whether a module has claimed to be its first, and whether
+    it began in the capture of a CUDA graph."""
 
     claimed = False
+
+    def __init__(self) -> None:
+        self.captured = capturing()
 
 
 class State:

@@ -19,6 +19,7 @@ from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
 from te_lite.modules.weights import ParamSpec, WeightCache, default_device, reset
+from te_lite.ops.registry import capturing
 from te_lite.overlap.userbuffers import UB_FLAGS, generation
 from te_lite.parallel import group_size
 from te_lite.quantize import replay, statistics
@@ -193,6 +194,9 @@ class TeLiteModule(nn.Module):
             self._plans = build_plans(self, state, dtype, weights)
             self._plan_key = key
             self.clear_caches()
+        if state is not None and state.recipe.delayed() and capturing():
+            checks.check_capture(self, state)
+            self._scales.fix()
         if residual is not None:
             checks.check_residual(residual, inp, weights[-1], self._plans)
         self._ran_fp8 |= state is not None and state.enabled
@@ -255,7 +259,6 @@ class TeLiteModule(nn.Module):
         self._plan_key = None
 
     def _apply(self, fn: Callable, recurse: bool = True) -> TeLiteModule:
-        self._scales.detach_from_device()
         self._plan_key = None
         self.clear_caches()
         return super()._apply(fn, recurse)

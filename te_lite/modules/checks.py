@@ -148,6 +148,15 @@ def check_recomputation(module: nn.Module, state: State | None, ran_fp8: bool) -
         )
 
 
+def check_capture(module: nn.Module, state: State) -> None:
+    """In a capture with delayed scaling: scales take their step where the outermost autocast ends, in replays too."""
+    if not state.one_pass.captured:
+        raise RuntimeError(
+            f"{type(module).__name__} runs with DelayedScaling in the capture of a CUDA graph, but its autocast began "
+            "before the capture, so replays would take no step of the scales; open the autocast inside"
+        )
+
+
 def check_offered(
     module: nn.Module, state: State | None, flag: str, quantizer: Quantizer | None, operand: Quantizer
 ) -> None:

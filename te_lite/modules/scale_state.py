@@ -57,6 +57,11 @@ class ScaleStates:
         key = PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device)
         state = self._live.get(direction)
         if state is None or state.key != key:
+            if state is not None and state.pool.fixed:
+                raise RuntimeError(
+                    "a CUDA graph uses this module's scales, which another recipe, group or device would replace; call "
+                    "copy.deepcopy(module) in its place, whose scales are its own"
+                )
             made = ScaleState(key, self.sizes[direction], like=state)
             if state is None and self._loaded.numel():
                 made.load(*self._parse(self._loaded, direction))
@@ -74,9 +79,12 @@ class ScaleStates:
 
     def load(self, tensor: Tensor) -> None:
         """From dump(); kept until a recipe needs it. Empty (another recipe's checkpoint): fresh scales."""
-        for direction in self.sizes if tensor.numel() else ():
-            self._parse(tensor, direction)
-        self._loaded, self._live = tensor.detach().clone(), {}
+        parsed = {direction: self._parse(tensor, direction) for direction in self.sizes if tensor.numel()}
+        self._loaded = tensor.detach().clone()
+        self._live = {direction: state for direction, state in self._live.items() if state.pool.fixed}
+        for direction, state in self._live.items():  # a CUDA graph reads them where they lie
+            fresh = torch.zeros(1, state.n), torch.ones(state.n), state.key.fp8_max
+            state.load(*parsed.get(direction, fresh))
 
     def _parse(self, tensor: Tensor, direction: str) -> tuple[Tensor, Tensor, float]:
         """(history, scale, the fp8_max they were made for)."""
@@ -92,9 +100,10 @@ class ScaleStates:
         history, scale = parts[2 * index : 2 * index + 2]
         return history.view(length, sizes[index]), scale, tensor[HEADER - 2 + index].item()
 
-    def detach_from_device(self) -> None:
-        """Before the module moves: the numbers stay here, the live states are made anew where it arrives."""
-        self._loaded, self._live = self.dump(), {}
+    def fix(self) -> None:
+        """Before a CUDA graph captures a call."""
+        for state in self._live.values():
+            state.fix()
 
     def __getstate__(self) -> dict[str, Any]:
         """The numbers without the live states, for copying and pickling."""

@@ -28,6 +28,11 @@ def unwatched() -> bool:
     return not (torch.compiler.is_compiling() or _modes() or _profiling())
 
 
+def capturing() -> bool:
+    """Whether what the current stream is given now goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
+
+
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_lite.ops.registry import unwatched
+from te_lite.ops.registry import capturing, unwatched
 
 _PER_BLOCK = 256
 _blocks: dict[tuple[torch.device, int], list[Tensor]] = {}
@@ -17,7 +17,7 @@ def new_scalar(like: Tensor) -> Tensor:
     The block lives as long as any tensor cut from it. Blocks belong to a stream, as allocations do; a CUDA graph under
     capture and anything that watches ops get an allocation of their own.
     """
-    if not like.is_cuda or not unwatched() or torch._C._cuda_isCurrentStreamCapturing():
+    if not like.is_cuda or not unwatched() or capturing():
         return like.new_empty((1,), dtype=torch.float32)
     device = like.device
     key = (device, torch._C._cuda_getCurrentRawStream(device.index))

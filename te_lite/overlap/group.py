@@ -16,6 +16,7 @@ from te_lite.ops.flags import compiled_wait, signed
 from te_lite.ops.gemm_fused import unavailable
 from te_lite.ops.gemm_scatter import MOST_BLOCKS
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
+from te_lite.ops.registry import capturing
 from te_lite.overlap.arena import Arena, share_host_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
 from te_lite.overlap.buffers import Buffer, Gather, Scatter
@@ -68,8 +69,8 @@ class Group:
             room = whole + whole // SCALE_SHARE + 4096 * self.size if name.startswith("gather") else whole
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
         flags = {name: Buffer.flags_needed(self.size, SLOTS, PIECES) for name in names}
-        self._maximum_words = Maximum.words_needed(self.size)
-        maxima = 2 * self._maximum_words + Maximum.words_needed(self.size, many=True)
+        self._maximum_words = {many: Maximum.words_needed(self.size, many) for many in (False, True)}
+        maxima = 2 * sum(self._maximum_words.values())
         self.arena.reserve("flags", 4 * (sum(flags.values()) + maxima))
         self.arena.commit(exchange)
         self._control_memory = share_host_memory(exchange, _C.CONTROL_BYTES)
@@ -84,8 +85,8 @@ class Group:
             torch.cuda.synchronize(self.device)
         self._buffers: dict[str, Buffer] = {}
         self._first_epoch = first_epoch
-        self._maxima: dict[bool, Maximum] = {}  # captured in a CUDA graph or not; none on CPU ranks
-        self._many: Maximum | None = None
+        # By whether it is captured in a CUDA graph, and of many values; none on CPU ranks.
+        self._maxima: dict[tuple[bool, bool], Maximum] = {}
         for name, count in flags.items():
             graph = name.endswith(".graph")
             words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
@@ -117,19 +118,18 @@ class Group:
         self.abort = torch.from_dlpack(word).view(torch.int32)
         if self.size > MOST_RANKS:
             return
+        at = 0
         for graph in (False, True) if "gather.graph" in self._buffers else (False,):
-            self._maxima[graph] = Maximum(self.arena, graph * self._maximum_words, self._first_epoch, graph)
-        self._many = Maximum(self.arena, 2 * self._maximum_words, self._first_epoch, False, many=True)
+            for many, words in self._maximum_words.items():
+                self._maxima[graph, many] = Maximum(self.arena, at, self._first_epoch, graph, many)
+                at += words
 
     # one call
-
-    def capturing(self) -> bool:
-        return self.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
 
     def buffer(self, kind: str) -> Buffer:
         """The buffer for "gather" or "scatter" that this call uses."""
         graph = f"{kind}.graph"
-        return self._buffers[graph if graph in self._buffers and self.capturing() else kind]
+        return self._buffers[graph if graph in self._buffers and capturing() else kind]
 
     def issue(self, use: Gather | Scatter, segment: int, arguments: tuple[int, ...]) -> None:
         """A segment of its program, in one call. RuntimeError once the group is broken."""
@@ -168,19 +168,21 @@ class Group:
     def maximum(self, what: str, partials: Tensor) -> Tensor | None:
         """fp32 [1], the largest of all ranks' partials, which are not negative; None on CPU ranks, and under a capture
         without cuda_graphs."""
-        maximum = self._maxima.get(self.capturing())
+        maximum = self._maxima.get((capturing(), False))
         if maximum is None or partials.device != self.device:
             return None
         with self.operation(f"{what} through userbuffers"):
             return maximum.of(partials, self)
 
     def maxima(self, what: str, values: Tensor) -> bool:
-        """values, not negative, become the largest of all ranks', one by one; False where a collective must do that."""
+        """values, not negative, become the largest of all ranks', one by one; False where a collective must do that: as
+        for maximum, and where there are too many."""
         fits = values.numel() <= MOST_VALUES and values.is_contiguous() and values.dtype == torch.float32
-        if self._many is None or values.device != self.device or not fits or self.capturing():
+        maximum = self._maxima.get((capturing(), True))
+        if maximum is None or values.device != self.device or not fits:
             return False
         with self.operation(f"{what} through userbuffers, {list(values.shape)}"):
-            self._many.of(values, self)
+            maximum.of(values, self)
         return True
 
     def check(self) -> None:
@@ -212,7 +214,7 @@ class Group:
         return self._refusal("scatter", rows * columns * dtype.itemsize * self.size)
 
     def _refusal(self, kind: str, needed: int) -> str:
-        if self.capturing() and f"{kind}.graph" not in self._buffers:
+        if capturing() and f"{kind}.graph" not in self._buffers:
             return "captured in a CUDA graph: initialize_ub(..., cuda_graphs=True) reserves buffers for graphs"
         room = self._buffers[kind].capacity
         if needed > room:
@@ -238,7 +240,6 @@ class Group:
                 part.close()
         self._buffers.clear()
         self._maxima.clear()
-        self._many = None
         self.arena.release()
         if self.control is not None and self.control.broken and not self.control.told:
             text = f"results may be wrong: userbuffers were broken when they ended: {self.control.broken}"

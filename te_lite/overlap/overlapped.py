@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.narrow import BLOCK
+from te_lite.ops.registry import capturing
 from te_lite.overlap import fused, ring
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.choice import MOST
@@ -124,7 +125,7 @@ class Overlapped(Collective):
             label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
             kind = ("narrow " * (name in self.narrow) + "scatter") if scatters else "gather"
             problem = f"{kind} {label} {text}"
-            if not choices.knows(problem, names) and (choices.full or self.group.capturing()):
+            if not choices.knows(problem, names) and (choices.full or capturing()):
                 self._measured.pop(name, None)
                 return method
             if len(self._chosen) >= MOST:

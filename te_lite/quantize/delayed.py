@@ -3,6 +3,9 @@
 A ScaleState belongs to one module and direction; states that are updated together (same group, formula and device)
 lie side by side in a Pool, so that an update is one all-reduce and one kernel for all modules. An update replaces the
 pool's scale tensor and never writes to the old one: a scale taken by a forward stays what it was.
+
+A CUDA graph reads scales and writes histories where they lay when it was captured. From then on their pool is fixed,
+for good: it takes no more states, an update writes to the scales where they are, each use takes a copy of its scale.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.delayed import delayed_update
+from te_lite.ops.registry import capturing
 from te_lite.quantize import replay
 from te_lite.watch import all_reduce_max
 
@@ -35,25 +39,42 @@ class ScaleState:
     """Amax history [length, n] (row 0: the current step) and scales [n] of one module in one direction."""
 
     def __init__(self, key: PoolKey, n: int, like: ScaleState | None = None) -> None:
+        if capturing():
+            raise RuntimeError(
+                "delayed scaling has no scales yet for this module, recipe and group, and the capture of a CUDA graph "
+                "cannot make them; run the module once before the capture"
+            )
         self.key, self.n = key, n
         with torch.inference_mode(False):  # training may follow an evaluation that made the state
             self.history = torch.zeros(key.length, n, dtype=torch.float32, device=key.device)
             self._scale = torch.ones(n, dtype=torch.float32, device=key.device)
-        self._pool: Pool | None = None
-        self._offset = 0
+        self.offset: int | None = None  # among the pool's columns, once they hold this state's
         self._amax: list[Tensor] | None = None
+        self.join()
         if like is not None:
             self.load(like.history, like.scale, like.key.fp8_max)
-        self._home = _pools.setdefault(key, Pool(key))
-        self._home.members.append(weakref.ref(self))
+
+    def join(self) -> None:
+        """The pool for states like this one, which takes it up at the next update."""
+        self.pool = next((pool for pool in _pools if pool.key == self.key and not pool.fixed), None) or Pool(self.key)
+        self.pool.members.append(weakref.ref(self))
+
+    def fix(self) -> None:
+        """Before a CUDA graph captures a use."""
+        if self.offset is None:  # evaluated only: no update has put it beside others
+            Pool(self.key).hold([self], self.history, self._scale)
+        self.pool.fix()
 
     @property
     def scale(self) -> Tensor:
-        return self._scale if self._pool is None else self._pool.scale[self._offset : self._offset + self.n]
+        return self._scale if self.offset is None else self.pool.scale[self.offset : self.offset + self.n]
 
     def scale_at(self, slot: int) -> Tensor:
-        """fp32, one element: the scale of `slot`, never written to again."""
-        return self._scale[slot] if self._pool is None else self._pool.scales[self._offset + slot]
+        """fp32, one element: the scale of `slot`, never written to again (if taken before a capture: by replays)."""
+        if self.offset is None:
+            return self._scale[slot]
+        scale = self.pool.scales[self.offset + slot]
+        return scale.clone() if self.pool.fixed else scale
 
     def scale_for_forward(self, slot: int) -> Tensor:
         """scale_at(slot), or what the first run took when a checkpointed call is recomputed."""
@@ -63,7 +84,7 @@ class ScaleState:
         """fp32 [1] to take the maximum into; None while a checkpointed call is recomputed (it was recorded already)."""
         if replay.replaying():
             return None
-        self._home.touched = True
+        self.pool.touched = True
         if self._amax is None:
             self._amax = [self.history[0, i : i + 1] for i in range(self.n)]
         return self._amax[slot]
@@ -78,13 +99,15 @@ class ScaleState:
         self._scale = torch.empty_like(self._scale).copy_(scale)
         if fp8_max != self.key.fp8_max:  # another format or margin; a scale that was never set stays 1
             self._scale = torch.where(self._scale == 1, 1.0, self._scale * (self.key.fp8_max / fp8_max))
-        if self._pool is not None:
+        if self.pool.fixed:
+            self.scale.copy_(self._scale)
+        elif self.offset is not None:
             self.history = self.history.clone()
-            self._pool, self._amax = None, None
+            self.offset, self._amax = None, None
 
     def move_into(self, pool: Pool, history: Tensor, offset: int) -> None:
         """Called by the pool: `history` is the slice that holds this state's columns from now on."""
-        self._pool, self.history, self._offset, self._amax = pool, history, offset, None
+        self.pool, self.history, self.offset, self._amax = pool, history, offset, None
 
 
 class Pool:
@@ -95,50 +118,64 @@ class Pool:
         self._set(torch.empty(0))
         self._history = torch.empty(0)
         self.touched = False  # a member was used since the last update
+        self.fixed = False
         self.members: list[weakref.ref[ScaleState]] = []
+        _pools.append(self)
+
+    def fix(self) -> None:
+        """From now on all tensors stay where they are; members that lie elsewhere yet go to another pool."""
+        self.fixed = True
+        for state in self._states():
+            if state.offset is None:
+                state.join()
+
+    def _states(self) -> list[ScaleState]:
+        return [state for ref in self.members if (state := ref()) is not None and state.pool is self]
 
     def _merge(self) -> list[ScaleState]:
-        states = [state for ref in self.members if (state := ref()) is not None]
-        if len(states) == len(self.members) and all(state._pool is self for state in states):
-            return states
-        self.members = [weakref.ref(state) for state in states]
-        if not states:
-            return states
-        self._history = torch.cat([state.history for state in states], dim=1)
-        self._set(torch.cat([state.scale for state in states]))
-        offset = 0
-        for state in states:
-            state.move_into(self, self._history[:, offset : offset + state.n], offset)
-            offset += state.n
+        states = self._states()
+        if states and not (len(states) == len(self.members) and all(state.offset is not None for state in states)):
+            history = torch.cat([state.history for state in states], dim=1)
+            self.hold(states, history, torch.cat([state.scale for state in states]))
         return states
+
+    def hold(self, states: list[ScaleState], history: Tensor, scale: Tensor) -> None:
+        """history[length, total], scale[total] are those of the states, side by side, from now on."""
+        self.members, self._history, offset = [weakref.ref(state) for state in states], history, 0
+        self._set(scale)
+        for state in states:
+            state.move_into(self, history[:, offset : offset + state.n], offset)
+            offset += state.n
 
     def _set(self, scale: Tensor) -> None:
         self.scale, self.scales = scale, scale.unbind(0)  # one unbind is cheaper than a view a use
 
     def update(self) -> bool:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
-        if not self._merge():
+        if not (self.fixed or self._merge()):
             return False
         self.touched = False
         if self.key.group is not None:
             all_reduce_max(f"amaxes of {self.key.direction} for delayed scaling", self._history[0], self.key.group)
-        scale = torch.empty_like(self.scale)
+        scale = self.scale if self.fixed else torch.empty_like(self.scale)
         delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
         self._set(scale)
         return True
 
 
-_pools: dict[PoolKey, Pool] = {}
+_pools: list[Pool] = []
 
 
 def update(direction: str) -> None:
-    """Updates the pools of `direction` that were used since their last update, in the order of their first use.
+    """Updates the pools of `direction` that were used since their last update, in the order in which they were made; in
+    a capture those that it uses, and no others.
 
     A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
     """
-    for key in [key for key, pool in _pools.items() if key.direction == direction and pool.touched]:
-        if not _pools[key].update():
-            del _pools[key]
+    captured = capturing()
+    for pool in [p for p in _pools if p.key.direction == direction and p.touched and (p.fixed or not captured)]:
+        if not pool.update():
+            _pools.remove(pool)
 
 
 def reset() -> None:

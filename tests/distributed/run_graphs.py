@@ -1,4 +1,4 @@
-"""Overlapped modules in CUDA graphs: 100 replays with changing inputs against the same modules run eagerly.
+"""Overlapped modules in CUDA graphs: 100 replays with changing inputs against copies of them run eagerly.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 tests/distributed/run_graphs.py
 
@@ -8,6 +8,7 @@ The captured and the eager step run the same kernels on the same data, so every 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import sys
 
@@ -19,7 +20,7 @@ import te_lite as te
 from te_lite.testing.distributed import init_ranks, leave_ranks
 
 TOKENS, HIDDEN, FFN = 512, 256, 512
-RECIPES = ("bf16", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
 REPLAYS = 100
 GEMMS = [
     f"{layer}_{gemm}"
@@ -30,7 +31,7 @@ CONFIGS = {method: {gemm: {"method": method} for gemm in GEMMS} for method in ("
 # Partial sums in fp8; as the name says only where a fused kernel sends them.
 NARROW = {gemm: {"method": "fused", "fp8_buf": True} for gemm in ("proj_fprop", "fc2_fprop", "fc1_dgrad")}
 CONFIGS["fused, fp8_buf"] = {**CONFIGS["fused"], **NARROW}
-FUSED_RECIPES = ("bf16", "current", "rowwise")
+FUSED_RECIPES = ("bf16", "delayed", "current", "rowwise")
 FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True}
 SCATTERS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
 
@@ -75,6 +76,7 @@ def compare(kind: str, recipe: str, flags: dict[str, bool], device: torch.device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         captured = step(module, recipe, x, dy, residual)
+    twin = copy.deepcopy(module)  # which takes delayed scaling's steps too
     wrong = 0
     for i in range(replays):
         new_x, new_dy, new_residual = (draw(s, 3 * i + 3 + j, device) for j, s in enumerate((shape, shard, shard)))
@@ -88,7 +90,7 @@ def compare(kind: str, recipe: str, flags: dict[str, bool], device: torch.device
         graph.replay()
         got = [t.clone() for t in captured]
         added = None if residual is None else new_residual
-        eager = step(module, recipe, new_x.requires_grad_(), new_dy, added)  # between replays, in slots of its own
+        eager = step(twin, recipe, new_x.requires_grad_(), new_dy, added)  # between replays, in slots of its own
         wrong += not all(torch.equal(a, b) for a, b in zip(got, eager, strict=True))
     sent = TOKENS // world * HIDDEN * 33 // 32 * (world - 1)
     assert not narrow or any(row["sent"] == sent for row in te.overlap_report()), te.overlap_report()

@@ -78,11 +78,12 @@ def test_values_one_by_one_in_ever_other_numbers(first_epoch):
 
     def run(group):
         group.abort = None
-        many = Maximum(group.arena, 2 * Maximum.words_needed(size), first_epoch, False, many=True)
+        words = Maximum.words_needed(size, many=True)
+        maxima = [Maximum(group.arena, graph * words, first_epoch, graph, many=True) for graph in (False, True)]
         group.exchange.all(None)
-        for all_values in values:
+        for i, all_values in enumerate(values):
             own = all_values[group.rank].clone()
-            many.of(own, group)
+            maxima[i % 2].of(own, group)
             assert torch.equal(own, all_values.amax(0))
 
     in_group(size, run, first_epoch=first_epoch)
