@@ -230,7 +230,8 @@ def test_an_evaluation_alone(device):
         trained.eager(seed)
     step = Step(model((LN_MLP,), device), device)
     step.model.load_state_dict(trained.model.state_dict())
-    evaluate(step, 0)
+    for one in (step, trained):
+        evaluate(one, 0)
     graph = new_graph(device)
     with graph.capture(), torch.no_grad(), te.autocast(recipe=RECIPE):
         answer = step.model(step.x)
