@@ -4,8 +4,9 @@
     python benchmarks/overlap_model.py --plot docs/img/overlap_model.png
 
 Printed: predicted and measured time of each row of overlap_gemms.json and overlap_gemms_tp2.json, where there is one;
-the errors; for a layer's forward over TP size, hidden size and place, Collective's time over that of the best
-overlapped schedules, and up to which hidden size they gain nothing. The last three as in docs/overlap.md.
+the errors; the reduce-scatters that overlap_played.py plays; for a layer's forward over TP size, hidden size and place,
+Collective's time over that of the best overlapped schedules, and up to which hidden size they gain nothing. All but the
+first as in docs/overlap.md.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ NETWORK = 45.0  # GB/s from a GPU to other hosts: an adapter of 400 Gbit/s each.
 TPS, HIDDEN = (2, 4, 8, 16), (2048, 4096, 8192, 16384)
 MODELS = {"gemm": gemm, "copies": copies, "collective": collective, "ring": ring, "fused": fused}
 MODELS |= {"fused narrow": fused_narrow}  # reduce-scatters only
+PLAYED = ("gemm", "fused", "fused narrow")
 Pairs = dict[str, tuple[float, float]]  # operation -> (predicted, measured)
 
 
@@ -87,17 +89,22 @@ def error_rows(found: dict[str, Pairs]) -> list[list[str]]:
     return rows
 
 
-def narrow_rows(contents: list[dict]) -> list[list[str]]:
-    """Of the reduce-scatters of a file of overlap_gemms.py at tp 4: their GEMM, and fused with bf16 and with fp8 on the
-    wire, there and at tp 8, where a rank has half of K. Predicted."""
-    rows = [row for content in contents if content["tp"] == 4 for row in content["rows"]]
-    found = []
-    for row in (row for row in rows if row["op"] == "RS" and row["candidate"] == "gemm"):
-        found.append([row["shape"], row["dtype"]])
-        for tp in (4, 8):
-            p, machine = Problem("RS", tp, row["m"], row["k"] * 4 // tp, row["n"], row["dtype"]), on_one_host(tp)
-            found[-1].append(", ".join(f"{model(machine, p):.0f}" for model in (gemm, fused, fused_narrow)))
-    return found
+def played_rows(contents: list[dict]) -> list[list[str]]:
+    """Of files of overlap_played.py: GEMM, fused with bf16 and with fp8 on the wire, predicted and as two GPUs play
+    them."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    rows = [row for content in contents for row in content["rows"]]
+    for row in (row for row in rows if row["candidate"] == "gemm"):
+        tp, line = row["played"], lines.setdefault((row["shape"], row["dtype"]), [row["shape"], row["dtype"]])
+        p, machine = Problem("RS", tp, row["m"], row["k"], row["n"], row["dtype"]), on_one_host(tp)
+        played = [
+            next(
+                r["gpu_us"] for r in rows if (r["played"], r["shape"], r["dtype"], r["candidate"]) == (tp, *line[:2], n)
+            )
+            for n in PLAYED
+        ]
+        line += [", ".join(f"{MODELS[n](machine, p):.0f}" for n in PLAYED), ", ".join(f"{us:.0f}" for us in played)]
+    return list(lines.values())
 
 
 def layer(tp: int, tokens: int, hidden: int, dtype: str) -> list[Problem]:
@@ -201,8 +208,9 @@ def main(argv: list[str] | None = None) -> int:
     print(
         markdown(("candidate", "op", "tp", "rows", "median error", "worst", "where"), error_rows(found), text_columns=2)
     )
-    print("\nReduce-scatters: GEMM, fused with bf16 and with fp8 on the wire, predicted, us\n")
-    print(markdown(("shape", "type", "tp 4", "tp 8, half the local K"), narrow_rows(contents), text_columns=2))
+    print("\nReduce-scatters: GEMM, fused with bf16 and with fp8 on the wire, us\n")
+    names = [f"tp {tp}, {what}" for tp in (4, 8) for what in ("predicted", "played")]
+    print(markdown(("shape", "type", *names), played_rows(read([RESULTS / "overlap_played.json"])), text_columns=2))
     print(f"\nCollective / best overlapped (limit / best), bf16 / fp8, forward of a layer, {args.tokens} tokens\n")
     print(markdown(("ranks", "hidden", *(f"tp {tp}" for tp in TPS)), sweep(args.tokens), text_columns=2))
     print("\nNothing gained up to hidden, on one host, bf16 / fp8\n")

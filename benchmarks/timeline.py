@@ -40,6 +40,7 @@ from benchmarks.modules import RESULTS, Shape
 from benchmarks.overlap import BULK, RECIPES, SCATTERS, everywhere, mlp_step
 from te_lite.functional import layernorm_mlp, linear, norm
 from te_lite.overlap import buffers, collective, fused, schedule
+from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.group import Group
 from te_lite.testing import results
 from te_lite.testing.distributed import init_ranks, leave_ranks
@@ -60,13 +61,14 @@ HOLD_CYCLES = 60_000_000  # tens of milliseconds, in which the host issues the w
 Mark = Any  # an event, microseconds of the host's clock, or a Future of them
 
 
-def describe(program: Any, kind: str, segment: int, rank: int, size: int) -> tuple[str, str]:
+def describe(use: Gather | Scatter, segment: int) -> tuple[str, str]:
     """(kind, name) of a segment of programs.py; ("", "") where it only sets flags or has a kernel's time watched.
     The first copy's time includes its wait for room."""
-    if kind == "gather":
+    rank, size = use.group.rank, use.group.size
+    if isinstance(use, Gather):
         known = {0: ("copy", "gather"), size: ("wait", "for all"), size + 1: ("wait", "for what it sends")}
         return known.get(segment, ("wait", f"for rank {(rank + segment) % size}"))
-    pushes = program.segments - 4
+    pushes = sum(use.cuts)
     last = [("copy", "rows of all"), ("wait", "for partials"), ("wait", "for what it sends"), ("", "")]
     if segment >= pushes:
         return last[segment - pushes]
@@ -101,8 +103,10 @@ class Recorder:
         name = label.removeprefix("te_lite.")
         return self.span(KIND_OF_RANGE.get(name, "other"), name.replace("_", "-"))
 
-    def issue(self, original: Callable[..., None], group: Group, use: Any, segment: int, *rest: Any) -> None:
-        kind, name = describe(use.program, use.buffer.name, segment, group.rank, group.size)
+    def issue(
+        self, original: Callable[..., None], group: Group, use: Gather | Scatter, segment: int, *rest: Any
+    ) -> None:
+        kind, name = describe(use, segment)
         if kind != "copy":
             with self.span(kind, name) if kind else nullcontext():
                 return original(group, use, segment, *rest)
