@@ -90,8 +90,8 @@ def check(args: argparse.Namespace) -> None:
         raise RefusedError("--use-cuda-graphs needs --device cuda: there are no graphs of CPU work")
     if args.use_cuda_graphs and args.recipe == "delayed":
         raise RefusedError(
-            "--use-cuda-graphs with delayed scaling: its history moves on the host, which a replay does not run; use "
-            "--quantization fp8_current_scaling"
+            "--use-cuda-graphs with delayed scaling: replays are compared with eager steps of the same layers, which "
+            "would take steps of the same scales; use --quantization fp8_current_scaling"
         )
     first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
     if args.num_layers < 1 or min(first, last) < 0 or first + last > args.num_layers:

@@ -21,7 +21,7 @@ def model(kinds, device):
 
 
 class Step:
-    """Forward and backward of a model on tensors that stay where they are; grows: later steps have larger numbers."""
+    """Forward and backward of a model on tensors that stay where they are."""
 
     def __init__(self, model, device, recipe=RECIPE):
         self.model, self.recipe = model, recipe
