@@ -92,18 +92,14 @@ def error_rows(found: dict[str, Pairs]) -> list[list[str]]:
 def played_rows(contents: list[dict]) -> list[list[str]]:
     """Of files of overlap_played.py: GEMM, fused with bf16 and with fp8 on the wire, predicted and as two GPUs play
     them."""
-    lines: dict[tuple[str, str], list[str]] = {}
     rows = [row for content in contents for row in content["rows"]]
+    played = {(row["played"], row["shape"], row["dtype"], row["candidate"]): row["gpu_us"] for row in rows}
+    lines: dict[tuple[str, str], list[str]] = {}
     for row in (row for row in rows if row["candidate"] == "gemm"):
-        tp, line = row["played"], lines.setdefault((row["shape"], row["dtype"]), [row["shape"], row["dtype"]])
+        tp, key = row["played"], (row["shape"], row["dtype"])
         p, machine = Problem("RS", tp, row["m"], row["k"], row["n"], row["dtype"]), on_one_host(tp)
-        played = [
-            next(
-                r["gpu_us"] for r in rows if (r["played"], r["shape"], r["dtype"], r["candidate"]) == (tp, *line[:2], n)
-            )
-            for n in PLAYED
-        ]
-        line += [", ".join(f"{MODELS[n](machine, p):.0f}" for n in PLAYED), ", ".join(f"{us:.0f}" for us in played)]
+        lines.setdefault(key, [*key]).append(", ".join(f"{MODELS[name](machine, p):.0f}" for name in PLAYED))
+        lines[key].append(", ".join(f"{played[tp, *key, name]:.0f}" for name in PLAYED))
     return list(lines.values())
 
 

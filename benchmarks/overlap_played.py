@@ -35,6 +35,10 @@ from te_lite.ops.narrow import BLOCK, E4M3
 from te_lite.testing import bench
 
 WRITTEN_FOR = 4  # ranks that SHAPES are written for
+# Of relative_error. bf16: R - 1 partials of a norm s and their sum, s sqrt(R), are each rounded by 2^-9 at most, which
+# is 2^-9 ((R-1) / sqrt(R) + 1) of the sum: 0.007 at 8 ranks. fp8: 0.025 is expected there (docs/numerics.md, Partial
+# sums on a narrower wire), and the mean of so many values hardly strays.
+MOST_ERROR = {"fused": 2.0**-7, "fused narrow": 2.0**-5}
 SCATTERS = tuple(shape for shape in SHAPES if shape.op == "RS")
 ALWAYS = 1 << 30  # an epoch that no use reaches
 
@@ -116,11 +120,11 @@ def compare(shape: Shape, dtype: str, ranks: int, args: argparse.Namespace, devi
         "fused narrow": lambda: problem.fused(narrow=True),
     }
     errors, exact = {}, problem.exact()
-    for name in ("fused", "fused narrow"):
+    for name, most in MOST_ERROR.items():
         error = (ways[name]().float() - exact).norm() / exact.norm()
         dist.all_reduce(error, dist.ReduceOp.MAX)
         errors[name] = float(error)
-    assert errors["fused"] < 2.0**-7 and errors["fused narrow"] < 2.0**-5, f"{shape} {dtype}, {ranks} ranks: {errors}"
+        assert errors[name] < most, f"{shape} {dtype}, {ranks} ranks: {errors}"
     candidates = [bench.Candidate(name, step) for name, step in ways.items()]
     timings = bench.time_interleaved(candidates, RanksClock(device), rounds=args.rounds, wall_rounds=0)
     limit = max(timings[name].gpu_us or 0.0 for name in ("gemm", "copies"))

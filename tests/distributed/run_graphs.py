@@ -76,6 +76,7 @@ def compare(kind: str, recipe: str, flags: dict[str, bool], device: torch.device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         captured = step(module, recipe, x, dy, residual)
+    assert (recipe == "delayed") == bool(module.get_extra_state().numel())
     twin = copy.deepcopy(module)  # which takes delayed scaling's steps too
     wrong = 0
     for i in range(replays):

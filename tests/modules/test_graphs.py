@@ -89,7 +89,7 @@ def test_replays_are_eager_steps(kinds, device):
     for seed in range(2):
         step.eager(seed)
     graph, results = capture(step)
-    twin = Step(copy.deepcopy(step.model), device)
+    twin, before = Step(copy.deepcopy(step.model), device), states(step.model)
     for seed in range(2, 12):
         agree(f"replay {seed}", step.replay(graph, results, seed), twin.eager(seed))
         if seed % 4 == 0:
@@ -99,6 +99,7 @@ def test_replays_are_eager_steps(kinds, device):
             mine.mul_(3)
             others.mul_(3)
     agree("other weights", step.replay(graph, results, 30), twin.eager(30))
+    assert not any(torch.equal(a, b) for a, b in zip(before, states(step.model), strict=True)), "no scale has moved"
 
 
 @pytest.mark.parametrize("device", DEVICES)
