@@ -1,13 +1,18 @@
-"""Where the host's time goes in one step of a module: `python benchmarks/modules.py --profile`."""
+"""Where the host's time goes in one step: `python benchmarks/modules.py --profile`, `overlap.py --profile`.
+
+By samples of the stack, for a profiler that is called at every call makes small functions look expensive.
+"""
 
 from __future__ import annotations
 
-import cProfile
-import pstats
+import argparse
+import signal
 import statistics
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,51 +20,95 @@ import torch
 if TYPE_CHECKING:
     from benchmarks.modules import ModuleStep
 
+_PERIOD = 230e-6  # seconds, no divisor of a step's usual length
+Line = tuple[CodeType, int]
 
-def _median_us(call: Callable[[], object], before: Callable[[], None], sync: Callable[[], None], steps: int) -> float:
+
+class Samples:
+    """Lines of Python by how often a signal found them: at the end of the stack (own), anywhere in it (all)."""
+
+    def __init__(self) -> None:
+        self.own: Counter[Line] = Counter()
+        self.all: Counter[Line] = Counter()
+        self.on = False
+
+    def take(self, _: int, frame: FrameType | None) -> None:
+        if self.on and frame is not None:
+            self.own[frame.f_code, frame.f_lineno] += 1
+            stack = set()
+            while frame is not None:
+                stack.add((frame.f_code, frame.f_lineno))
+                frame = frame.f_back
+            self.all.update(stack)
+        _next()
+
+
+def _next() -> None:
+    """Asks for one more signal: a period after the last was dealt with, however slow the machine is."""
+    signal.setitimer(signal.ITIMER_REAL, _PERIOD)
+
+
+def _text(line: Line) -> str:
+    code, number = line
+    path = Path(code.co_filename)
+    return f"{path.parent.name}/{path.name}:{number} {code.co_name}"
+
+
+def _host_us(call: Callable[[], object], before: Callable[[], None], steps: int) -> float:
+    """Median host time of call(), in microseconds."""
     times = []
     for _ in range(steps):
         before()
-        sync()
         begin = time.perf_counter_ns()
         call()
         times.append((time.perf_counter_ns() - begin) / 1e3)
     return statistics.median(times)
 
 
-def profile_step(work: ModuleStep, module: str, recipe: str, *, steps: int = 200, top: int = 25) -> None:
-    """Print forward and backward host time, the Python functions and the torch operators that take it.
+def sampled(call: Callable[[], object], before: Callable[[], None], steps: int) -> Samples:
+    """Samples of `steps` calls, of this thread, without what before() does."""
+    samples = Samples()
+    previous = signal.signal(signal.SIGALRM, samples.take)
+    signal.siginterrupt(signal.SIGALRM, False)  # system calls of other threads, say of NCCL, go on
+    _next()
+    try:
+        for _ in range(steps):
+            before()
+            samples.on = True
+            call()
+            samples.on = False
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # first: take() would ask for one more
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    return samples
 
-    The backward runs on the calling thread here (set_multithreading_enabled), for cProfile sees one thread.
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    what = "print where the host's time goes in so many steps (default 1000); time nothing"
+    parser.add_argument("--profile", type=int, nargs="?", const=1000, metavar="STEPS", help=what)
+
+
+def profile_step(work: ModuleStep, name: str, steps: int, *, top: int = 40) -> str:
+    """Host time of forward and of forward plus backward, and the lines that take it, as a text.
+
+    The backward runs on the calling thread (set_multithreading_enabled), the one that signals interrupt. A line's time
+    is its share of the samples of the step's median time without sampling.
     """
-    cuda = work.x.is_cuda
-    sync = torch.cuda.synchronize if cuda else (lambda: None)
-    for _ in range(10):
+
+    def before() -> None:
         work.reset()
-        work.step()
-    sync()
-    forward_us = _median_us(work.forward, work.reset, sync, steps)
-    step_us = _median_us(work.step, work.reset, sync, steps)
-    print(f"\n=== {module} {recipe}: host {step_us:.0f} us a step, {forward_us:.0f} of it the forward ===")
+        if work.x.is_cuda:
+            torch.cuda.synchronize()
 
     with torch.autograd.set_multithreading_enabled(False):
-        profile = cProfile.Profile()
-        for _ in range(steps):
-            work.reset()
-            sync()
-            profile.enable()
-            work.step()
-            profile.disable()
-        stats = pstats.Stats(profile, stream=sys.stdout)
-        stats.strip_dirs().sort_stats("tottime").print_stats(top)
-        print(f"(times above are seconds over {steps} steps, with the profiler's own cost in them)")
-
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as traced:
-            for _ in range(20):
-                work.reset()
-                work.step()
-            sync()
-    print(traced.key_averages().table(sort_by="self_cpu_time_total", row_limit=top, max_name_column_width=50))
+        _host_us(work.step, before, steps)  # a process on a virtual machine takes seconds to its full speed
+        forward_us = _host_us(work.forward, before, steps)
+        step_us = _host_us(work.step, before, steps)
+        samples = sampled(work.step, before, steps)
+    count = sum(samples.own.values())
+    text = [f"\n=== {name}: host {step_us:.0f} us a step, {forward_us:.0f} of it the forward; {count} samples ==="]
+    for title, lines in (("by the line that runs", samples.own), ("by the line and what it calls", samples.all)):
+        text.append(f"{title}, us a step")
+        text += [f"{found / count * step_us:9.1f}  {_text(line)}" for line, found in lines.most_common(top)]
+    return "\n".join(text)

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 import torch
 import torch.nn.functional as F
 
+from benchmarks import host_profile
 from te_lite.testing import bench, results
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -244,7 +245,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wall-rounds", type=int, default=5)
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for modules.json")
-    parser.add_argument("--profile", action="store_true", help="print host profiles at the first shape; time nothing")
+    host_profile.add_argument(parser)
     args = parser.parse_args(argv)
     known = SHAPES if torch.device(args.device).type == "cuda" else SMOKE_SHAPES
     unknown = set(args.shapes or ()) - {shape.name for shape in known}
@@ -260,11 +261,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cpu":
         torch.set_num_threads(1)  # tiny shapes: more threads only wait for each other
     if args.profile:
-        from benchmarks import host_profile
-
         for module in args.modules:
             for recipe in args.recipes:
-                host_profile.profile_step(module_step(module, args.shapes[0], recipe, args.device), module, recipe)
+                work = module_step(module, args.shapes[0], recipe, args.device)
+                print(host_profile.profile_step(work, f"{module} {recipe}", args.profile))
         return 0
     clock = bench.clock_for(args.device)
     rows = []

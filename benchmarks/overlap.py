@@ -8,6 +8,7 @@ GEMMs alone, as cuBLAS runs them back to back on operands that lie ready, are in
 together and is the slowest rank's. Methods: "ring", "fused" and "auto" (initialize_ub's default) ask for that wherever
 there is a choice, "auto, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad), not behind wgrad, "auto, fp8_buf"
 sends fc2's partial sums in fp8. --graphs: also CUDA graphs of the whole step, in which the host launches nothing.
+--profile: where the host's time goes instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import te_lite as te
-from benchmarks import modules, report
+from benchmarks import host_profile, modules, report
 from benchmarks.modules import BF16, RESULTS, ModuleStep, Shape
 from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
@@ -115,6 +116,15 @@ def compare(shape: Shape, recipe: str, method: str, args: argparse.Namespace, de
     return row
 
 
+def profile(shape: Shape, recipe: str, method: str, steps: int, device: torch.device) -> None:
+    """Prints where the host's time of rank 0 goes, with overlap and without."""
+    for name, flags in ((method, METHODS[method][1]), ("Collective", {})):
+        work = mlp_step(shape, recipe, flags, device)
+        text = host_profile.profile_step(work, f"{shape.name} {recipe}, {name}", steps)
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
+
 def measure(args: argparse.Namespace, device: torch.device, rows: list[dict], write: Callable[[], None]) -> None:
     """Appends a row after the other; write() after each, so that a run that is cut off leaves what it measured."""
     shapes = SMOKE_SHAPES if device.type == "cpu" else SHAPES
@@ -129,6 +139,9 @@ def measure(args: argparse.Namespace, device: torch.device, rows: list[dict], wr
                 device=device,
             )
             for recipe in (recipe for recipe in args.recipes if recipe in recipes):
+                if args.profile:
+                    profile(shape, recipe, method, args.profile, device)
+                    continue
                 rows.append(compare(shape, recipe, method, args, device))
                 write()
             te.destroy_ub()
@@ -154,6 +167,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--wall-rounds", type=int, default=2)
+    host_profile.add_argument(parser)
     parser.add_argument("--graphs", action="store_true", help="also under CUDA graphs; on GPUs")
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for overlap.json")

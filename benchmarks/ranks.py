@@ -31,7 +31,7 @@ def run_on_ranks(name: str, args: argparse.Namespace, measure: Measure, summary:
             results.write_results(args.out / f"{name}.json", name, rows, tree=tree, device=args.device, tp=ranks)
 
     measure(args, device, rows, write)
-    if rank == 0:
+    if rank == 0 and rows:
         print(summary(rows))
     leave_ranks()
     return 1 if any(row["error"] for row in rows) else 0

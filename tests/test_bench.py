@@ -1,8 +1,10 @@
 """The benchmark helpers on fakes: order, clocks, errors, result files, documents."""
 
 import json
+import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -279,6 +281,18 @@ def test_per_shard_smoke(tmp_path):
     assert own["even_y_pct"] == pytest.approx(shared["even_y_pct"], rel=0.05)
 
 
+def test_host_profile_of_a_module():
+    """Its samples see both directions, and all of them lie within the step."""
+    options = ("--device", "cpu", "--profile", "60", "--modules", "Linear", "--recipes", "bf16")
+    text = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "modules.py", *options], check=True, capture_output=True, text=True
+    ).stdout
+    whole, forward = map(int, re.search(r"Linear bf16: host (\d+) us a step, (\d+) of it the forward", text).groups())
+    assert 0 < forward < whole
+    (found,) = re.findall(r"([\d.]+)  benchmarks/host_profile.py:\d+ sampled", text.rpartition("what it calls")[2])
+    assert float(found) == pytest.approx(whole, abs=0.6)  # both are rounded
+
+
 def test_overlap_smoke(tmp_path):
     """Each method moves what it says, and nothing that is compared is missing."""
     script = ROOT / "benchmarks" / "overlap_gemms.py"
@@ -288,6 +302,10 @@ def test_overlap_smoke(tmp_path):
     assert (
         not row["error"] and row["gpu_us"] > 0 and "fc1_fprop ring" in row["took"] and "fc1_wgrad bulk" in row["took"]
     )
+    said = launch(script.with_name("overlap.py"), "--device", "cpu", "--profile", "20", "--methods", "ring",
+                  "--recipes", "bf16", "--out", str(tmp_path / "none"), ranks=2, timeout=120)  # fmt: skip
+    assert [len(re.findall(f"=== smoke bf16, {name}: host", said)) for name in ("ring", "Collective")] == [1, 1]
+    assert not (tmp_path / "none").exists()
     launch(script, "--device", "cpu", "--rounds", "4", "--twice", "--out", str(tmp_path), ranks=2, timeout=120)
     rows = json.loads((tmp_path / "overlap_gemms.json").read_text())["rows"]
     assert [row["candidate"] for row in rows] == 4 * ["gemm", "copies", "collective", "ring"]

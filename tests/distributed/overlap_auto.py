@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -18,8 +20,10 @@ from tests.distributed.overlapping import COLUMN, LAYERS, MLP, ROW, begin, pair_
 
 
 def folder() -> Path:
-    """An empty one, the same on all ranks."""
+    """An empty one, the same on all ranks, which goes with the process of rank 0."""
     made = [tempfile.mkdtemp(prefix="te_lite_auto_") if dist.get_rank() == 0 else None]
+    if made[0]:
+        atexit.register(shutil.rmtree, made[0], ignore_errors=True)
     dist.broadcast_object_list(made, 0)
     return Path(made[0])
 
