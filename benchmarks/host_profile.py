@@ -1,11 +1,14 @@
-"""Where the host's time goes in one step: `python benchmarks/modules.py --profile`, `overlap.py --profile`.
+"""Where the host's time goes in one step: `--profile` of modules.py and overlap.py.
 
-By samples of the stack, for a profiler that is called at every call makes small functions look expensive.
+By samples of the stack, for a profiler that is called at every call makes small functions look expensive. Python deals
+with a signal after a call, at the start of a function or at the end of a loop's turn: what an operator or a look-up
+takes is found at one of those soon after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import signal
 import statistics
 import time
@@ -20,32 +23,58 @@ import torch
 if TYPE_CHECKING:
     from benchmarks.modules import ModuleStep
 
-_PERIOD = 230e-6  # seconds, no divisor of a step's usual length
+_PERIOD = 230e-6  # seconds between samples, the mean: equal ones would meet every step at the same places
+_SHORTEST = 20e-6
 Line = tuple[CodeType, int]
 
 
-class Samples:
-    """Lines of Python by how often a signal found them: at the end of the stack (own), anywhere in it (all)."""
+class Sampler:
+    """Periods of time by the line of Python that ran (own), and by each line that stood in the stack (all)."""
 
     def __init__(self) -> None:
         self.own: Counter[Line] = Counter()
         self.all: Counter[Line] = Counter()
-        self.on = False
+        self._counts = self._goes_on = False
+        self._due = 0.0
+        self._random = random.Random(0)
 
-    def take(self, _: int, frame: FrameType | None) -> None:
-        if self.on and frame is not None:
-            self.own[frame.f_code, frame.f_lineno] += 1
-            stack = set()
-            while frame is not None:
-                stack.add((frame.f_code, frame.f_lineno))
-                frame = frame.f_back
-            self.all.update(stack)
-        _next()
+    def run(self, call: Callable[[], object], before: Callable[[], None], steps: int) -> None:
+        """Samples `steps` calls on the main thread, without what before() does."""
+        previous = signal.signal(signal.SIGALRM, self._take)
+        self._goes_on = True
+        self._next()
+        try:
+            for _ in range(steps):
+                before()
+                self._counts = True
+                call()
+                self._counts = False
+        finally:
+            self._counts = self._goes_on = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
 
+    def _take(self, _: int, frame: FrameType | None) -> None:
+        if self._counts:
+            # A call into C holds the signal up: it counts for all the periods that it took.
+            self._count(frame, 1 + max(0.0, time.perf_counter() - self._due) / _PERIOD)
+        if self._goes_on:
+            self._next()
 
-def _next() -> None:
-    """Asks for one more signal: a period after the last was dealt with, however slow the machine is."""
-    signal.setitimer(signal.ITIMER_REAL, _PERIOD)
+    def _next(self) -> None:
+        delay = max(self._random.expovariate(1 / _PERIOD), _SHORTEST)
+        self._due = time.perf_counter() + delay
+        signal.setitimer(signal.ITIMER_REAL, delay)
+
+    def _count(self, frame: FrameType | None, periods: float) -> None:
+        stack: list[Line] = []
+        while frame is not None and frame.f_code.co_filename != __file__:
+            stack.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        if stack:
+            self.own[stack[0]] += periods
+            for line in set(stack):
+                self.all[line] += periods
 
 
 def _text(line: Line) -> str:
@@ -65,35 +94,23 @@ def _host_us(call: Callable[[], object], before: Callable[[], None], steps: int)
     return statistics.median(times)
 
 
-def sampled(call: Callable[[], object], before: Callable[[], None], steps: int) -> Samples:
-    """Samples of `steps` calls, of this thread, without what before() does."""
-    samples = Samples()
-    previous = signal.signal(signal.SIGALRM, samples.take)
-    signal.siginterrupt(signal.SIGALRM, False)  # system calls of other threads, say of NCCL, go on
-    _next()
-    try:
-        for _ in range(steps):
-            before()
-            samples.on = True
-            call()
-            samples.on = False
-    finally:
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # first: take() would ask for one more
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    return samples
+def _steps(text: str) -> int:
+    if (steps := int(text)) < 1:
+        raise ValueError
+    return steps
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
     what = "print where the host's time goes in so many steps (default 1000); time nothing"
-    parser.add_argument("--profile", type=int, nargs="?", const=1000, metavar="STEPS", help=what)
+    parser.add_argument("--profile", type=_steps, nargs="?", const=1000, metavar="STEPS", help=what)
 
 
 def profile_step(work: ModuleStep, name: str, steps: int, *, top: int = 40) -> str:
     """Host time of forward and of forward plus backward, and the lines that take it, as a text.
 
-    The backward runs on the calling thread (set_multithreading_enabled), the one that signals interrupt. A line's time
-    is its share of the samples of the step's median time without sampling.
+    The device is idle when a step begins, and not held back. The backward runs on the calling thread
+    (set_multithreading_enabled), the one that signals interrupt. A line's time is its share of the samples of the
+    step's median time without sampling.
     """
 
     def before() -> None:
@@ -101,14 +118,17 @@ def profile_step(work: ModuleStep, name: str, steps: int, *, top: int = 40) -> s
         if work.x.is_cuda:
             torch.cuda.synchronize()
 
+    sampler = Sampler()
     with torch.autograd.set_multithreading_enabled(False):
         _host_us(work.step, before, steps)  # a process on a virtual machine takes seconds to its full speed
         forward_us = _host_us(work.forward, before, steps)
         step_us = _host_us(work.step, before, steps)
-        samples = sampled(work.step, before, steps)
-    count = sum(samples.own.values())
-    text = [f"\n=== {name}: host {step_us:.0f} us a step, {forward_us:.0f} of it the forward; {count} samples ==="]
-    for title, lines in (("by the line that runs", samples.own), ("by the line and what it calls", samples.all)):
+        sampler.run(work.step, before, steps)
+    whole = sum(sampler.own.values())
+    text = [
+        f"\n=== {name}: host {step_us:.0f} us a step, {forward_us:.0f} of it the forward; {steps} steps sampled ==="
+    ]
+    for title, lines in (("by the line that runs", sampler.own), ("by the line and what it calls", sampler.all)):
         text.append(f"{title}, us a step")
-        text += [f"{found / count * step_us:9.1f}  {_text(line)}" for line, found in lines.most_common(top)]
+        text += [f"{found / whole * step_us:9.1f}  {_text(line)}" for line, found in lines.most_common(top)]
     return "\n".join(text)

@@ -1,7 +1,7 @@
 """Forward plus backward of the modules, beside torch's modules and the bare GEMMs, in one interleaved run.
 
     python benchmarks/modules.py                     # all rows, on a GPU
-    python benchmarks/modules.py --profile           # where the host's time goes, at the small shape
+    python benchmarks/modules.py --profile           # where the host's time goes, at the last shape chosen
     python benchmarks/modules.py --device cpu        # smoke test at a tiny shape; its numbers mean nothing
 
 RMSNorm, no bias, SwiGLU, bf16 parameters. Linear and LayerNormLinear go hidden -> ffn; LayerNormMLP goes
@@ -260,10 +260,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     if args.device == "cpu":
         torch.set_num_threads(1)  # tiny shapes: more threads only wait for each other
-    if args.profile:
+    if args.profile is not None:
         for module in args.modules:
             for recipe in args.recipes:
-                work = module_step(module, args.shapes[0], recipe, args.device)
+                work = module_step(module, args.shapes[-1], recipe, args.device)
                 print(host_profile.profile_step(work, f"{module} {recipe}", args.profile))
         return 0
     clock = bench.clock_for(args.device)

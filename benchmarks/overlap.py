@@ -8,7 +8,7 @@ GEMMs alone, as cuBLAS runs them back to back on operands that lie ready, are in
 together and is the slowest rank's. Methods: "ring", "fused" and "auto" (initialize_ub's default) ask for that wherever
 there is a choice, "auto, rs" also scatters dx out of dgrad (ub_overlap_rs_dgrad), not behind wgrad, "auto, fp8_buf"
 sends fc2's partial sums in fp8. --graphs: also CUDA graphs of the whole step, in which the host launches nothing.
---profile: where the host's time goes instead.
+--profile: instead, where the host's time goes in each.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace, device: torch.device, rows: list[dict], wr
                 device=device,
             )
             for recipe in (recipe for recipe in args.recipes if recipe in recipes):
-                if args.profile:
+                if args.profile is not None:
                     profile(shape, recipe, method, args.profile, device)
                     continue
                 rows.append(compare(shape, recipe, method, args, device))
@@ -174,6 +174,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.graphs and args.device == "cpu":
         parser.error("--graphs needs --device cuda: there are no graphs of CPU work")
+    if args.graphs and args.profile is not None:
+        parser.error("--graphs with --profile: a graph's replay has no Python in it; leave one out")
     return args
 
 

@@ -20,7 +20,7 @@ from tests.distributed.overlapping import COLUMN, LAYERS, MLP, ROW, begin, pair_
 
 
 def folder() -> Path:
-    """An empty one, the same on all ranks, which goes with the process of rank 0."""
+    """An empty one, the same on all ranks, which goes when the process of rank 0 ends well."""
     made = [tempfile.mkdtemp(prefix="te_lite_auto_") if dist.get_rank() == 0 else None]
     if made[0]:
         atexit.register(shutil.rmtree, made[0], ignore_errors=True)
