@@ -95,9 +95,9 @@ def _host_us(call: Callable[[], object], before: Callable[[], None], steps: int)
 
 
 def _steps(text: str) -> int:
-    if (steps := int(text)) < 1:
-        raise ValueError
-    return steps
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} steps: must be an integer above 0; leave it out for 1000")
+    return int(text)
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
