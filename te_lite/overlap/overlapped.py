@@ -90,15 +90,21 @@ class Overlapped(Collective):
     def fprop(self, gemm: Product, x: QTensor) -> Tensor:
         if self._ended("fprop"):
             return super().fprop(gemm, x)
-        m, scatters = x.shape[0], self.tp.mode == "row"
-        if scatters:
-            m //= self.tp.size
-            refusal = self.group.scatter_refusal(m, gemm.columns, gemm.dtype)
-        else:
-            refusal = self.group.gather_refusal(x, "row")
-        method = self._settled("fprop", self._asked("fprop", refusal, m), gemm, x, scatters=scatters)
+        scatters = self.tp.mode == "row"
+        method = self._method("fprop", gemm, x, scatters=scatters)
         with self.group.operation(self._text("fprop", x, f" x {gemm.columns}")):
             return self._run("fprop", method, gemm, x, scatters=scatters)
+
+    def _method(self, name: str, gemm: Product | None, a: QTensor, *, scatters: bool) -> str:
+        """The method of the exchange of a, or of the product with a; "" where Collective runs it. gemm: None where a is
+        gathered for wgrad alone."""
+        if scatters:
+            m = a.shape[0] // self.tp.size
+            refusal = self.group.scatter_refusal(m, gemm.columns, gemm.dtype)
+        else:
+            m, refusal = a.shape[0], self.group.gather_refusal(a, "row")
+        method = self._asked(name, refusal, m)
+        return method if gemm is None else self._settled(name, method, gemm, a, scatters=scatters)
 
     def _run(self, name: str, method: str, gemm: Product, a: QTensor, *, scatters: bool) -> Tensor | None:
         """The GEMM with its exchange by `method`; "" is Collective's."""
@@ -215,10 +221,7 @@ class Overlapped(Collective):
             refusal = self.group.gather_refusal(x, x.regather_layout)
             gather = self._asked("dgrad" if bulk else "wgrad", refusal, x.shape[0])
         if dgrad is not None and (wgrad is not None or not bulk):
-            m = dy.shape[0] // self.tp.size
-            refusal = self.group.scatter_refusal(m, dgrad.columns, dgrad.dtype)
-            scatter = self._asked("wgrad" if bulk else "dgrad", refusal, m)
-            scatter = scatter if bulk else self._settled("dgrad", scatter, dgrad, dy, scatters=True)
+            scatter = self._method("wgrad" if bulk else "dgrad", dgrad, dy, scatters=True)
         return gather, scatter
 
     @property
@@ -266,8 +269,7 @@ class Overlapped(Collective):
         dgrad, wgrad, dy, dy_wgrad, _ = of
         rows = columns = ""
         if dy is not None:
-            rows = self._asked("dgrad", self.group.gather_refusal(dy, "row"), dy.shape[0])
-            rows = rows if dgrad is None else self._settled("dgrad", rows, dgrad, dy, scatters=False)
+            rows = self._method("dgrad", dgrad, dy, scatters=False)
         apart = dgrad is not None and self.gathers_columns(dy.format, *dy.shape, dgrad.columns)
         if wgrad is not None and (apart or not of.one_gather):
             refusal = self.group.gather_refusal(dy_wgrad, dy_wgrad.wgrad_layout)
