@@ -68,7 +68,7 @@ class Choices:
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
         cuda = device.type == "cuda"
         measures = os.environ.get("TE_LITE_AUTO", "measure" if cuda else "rule") == "measure"
-        self._device, self._first, self._timed = device, exchange.rank == 0, 0
+        self._device, self._first, self.timed = device, exchange.rank == 0, 0  # timed: problems so far
         name = torch.cuda.get_device_name(device) if cuda else "CPU"
         versions = f"torch {torch.__version__}, triton {triton.__version__}, schedules {SCHEDULES}"
         self._machine = f"{name}, {versions}, tp {exchange.size}"
@@ -83,7 +83,7 @@ class Choices:
         check() may raise while this rank waits."""
         key = self._key(problem)
         if not self.knows(problem, ways):
-            self._timed += 1
+            self.timed += 1
             self._known[key] = self._measure(ways, group, check)
             if self._first:
                 self._store(key, self._known[key])
@@ -99,10 +99,6 @@ class Choices:
         """Whether all of `ways` have been timed."""
         found = self._known.get(self._key(problem))
         return isinstance(found, dict) and set(found) == set(ways)
-
-    @property
-    def full(self) -> bool:
-        return self._timed >= MOST
 
     def _measure(
         self, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup, check: Callable[[], None]

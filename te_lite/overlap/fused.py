@@ -85,7 +85,7 @@ def _wanted(gemm: Product, own: QTensor) -> Wanted:
         return NOTHING
     if then.want != "fp8":
         return Wanted(then.want, placed(then.h))
-    scale, amax = (then.some_scale, None) if then.timed else then.quantizer.take_scale()
+    scale, amax = then.quantizer.take_scale() if then.some_scale is None else (then.some_scale, None)
     return Wanted("fp8", placed(then.h), scale, amax, then.quantizer.format.dtype)
 
 

@@ -131,7 +131,7 @@ class Overlapped(Collective):
             label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
             kind = ("narrow " * (name in self.narrow) + "scatter") if scatters else "gather"
             problem = f"{kind} {label} {text}"
-            if not choices.knows(problem, names) and (choices.full or capturing()):
+            if not choices.knows(problem, names) and (choices.timed >= MOST or capturing()):
                 self._measured.pop(name, None)
                 return method
             if len(self._chosen) >= MOST:
@@ -151,7 +151,7 @@ class Overlapped(Collective):
         some_scale = None if choices.knows(problem, names) else torch.ones(1, device=self.group.device)
 
         def run(way: str) -> object:
-            timed = replace(gemm, then=then and replace(then, timed=True, some_scale=some_scale))
+            timed = replace(gemm, then=then and replace(then, some_scale=some_scale))
             with self.group.operation(f"auto: {way}, {problem}"):
                 out = self._run(name, "" if way == "collective" else way, timed, a, scatters=scatters)
             if then and timed.then.result is None:

@@ -27,15 +27,14 @@ class Activated:
     the GEMM may compute at its end as `quantizer` wants it.
 
     want: "high precision", "amax" or "fp8", see ops/gemm_gather.py. result: what the next linear takes for v, set by
-    the GEMM if it did. timed: only the time counts, so no state of the quantizer is touched.
+    the GEMM if it did. some_scale: fp32 [1], where only the time counts: no state of the quantizer is touched.
     """
 
     quantizer: Quantizer
     want: str
     h: Tensor | None = None
-    timed: bool = False
     result: Source | QTensor | None = None
-    some_scale: Tensor | None = None  # fp32 [1], where timed
+    some_scale: Tensor | None = None
 
     def source(self, product: Tensor) -> Source:
         """v, to be computed from the product."""
