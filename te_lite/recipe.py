@@ -50,8 +50,7 @@ class DelayedScaling(Recipe):
     factory: ClassVar[str] = "te_lite.quantize.per_tensor:delayed_operands"
     summary: ClassVar[str] = "one scale a tensor from past steps: no extra pass over the data, keeps a history"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         for name, least, most, usual in (("margin", -64, 64, 0), ("amax_history_len", 1, 4096, 1024)):
             value = getattr(self, name)
             if not least <= value <= most:
@@ -103,8 +102,7 @@ class Float8CurrentScaling(_PerOperand):
     factory: ClassVar[str] = "te_lite.quantize.per_tensor:current_operands"
     summary: ClassVar[str] = "one scale a tensor from the tensor itself: one more read of the data, stateless"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         self._fill_in(self.use_power_2_scales)
 
 
@@ -123,8 +121,7 @@ class MXFP8BlockScaling(Recipe):
     formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
     token_multiple: ClassVar[int] = 32
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.margin != 0:
             raise ValueError(
                 f"margin={self.margin}: must be 0, the MX specification fixes the scale by a block's amax; leave it out"
@@ -158,8 +155,7 @@ class Float8BlockScaling(_PerOperand):
     below: ClassVar[tuple[int, int]] = (10, 0)  # cuBLAS has these scales on Hopper only
     cuda: ClassVar[tuple[int, int]] = (12, 9)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         self._fill_in(not self.use_f32_scales)
         for name, only in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
             if getattr(self, name) != only:
@@ -191,8 +187,7 @@ class RowwiseScaling(Recipe):
     below: ClassVar[tuple[int, int]] = (10, 0)  # elsewhere torch has no fp32 result for such scales
     cuda: ClassVar[tuple[int, int]] = (12, 9)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.high_precision_wgrad:  # an instance's own values hide the class's
             object.__setattr__(self, "name", "rowwise_with_gw_hp")
             object.__setattr__(self, "summary", "as rowwise, with weight gradients in high precision")
@@ -217,8 +212,7 @@ class CustomRecipe(Recipe):
     memory: ClassVar[str] = "what the quantizers keep"
     capability: ClassVar[tuple[int, int]] = (8, 0)  # of the kernels; a format's own GEMM may need more
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if not callable(self.qfactory):
             raise TypeError(
                 f"CustomRecipe(qfactory={self.qfactory!r}): must be a function qfactory(role) -> Quantizer or None; "

@@ -77,7 +77,7 @@ class Recipe:
     cuda: ClassVar[tuple[int, int]] = (0, 0)
 
     def __post_init__(self) -> None:
-        """Refuses what no recipe can mean; subclasses add their own rules."""
+        """Refuses what no recipe can mean; then by the subclass's own rules."""
         for item in fields(self):
             value = getattr(self, item.name)
             # A field whose default is a bool, an int ... holds nothing else: True is no length, "no" is no bool.
@@ -97,6 +97,10 @@ class Recipe:
                     f"{type(self).__name__}(fp8_format={value!r}): must be {names} (E5M2 has too few mantissa bits "
                     "where E4M3 has range enough: for x and w, and for gradients in blocks); leave it out"
                 )
+        self._check()
+
+    def _check(self) -> None:
+        """A subclass's own rules, after those of all recipes; it may also settle fields that were left open."""
 
     @property
     def needs(self) -> str:
