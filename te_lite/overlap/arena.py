@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,14 +42,26 @@ class HostMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
-def _share_by_fds(
-    exchange: Exchange, what: str, make: Callable[[dict[int, int]], Any], load: Callable[[int, int], Any]
-) -> list[Any]:
-    """Memory of every rank, mapped here, in the order of ranks. make(fds) gives this rank's and puts its
-    descriptor into fds, by rank, as soon as there is one; load(descriptor, bytes) maps a peer's. Collective."""
-    fds: dict[int, int] = {}
+def share_memory(exchange: Exchange, size: int, device: torch.device) -> list[Any]:
+    """`size` bytes of every rank, mapped here by file descriptors, in the order of ranks: host memory for the CPU, else
+    the driver's, on `device`. Collective."""
+    fds: dict[int, int] = {}  # by rank
+    what, load = "host memory", HostMemory
+    if device.type != "cpu":
+        what, load = "GPU memory", partial(_C.CudaMemory.import_fd, device.index)
+
+    def make() -> Any:
+        """This rank's, whose descriptor is in fds as soon as there is one."""
+        if device.type != "cpu":
+            memory = _C.CudaMemory.vmm(device.index, size)
+            fds[exchange.rank] = memory.export_fd()
+            return memory
+        fd = fds[exchange.rank] = os.memfd_create("te_lite", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size)
+        return HostMemory(fd, size)
+
     try:
-        own = exchange.step(f"allocating {what} for peers", lambda: make(fds))
+        own = exchange.step(f"allocating {what} for peers", make)
         share_fds(exchange, fds)
 
         def map_all() -> list[Any]:
@@ -60,28 +71,6 @@ def _share_by_fds(
     finally:
         for fd in fds.values():
             os.close(fd)
-
-
-def share_host_memory(exchange: Exchange, size: int) -> list[HostMemory]:
-    """`size` bytes of every rank, mapped here, in the order of ranks. Collective."""
-
-    def make(fds: dict[int, int]) -> HostMemory:
-        fd = fds[exchange.rank] = os.memfd_create("te_lite", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        return HostMemory(fd, size)
-
-    return _share_by_fds(exchange, "host memory", make, HostMemory)
-
-
-def share_gpu_memory(exchange: Exchange, device: int, size: int) -> list[Any]:
-    """As share_host_memory, in GPU memory of the driver's, by file descriptors."""
-
-    def make(fds: dict[int, int]) -> Any:
-        memory = _C.CudaMemory.vmm(device, size)
-        fds[exchange.rank] = memory.export_fd()
-        return memory
-
-    return _share_by_fds(exchange, "GPU memory", make, partial(_C.CudaMemory.import_fd, device))
 
 
 class Arena:
@@ -103,12 +92,9 @@ class Arena:
 
     def commit(self, exchange: Exchange) -> None:
         """Allocates and maps on all ranks, or raises BootstrapError on all of them. Collective."""
-        if self.device.type == "cpu":
-            ordinal, self._memory = -1, share_host_memory(exchange, self.bytes)
-        else:
-            ordinal = self.device.index
-            self._memory = share_gpu_memory(exchange, ordinal, self.bytes)
+        self._memory = share_memory(exchange, self.bytes, self.device)
         own = self._memory[self.rank]
+        ordinal = -1 if self.device.type == "cpu" else self.device.index
         self._own = torch.from_dlpack(_C.dlpack(own.address, self.bytes, ordinal, own))
 
     def release(self) -> None:

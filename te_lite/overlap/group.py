@@ -17,7 +17,7 @@ from te_lite.ops.gemm_fused import unavailable
 from te_lite.ops.gemm_scatter import MOST_BLOCKS
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.ops.registry import capturing
-from te_lite.overlap.arena import Arena, share_host_memory
+from te_lite.overlap.arena import Arena, share_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
 from te_lite.overlap.buffers import Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
@@ -73,7 +73,7 @@ class Group:
         maxima = 2 * sum(self._maximum_words.values())
         self.arena.reserve("flags", 4 * (sum(flags.values()) + maxima))
         self.arena.commit(exchange)
-        self._control_memory = share_host_memory(exchange, _C.CONTROL_BYTES)
+        self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
         self._start(exchange, flags, maxima, first_epoch)
 
     def _start(self, exchange: Exchange, flags: dict[str, int], at: int, first_epoch: int) -> None:
