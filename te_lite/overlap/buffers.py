@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.gemm import placed
+from te_lite.ops.gemm_scatter import MOST_BLOCKS
 from te_lite.ops.reduce import reduce_slots
 from te_lite.overlap.arena import Arena
 from te_lite.overlap.programs import WORD, gather_program, part_offsets, scatter_program, targets
@@ -29,36 +30,36 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SLOTS = 2  # of each buffer: a second use may fill while the first is read
+PIECES = MOST_BLOCKS  # flags a source: a reduce-scatter sends a partial in at most so many pieces (ring.counts: 4)
 MOST_MADE = 4096  # programs and views kept; each token count makes some, and ever new ones must not fill the memory
 
 
 class Buffer:
-    """One kind of traffic: `slots` slots of the arena's buffer `name`, their flags from word `first_flag` on.
+    """One kind of traffic: the slots of the arena's buffer `name`, their flags from word `first_flag` on.
 
     words: under CUDA graphs the epochs lie in device memory, one word a slot, because a captured number is frozen.
     """
 
-    def __init__(
-        self, arena: Arena, name: str, slots: int, pieces: int, first_flag: int, first_epoch: int, words: Tensor | None
-    ) -> None:
-        self.arena, self.name, self.slots, self.pieces, self.words = arena, name, slots, pieces, words
+    def __init__(self, arena: Arena, name: str, first_flag: int, first_epoch: int, words: Tensor | None) -> None:
+        self.arena, self.name, self.words = arena, name, words
         self.capacity = arena.slot_bytes(name)
         self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
         self._made: dict[tuple, Any] = {}
-        self.counters = torch.zeros(slots, arena.size * pieces + 1, dtype=torch.int32, device=arena.device)
+        self.counters = torch.zeros(SLOTS, arena.size * PIECES + 1, dtype=torch.int32, device=arena.device)
         self._first_flag = first_flag
-        self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * slots
+        self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * SLOTS
         self._next = 0
 
     @staticmethod
-    def flags_needed(size: int, slots: int, pieces: int) -> int:
+    def flags_needed(size: int) -> int:
         """Words of flags of one buffer in a group of `size` ranks."""
-        return slots * size * (pieces + 1)
+        return SLOTS * size * (PIECES + 1)
 
     def take(self) -> tuple[int, int]:
         """(slot, epoch) of the next use. All ranks take in the same order, so both agree everywhere."""
         slot = self._next
-        self._next = (slot + 1) % self.slots
+        self._next = (slot + 1) % SLOTS
         self._epochs[slot] = (self._epochs[slot] + 1) & 0xFFFFFFFF
         if self.words is not None:
             self.words[slot : slot + 1].add_(1)  # captured with the use; an int32, which wraps around
@@ -66,12 +67,12 @@ class Buffer:
 
     def _flag(self, slot: int, rank: int, index: int) -> int:
         size = self.arena.size
-        word = self._first_flag + slot * size * (self.pieces + 1) + index
+        word = self._first_flag + slot * size * (PIECES + 1) + index
         return self.arena.address("flags", 0, rank) + WORD * word
 
     def ready(self, slot: int, rank: int, source: int, piece: int = 0) -> int:
         """Address, in `rank`'s arena, of the flag that `source` sets when its data is there."""
-        return self._flag(slot, rank, source * self.pieces + piece)
+        return self._flag(slot, rank, source * PIECES + piece)
 
     def flags(self, slot: int) -> tuple[Tensor, Tensor]:
         """This rank's flags of a slot: (ready, int32 [R, pieces]; free, [R])."""
@@ -83,7 +84,7 @@ class Buffer:
 
     def free(self, slot: int, rank: int, reader: int) -> int:
         """Address, in `rank`'s arena, of the flag that `reader` sets when it is done with rank's data."""
-        return self._flag(slot, rank, self.arena.size * self.pieces + reader)
+        return self._flag(slot, rank, self.arena.size * PIECES + reader)
 
     def cached(self, build: Callable[..., T], *args: Any) -> T:
         """build(self, *args), made once for each."""
@@ -98,9 +99,9 @@ class Buffer:
 
 def _flag_views(buffer: Buffer, slot: int) -> tuple[Tensor, Tensor]:
     size, words = buffer.arena.size, buffer.arena.view("flags", 0).view(torch.int32)
-    first = buffer._first_flag + slot * size * (buffer.pieces + 1)
-    ready, free = words[first : first + size * (buffer.pieces + 1)].split([size * buffer.pieces, size])
-    return ready.view(size, buffer.pieces), free
+    first = buffer._first_flag + slot * size * (PIECES + 1)
+    ready, free = words[first : first + size * (PIECES + 1)].split([size * PIECES, size])
+    return ready.view(size, PIECES), free
 
 
 def _parts(
@@ -191,7 +192,7 @@ class Scatter:
         self.cuts = () if blocks else tuple(cuts) or (1,) * (group.size - 1)
         pieces = blocks or max(self.cuts)
         self.buffer = group.buffer("scatter")
-        assert pieces <= self.buffer.pieces and not any(shape[0] % cut or pieces % cut for cut in self.cuts)
+        assert pieces <= PIECES and not any(shape[0] % cut or pieces % cut for cut in self.cuts)
         self.bytes = shape[0] * shape[1] * dtype.itemsize
         self.slot, self.epoch = self.buffer.take()
         self.program = self.buffer.cached(scatter_program, self.slot, self.bytes, self.cuts, pieces)

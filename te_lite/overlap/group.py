@@ -14,20 +14,17 @@ from torch import Tensor
 from te_lite import _C
 from te_lite.ops.flags import compiled_wait, signed
 from te_lite.ops.gemm_fused import unavailable
-from te_lite.ops.gemm_scatter import MOST_BLOCKS
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.ops.registry import capturing
 from te_lite.overlap.arena import Arena, share_memory
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
-from te_lite.overlap.buffers import Buffer, Gather, Scatter
+from te_lite.overlap.buffers import SLOTS, Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.config import LayerMethods
 from te_lite.overlap.maximum import Maximum
 from te_lite.overlap.programs import gathered_bytes
 from te_lite.quantize.qtensor import Layout, QTensor
 
-SLOTS = 2  # a second use may fill while the first is read
-PIECES = MOST_BLOCKS  # flags a source: a reduce-scatter sends a partial in at most so many pieces (ring.counts: 4)
 SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32 values of one byte, are an eighth
 
 
@@ -68,7 +65,7 @@ class Group:
         for name in names:
             room = whole + whole // SCALE_SHARE + 4096 * self.size if name.startswith("gather") else whole
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
-        flags = {name: Buffer.flags_needed(self.size, SLOTS, PIECES) for name in names}
+        flags = {name: Buffer.flags_needed(self.size) for name in names}
         self._maximum_words = {many: Maximum.words_needed(self.size, many) for many in (False, True)}
         maxima = 2 * sum(self._maximum_words.values())
         self.arena.reserve("flags", 4 * (sum(flags.values()) + maxima))
@@ -90,7 +87,7 @@ class Group:
         for name, count in flags.items():
             graph = name.endswith(".graph")
             words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
-            self._buffers[name] = Buffer(self.arena, name, SLOTS, PIECES, at, first_epoch, words)
+            self._buffers[name] = Buffer(self.arena, name, at, first_epoch, words)
             at += count
         exchange.all(None)  # nobody's flags are written any more
         self.control = self.executor = None

@@ -11,8 +11,7 @@ from te_lite.functional.saved import load, save
 from te_lite.ops.reduce import reduce_slots
 from te_lite.ops.transpose import transpose
 from te_lite.overlap.arena import ALIGNMENT, Arena, aligned
-from te_lite.overlap.buffers import Gather, Scatter
-from te_lite.overlap.group import SLOTS
+from te_lite.overlap.buffers import SLOTS, Gather, Scatter
 from te_lite.overlap.programs import following, gathered_bytes, part_offsets
 from te_lite.quantize.identity import HIGH_PRECISION
 from te_lite.quantize.mxfp8 import MXFormat

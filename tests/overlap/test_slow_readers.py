@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from te_lite.overlap import programs
-from te_lite.overlap.buffers import Gather, Scatter
-from te_lite.overlap.group import SLOTS
+from te_lite.overlap.buffers import SLOTS, Gather, Scatter
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.overlap.test_buffers import LIMIT_S, gathered, plain, shard
 from tests.overlap.threads import in_group
