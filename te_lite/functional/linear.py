@@ -37,14 +37,11 @@ def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QT
     """(x for fprop, what is kept of it for wgrad)."""
     quantizer, for_wgrad = plan.operands.fprop.a, plan.operands.wgrad.b
     keep, shard = keep and not plan.keep_original, keeps_rows(plan)
-    layout = "row" if shard else "col"
-    if isinstance(x, QTensor):
-        return x, x.only(layout) if keep else None
-    if for_wgrad is quantizer or not keep:
-        q, _ = quantizer.quantize(x, row=True, col=keep and not shard)
-        return q, q.only(layout) if keep else None
-    kept, _ = for_wgrad.quantize(x, row=shard, col=not shard)
-    return quantizer.quantize(x)[0], kept
+    if keep and for_wgrad is not quantizer and not isinstance(x, QTensor):
+        kept, _ = for_wgrad.quantize(x, row=shard, col=not shard)
+        return quantizer.quantize(x)[0], kept
+    q = x if isinstance(x, QTensor) else quantizer.quantize(x, row=True, col=keep and not shard)[0]
+    return q, q.only("row" if shard else "col") if keep else None
 
 
 def linear_forward(

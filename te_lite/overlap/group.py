@@ -203,8 +203,7 @@ class Group:
 
     def gather_refusal(self, q: QTensor, layout: Layout) -> str:
         """Why `q` cannot be gathered through the arena, or "". A function of shape and capacity alone."""
-        sizes = [part.numel() * part.element_size() for part in q.wire(layout)]
-        return self._refusal("gather", gathered_bytes(sizes, self.size))
+        return self._refusal("gather", gathered_bytes([part.nbytes for part in q.wire(layout)], self.size))
 
     def scatter_refusal(self, rows: int, columns: int, dtype: torch.dtype) -> str:
         """Why partial sums [rows, columns] of each rank cannot be scattered through the arena, or ""."""

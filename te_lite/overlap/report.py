@@ -25,7 +25,7 @@ def record(module: Any, linear: str, formats: tuple[str, ...], **shared: Any) ->
     for gemm, operands in zip(GEMMS, formats, strict=True):
         name = f"{linear}_{gemm}" if linear else gemm
         owner = getattr(module, "name", None) or type(module).__name__
-        rows[name] = {"module": owner, "gemm": name, "operands": operands, **shared}
+        rows[name] = dict.fromkeys(COLUMNS) | {"module": owner, "gemm": name, "operands": operands, **shared}
 
 
 def _told(row: dict[str, Any]) -> dict[str, Any]:
@@ -35,14 +35,12 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     gemm = row["gemm"].rpartition("_")[2]
     nothing = Note("local" if schedule.notes else schedule.planned(gemm), 0)
     note = schedule.notes.get(gemm, nothing)
-    told = {
-        **row,
+    return row | {
         "schedule": note.method,
         "shape": (schedule.rows, *row["shape"]),
         "sent": note.sent,
         "reason": "; ".join(filter(None, (row["reason"], note.reason, schedule.remarks.get(gemm)))),
     }
-    return {column: told[column] for column in COLUMNS}
 
 
 def overlap_report() -> list[dict[str, Any]]:
