@@ -226,8 +226,7 @@ class Group:
         self.closed = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        else:
-            self.executor.synchronize()
+        self.executor.synchronize()
         self._stop()
 
     def _stop(self) -> None:

@@ -41,8 +41,6 @@ class Overlapped(Collective):
     strict it raises instead.
     """
 
-    name = "userbuffers"
-
     def __init__(
         self, tp: TensorParallel, group: Group, label: str, methods: Mapping[str, str], remarks: Mapping[str, str],
         strict: bool, recipe: str = "", narrow: Collection[str] = (),
@@ -51,6 +49,8 @@ class Overlapped(Collective):
         self.recipe = f", recipe {recipe}" if recipe else ""
         self.group, self.label, self.strict = group, label, strict or group.strict
         self.methods, self.remarks, self.narrow = methods, remarks, narrow
+        # Of a column-parallel backward: each exchange is hidden behind the GEMM that it has nothing to do with.
+        self._bulk = methods.get("dgrad", "bulk") == "bulk"
         self._measured: dict[str, str] = {}  # GEMM -> what "auto" has measured
         self._chosen: dict[tuple, tuple[str, str]] = {}  # problem -> what "auto" takes, and what it has measured
 
@@ -223,11 +223,6 @@ class Overlapped(Collective):
         if dgrad is not None and (wgrad is not None or not bulk):
             scatter = self._method("wgrad" if bulk else "dgrad", dgrad, dy, scatters=True)
         return gather, scatter
-
-    @property
-    def _bulk(self) -> bool:
-        """Of a column-parallel backward: each exchange is hidden behind the GEMM that it has nothing to do with."""
-        return self.methods.get("dgrad", "bulk") == "bulk"
 
     def _column_backward(self, of: Backward, gather_by: str, scatter_by: str) -> Gradients:
         dgrad, wgrad, dy, dy_wgrad, x = of

@@ -118,7 +118,7 @@ class Note(NamedTuple):
 
 
 class Schedule:
-    """name: shown by overlap_report(). regathers: backward gathers x again, so forward keeps only the local shard.
+    """name: what planned() says. regathers: backward gathers x again, so forward keeps only the local shard.
 
     For the report: remarks on GEMMs, and of the newest call notes of its GEMMs, rows: M of the forward GEMM.
     """
