@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_lite.functional.linear import Call, as_operand, as_output, close_pass, in_dtype, linear_backward, linear_forward
 from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
-from te_lite.functional.saved import load, save, without_amp
+from te_lite.functional.saved import backward_method, forward_method, load, save
 
 
 class LayerNormLinearFunction(torch.autograd.Function):
     """y = norm(x) @ weight^T + bias; also norm(x) itself where the spec says so."""
 
-    @staticmethod
-    @without_amp
+    @forward_method
     def forward(
         ctx: Any, call: Call, spec: NormSpec, x: Tensor, *params: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -33,9 +31,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             ctx.call, ctx.spec, ctx.needs, ctx.x_shape, ctx.x_dtype = call, spec, needs, x.shape, x.dtype
         return as_output(y, x.shape, call.output, plan.tp), norm_output(spec, call, ln)
 
-    @staticmethod
-    @once_differentiable
-    @without_amp
+    @backward_method
     def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w) = ctx.call, ctx.needs
         (plan,) = call.plans

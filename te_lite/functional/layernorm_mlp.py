@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_lite.functional.linear import Call, as_operand, as_output, close_pass, in_dtype, linear_backward, linear_forward
 from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
 from te_lite.functional.plan import LinearPlan
-from te_lite.functional.saved import load, save, without_amp
+from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.source import act, dact
 from te_lite.overlap.schedule import Activated
 from te_lite.quantize.quantizer import Quantizer
@@ -33,8 +32,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     it. The gradient of h is never written in high precision under fp8: it is quantized as it is computed.
     """
 
-    @staticmethod
-    @without_amp
+    @forward_method
     def forward(
         ctx: Any, call: Call, spec: NormSpec, activation: str, x: Tensor, *params: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -58,9 +56,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             ctx.needs, ctx.x_shape, ctx.x_dtype = (need_ln, need_w1, need_h, need_w2), x.shape, x.dtype
         return as_output(y, x.shape), norm_output(spec, call, ln)
 
-    @staticmethod
-    @once_differentiable
-    @without_amp
+    @backward_method
     def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w1, need_h, need_w2) = ctx.call, ctx.needs
         plan1, plan2 = call.plans

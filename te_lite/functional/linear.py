@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_lite.functional.plan import LinearPlan
-from te_lite.functional.saved import load, save, without_amp
+from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
@@ -209,8 +208,7 @@ def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
 class LinearFunction(torch.autograd.Function):
     """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N]."""
 
-    @staticmethod
-    @without_amp
+    @forward_method
     def forward(ctx: Any, call: Call, x: Tensor, *params: Tensor | None) -> Tensor:
         (plan,), (weight, bias, residual) = call.plans, params
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
@@ -222,9 +220,7 @@ class LinearFunction(torch.autograd.Function):
             ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
         return as_output(y, x.shape, call.output, plan.tp)
 
-    @staticmethod
-    @once_differentiable
-    @without_amp
+    @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, (need_x, need_w) = ctx.call, ctx.needs
         (plan,) = call.plans

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_lite.functional.linear import Call, Input, as_matrix, as_output, in_dtype, keeps_rows
-from te_lite.functional.saved import without_amp
+from te_lite.functional.saved import backward_method, forward_method
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
 from te_lite.ops.nvtx import nvtx_range
@@ -100,8 +99,7 @@ def norm_grad(
 class NormFunction(torch.autograd.Function):
     """The norm alone: y[..., K] = norm(x[..., K])."""
 
-    @staticmethod
-    @without_amp
+    @forward_method
     def forward(ctx: Any, spec: NormSpec, grad: bool, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
         flat = as_matrix(x, x.dtype)
         with nvtx_range("te_lite.norm"):
@@ -111,9 +109,7 @@ class NormFunction(torch.autograd.Function):
             ctx.spec, ctx.shape = spec, x.shape
         return as_output(y, x.shape)
 
-    @staticmethod
-    @once_differentiable
-    @without_amp
+    @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         x, _, _, gamma, beta = saved

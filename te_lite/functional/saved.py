@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from te_lite.ops.gemm import placed
 from te_lite.quantize.qtensor import QTensor
@@ -28,6 +29,16 @@ def without_amp(method: Callable) -> Callable:
             return method(ctx, *args)
 
     return run
+
+
+def forward_method(method: Callable) -> staticmethod:
+    """Decorates the forward of an autograd.Function: torch.amp.autocast is off inside."""
+    return staticmethod(without_amp(method))
+
+
+def backward_method(method: Callable) -> staticmethod:
+    """Decorates its backward likewise, of which no gradient can be taken."""
+    return staticmethod(once_differentiable(without_amp(method)))
 
 
 def save(ctx: Any, *items: QTensor | Tensor | None) -> None:
