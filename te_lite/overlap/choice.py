@@ -71,7 +71,7 @@ class Choices:
         self._device, self._first, self.timed = device, exchange.rank == 0, 0  # timed: problems so far
         name = torch.cuda.get_device_name(device) if cuda else "CPU"
         versions = f"torch {torch.__version__}, triton {triton.__version__}, schedules {SCHEDULES}"
-        self._machine = f"{name}, {versions}, tp {exchange.size}"
+        self._machine = f"{name}, {versions}, tp {exchange.size}: "  # before each problem in the file
         self._known: dict[str, Any]
         self.measures, self._known = exchange.all((measures, _load() if self._first and measures else {}))[0]
 
@@ -81,7 +81,7 @@ class Choices:
     ) -> tuple[str, str]:  # fmt: skip
         """(the fastest of `ways`, what was measured), timed now unless it is known. Collective; "collective" is one.
         check() may raise while this rank waits."""
-        key = self._key(problem)
+        key = self._machine + problem
         if not self.knows(problem, ways):
             self.timed += 1
             self._known[key] = self._measure(ways, group, check)
@@ -92,12 +92,9 @@ class Choices:
         way = best if found[best] < MARGIN * found["collective"] else "collective"
         return way, f"auto: {', '.join(f'{name} {us:.0f} us' for name, us in found.items())}: {way}"
 
-    def _key(self, problem: str) -> str:
-        return f"{self._machine}: {problem}"
-
     def knows(self, problem: str, ways: Collection[str]) -> bool:
         """Whether all of `ways` have been timed."""
-        found = self._known.get(self._key(problem))
+        found = self._known.get(self._machine + problem)
         return isinstance(found, dict) and set(found) == set(ways)
 
     def _measure(

@@ -52,7 +52,8 @@ class Overlapped(Collective):
         # Of a column-parallel backward: each exchange is hidden behind the GEMM that it has nothing to do with.
         self._bulk = methods.get("dgrad", "bulk") == "bulk"
         self._measured: dict[str, str] = {}  # GEMM -> what "auto" has measured
-        self._chosen: dict[tuple, tuple[str, str]] = {}  # problem -> what "auto" takes, and what it has measured
+        # Problem -> what "auto" takes, and what it has measured; of no more problems than the group's Choices know.
+        self._chosen: dict[tuple, tuple[str, str]] = {}
 
     def planned(self, gemm: str) -> str:
         return self.methods.get(gemm, "local")
@@ -134,8 +135,6 @@ class Overlapped(Collective):
             if not choices.knows(problem, names) and (choices.timed >= MOST or capturing()):
                 self._measured.pop(name, None)
                 return method
-            if len(self._chosen) >= MOST:
-                self._chosen.clear()
             self._chosen[key] = self._choose(name, problem, names, gemm, a, scatters=scatters)
         way, measured = self._chosen[key]
         self._measured[name] = measured
