@@ -26,11 +26,9 @@ class Watch(Protocol):
     def meet(self, text: str) -> None:
         """Every rank runs `text` next."""
 
-    def maximum(self, what: str, partials: Tensor) -> Tensor | None:
-        """The largest of all ranks' partials, as group_max gives it; None: by a collective."""
-
-    def maxima(self, what: str, values: Tensor) -> bool:
-        """Whether values have become the largest of all ranks', one by one; else: by a collective."""
+    def maximum(self, what: str, values: Tensor, many: bool) -> Tensor | None:
+        """The largest of all ranks' values, as group_max gives it; with `many` the values, which have become the
+        largest of all ranks' one by one. None: by a collective."""
 
     def check(self) -> None:
         """Nothing, or the error."""
@@ -63,7 +61,7 @@ def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:
     """values, not negative and no nan, becomes its elementwise maximum over the group."""
     with nvtx_range("te_lite.amax_all_reduce"):
         watch = _watch(group)
-        if watch is not None and values.numel() and watch.maxima(what, values):
+        if watch is not None and values.numel() and watch.maximum(what, values, many=True) is not None:
             return
         collective(what, values, group, partial(dist.all_reduce, values, dist.ReduceOp.MAX, group))
 
@@ -76,7 +74,7 @@ def _watch(group: dist.ProcessGroup) -> Watch | None:
 def group_max(what: str, partials: Tensor, group: dist.ProcessGroup) -> Tensor:
     """fp32 [1]: the largest of the partials [P] of all ranks of the group, which are not negative and no nan."""
     watch = _watch(group)
-    largest = None if watch is None else watch.maximum(what, partials)
+    largest = None if watch is None else watch.maximum(what, partials, many=False)
     if largest is None:
         largest = partials.amax().view(1)
         all_reduce_max(what, largest, group)

@@ -162,25 +162,17 @@ class Group:
         meet = self.control.agree if self.device.type == "cpu" else self.control.announce
         meet(text, zlib.crc32(text.encode()))
 
-    def maximum(self, what: str, partials: Tensor) -> Tensor | None:
-        """fp32 [1], the largest of all ranks' partials, which are not negative; None on CPU ranks, and under a capture
-        without cuda_graphs."""
-        maximum = self._maxima.get((capturing(), False))
-        if maximum is None or partials.device != self.device:
-            return None
-        with self.operation(f"{what} through userbuffers"):
-            return maximum.of(partials, self)
-
-    def maxima(self, what: str, values: Tensor) -> bool:
-        """values, not negative, become the largest of all ranks', one by one; False where a collective must do that: as
-        for maximum, and where there are too many."""
+    def maximum(self, what: str, values: Tensor, many: bool) -> Tensor | None:
+        """fp32 [1], the largest of all ranks' values, which are not negative; with `many` the values, which become the
+        largest of all ranks' one by one. None where a collective must do that: on CPU ranks, under a capture without
+        cuda_graphs, and for more values than fit."""
         fits = values.numel() <= MOST_VALUES and values.is_contiguous() and values.dtype == torch.float32
-        maximum = self._maxima.get((capturing(), True))
-        if maximum is None or values.device != self.device or not fits:
-            return False
-        with self.operation(f"{what} through userbuffers, {list(values.shape)}"):
-            maximum.of(values, self)
-        return True
+        maximum = self._maxima.get((capturing(), many))
+        if maximum is None or values.device != self.device or (many and not fits):
+            return None
+        with self.operation(f"{what} through userbuffers{f', {list(values.shape)}' if many else ''}"):
+            largest = maximum.of(values, self)
+        return values if many else largest
 
     def check(self) -> None:
         """RuntimeError once the group is broken."""

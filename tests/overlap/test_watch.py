@@ -19,14 +19,11 @@ class Recorder:
     def meet(self, text: str) -> None:
         self.seen.append(text)
 
-    def maximum(self, what: str, partials: torch.Tensor) -> torch.Tensor | None:
-        self.seen.append(f"maximum of {what}")
-        return partials.amax().view(1) * 2 if self.has_maximum else None
-
-    def maxima(self, what: str, values: torch.Tensor) -> bool:
-        self.seen.append(f"maxima of {what}")
-        values.mul_(1 + self.has_maximum)
-        return self.has_maximum
+    def maximum(self, what: str, values: torch.Tensor, many: bool) -> torch.Tensor | None:
+        self.seen.append(f"{'maxima' if many else 'maximum'} of {what}")
+        if not self.has_maximum:
+            return None
+        return values.mul_(2) if many else values.amax().view(1) * 2
 
     def check(self) -> None:
         self.left -= 1
