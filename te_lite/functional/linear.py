@@ -29,7 +29,7 @@ Kept = tuple[QTensor | None, QTensor | None]
 
 def keeps_rows(plan: LinearPlan) -> bool:
     """Whether x is kept for wgrad by row: the shard of this rank, which backward gathers again."""
-    return plan.schedule.regathers and plan.operands.wgrad.b.format.col_from_row
+    return plan.tp.gathers_input and plan.operands.wgrad.b.format.col_from_row
 
 
 def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QTensor | None]:

@@ -71,7 +71,6 @@ class Collective(Schedule):
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.regathers = tp.gathers_input
 
     def _note(self, gemm: str, sent: int) -> None:
         """What `gemm` moved, with the reason that was noted for this call, if any."""

@@ -118,13 +118,11 @@ class Note(NamedTuple):
 
 
 class Schedule:
-    """name: what planned() says. regathers: backward gathers x again, so forward keeps only the local shard.
-
-    For the report: remarks on GEMMs, and of the newest call notes of its GEMMs, rows: M of the forward GEMM.
+    """For the report: name, as planned() gives it, remarks on GEMMs, and of the newest call notes of its GEMMs, rows: M
+    of the forward GEMM.
     """
 
     name: str
-    regathers: bool = False
 
     def __init__(self) -> None:
         self.notes: dict[str, Note] = {}
