@@ -50,11 +50,8 @@ class Group:
         hosts = exchange.all(host_identity())
         if len(set(hosts)) > 1:
             places = {host: [self.ranks[i] for i, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)}
-            raise BootstrapError(
-                "the group spans hosts: "
-                + ", ".join(f"ranks {ranks} on {host.split()[0]}" for host, ranks in places.items())
-                + "; userbuffers need shared memory"
-            )
+            where = ", ".join(f"ranks {ranks} on {host.split()[0]}" for host, ranks in places.items())
+            raise BootstrapError(f"the group spans hosts: {where}; userbuffers need shared memory")
         self.closed = False
         # Of all ranks: one that took a ring where the others do not would wait for them, and they for it.
         self.no_fused = next(filter(None, exchange.all(unavailable(device))), "")
