@@ -123,10 +123,8 @@ def linear_backward(
             return plan.sink(param, dy_full, x_full, plan.operands.wgrad.fast_accum)
 
     fast_accum = plan.operands.dgrad.fast_accum
-    dgrad = None
-    if need_x:
-        dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad", then=then, take_slots=take_slots)
-    dx, dw = plan.schedule.backward(Backward(dgrad, wgrad if need_w else None, dq, dq_wgrad, x))
+    dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad", then=then, take_slots=take_slots)
+    dx, dw = plan.schedule.backward(Backward(dgrad if need_x else None, wgrad if need_w else None, dq, dq_wgrad, x))
     return dx, dw, db
 
 
