@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class UserBufferQuantizationMode(enum.Enum):
@@ -41,8 +40,7 @@ OPTIONS = ("method", "is_reduce_scatter", "fp8_buf", *IGNORED)
 Config = Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class LayerMethods:
+class LayerMethods(NamedTuple):
     """Checked ub_cfgs. methods: "fc1_fprop" -> method. narrow: GEMMs with fp8_buf. ignored: options that were given and
     mean nothing here."""
 
