@@ -41,6 +41,8 @@ class Overlapped(Collective):
     strict it raises instead.
     """
 
+    name = "local"  # of what has no method, until it has run
+
     def __init__(
         self, tp: TensorParallel, group: Group, label: str, methods: Mapping[str, str], remarks: Mapping[str, str],
         strict: bool, recipe: str = "", narrow: Collection[str] = (),
@@ -54,9 +56,6 @@ class Overlapped(Collective):
         self._measured: dict[str, str] = {}  # GEMM -> what "auto" has measured
         # Problem -> what "auto" takes, and what it has measured; of no more problems than the group's Choices know.
         self._chosen: dict[tuple, tuple[str, str]] = {}
-
-    def planned(self, gemm: str) -> str:
-        return self.methods.get(gemm, "local")
 
     def _text(self, what: str, q: QTensor | Tensor, by: str = "") -> str:
         """What the ranks must agree on. q: what is moved or multiplied, by what."""

@@ -33,7 +33,7 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     schedule: Schedule = row["schedule"]
     # A GEMM that moves nothing of its own: what it reads another has brought.
     gemm = row["gemm"].rpartition("_")[2]
-    nothing = Note("local" if schedule.notes else schedule.planned(gemm), 0)
+    nothing = Note("local" if schedule.notes else schedule.methods.get(gemm, schedule.name), 0)
     note = schedule.notes.get(gemm, nothing)
     return row | {
         "schedule": note.method,

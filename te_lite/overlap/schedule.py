@@ -85,9 +85,6 @@ class Product:
             return matmul(a, "row", self.b, self.b_layout, dtype or self.dtype, self.bias, self.fast_accum, out)
 
 
-Wgrad = Callable[[QTensor, QTensor], Tensor | None]
-
-
 Gradients = tuple[Tensor | None, Tensor | None]  # dx of this rank, whatever wgrad returned
 
 
@@ -98,7 +95,7 @@ class Backward(NamedTuple):
     """
 
     dgrad: Product | None
-    wgrad: Wgrad | None
+    wgrad: Callable[[QTensor, QTensor], Tensor | None] | None
     dy: QTensor | None
     dy_wgrad: QTensor | None
     x: QTensor | None
@@ -118,20 +115,17 @@ class Note(NamedTuple):
 
 
 class Schedule:
-    """For the report: name, as planned() gives it, remarks on GEMMs, and of the newest call notes of its GEMMs, rows: M
-    of the forward GEMM.
+    """For the report: name, of what a GEMM that has not run will do, methods of GEMMs that will do another; remarks on
+    GEMMs; and of the newest call notes of its GEMMs, rows: M of the forward GEMM.
     """
 
     name: str
 
     def __init__(self) -> None:
         self.notes: dict[str, Note] = {}
+        self.methods: Mapping[str, str] = {}
         self.remarks: Mapping[str, str] = {}
         self.rows = 0
-
-    def planned(self, gemm: str) -> str:
-        """What overlap_report() calls the communication of a GEMM that has not run."""
-        return self.name
 
     def gathers_columns(self, format: TensorFormat, rows: int, width: int, columns: int) -> bool:
         """Whether dy[rows, width] of this rank had better be quantized by column too, to be gathered so for wgrad.
