@@ -72,7 +72,6 @@ class Choices:
         name = torch.cuda.get_device_name(device) if cuda else "CPU"
         versions = f"torch {torch.__version__}, triton {triton.__version__}, schedules {SCHEDULES}"
         self._machine = f"{name}, {versions}, tp {exchange.size}: "  # before each problem in the file
-        self._known: dict[str, Any]
         self.measures, self._known = exchange.all((measures, _load() if self._first and measures else {}))[0]
 
     def choose(

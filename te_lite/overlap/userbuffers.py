@@ -39,18 +39,6 @@ def initialised() -> bool:
     return bool(_groups)
 
 
-def _modes(use_fp8: bool, given: Any) -> list[UserBufferQuantizationMode]:
-    if given is None:
-        return [UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE]
-    modes = list(given) if isinstance(given, Sequence) else [given]
-    for mode in modes:
-        if not isinstance(mode, UserBufferQuantizationMode):
-            raise TypeError(f"quantization_modes holds {mode!r}: each must be a te.UserBufferQuantizationMode")
-    if not modes:
-        raise ValueError("quantization_modes is empty: give at least one te.UserBufferQuantizationMode")
-    return modes
-
-
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,12 +50,18 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0, device=device).device  # as tensors say it: an index on CUDA, none on the CPU
 
 
-def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Sequence[Any]) -> LayerMethods:
-    """Of initialize_ub's arguments what this rank can judge by itself."""
+def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Any) -> LayerMethods:
+    """Of initialize_ub's arguments what this rank can judge by itself. Of the modes only the number counts here."""
     if not isinstance(shape, Sequence) or len(shape) != 2 or not all(isinstance(n, Integral) and n > 0 for n in shape):
         raise ValueError(f"shape={shape!r}: must be [tokens, hidden], both positive integers")
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype}: must be one of {DTYPES}")
+    modes = list(modes) if isinstance(modes, Sequence) else [modes]
+    for mode in modes:
+        if not isinstance(mode, UserBufferQuantizationMode):
+            raise TypeError(f"quantization_modes holds {mode!r}: each must be a te.UserBufferQuantizationMode")
+    if not modes:
+        raise ValueError("quantization_modes is empty: give at least one te.UserBufferQuantizationMode")
     return layer_methods(ub_cfgs, len(modes))
 
 
@@ -95,7 +89,8 @@ def initialize_ub(
     wrong = None
     try:
         place = _device(device)
-        layers = _checked(shape, dtype, ub_cfgs, _modes(use_fp8, quantization_modes))
+        modes = UserBufferQuantizationMode.NONE if quantization_modes is None else quantization_modes
+        layers = _checked(shape, dtype, ub_cfgs, modes)
         tokens, hidden = map(int, shape)
         options = {"shape": [tokens, hidden], "dtype": dtype, "strict": strict, "cuda_graphs": cuda_graphs}
         options |= {"device": place.type, **layers.methods, "fp8_buf": sorted(layers.narrow)}

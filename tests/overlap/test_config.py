@@ -166,14 +166,19 @@ def test_a_dgrad_that_scatters_settles_wgrad(layer):
 
 
 def test_modes():
-    assert userbuffers._modes(False, None) == [NONE]
-    assert userbuffers._modes(True, None) == [FP8]
-    assert userbuffers._modes(True, NONE) == [NONE]
-    assert userbuffers._modes(False, [NONE, FP8]) == [NONE, FP8]
+    """Of any kind, alone or in a list; only their number counts, for a list of ub_cfgs has an entry for each."""
+
+    def checked(modes, configs):
+        return userbuffers._checked([128, 64], torch.bfloat16, [{}] * configs, modes)
+
+    assert checked(NONE, 1) == checked(FP8, 1) == checked([FP8], 1) == layer_methods(None, 1)
+    assert checked([NONE, FP8], 2) == checked([NONE, FP8], 1) == layer_methods(None, 1)
+    with pytest.raises(ValueError, match="list of 2: must have one entry for each of 1 modes"):
+        checked(FP8, 2)
     with pytest.raises(TypeError, match="'fp8'"):
-        userbuffers._modes(False, ["fp8"])
+        checked(["fp8"], 1)
     with pytest.raises(ValueError, match="empty"):
-        userbuffers._modes(False, [])
+        checked([], 1)
 
 
 FLAGS = dict.fromkeys(userbuffers.UB_FLAGS, False)
