@@ -62,15 +62,13 @@ class Group:
         for name in names:
             room = whole + whole // SCALE_SHARE + 4096 * self.size if name.startswith("gather") else whole
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
-        flags = {name: Buffer.flags_needed(self.size) for name in names}
-        self._maximum_words = {many: Maximum.words_needed(self.size, many) for many in (False, True)}
-        maxima = 2 * sum(self._maximum_words.values())
-        self.arena.reserve("flags", 4 * (sum(flags.values()) + maxima))
+        maxima = 2 * sum(Maximum.words_needed(self.size, many) for many in (False, True))
+        self.arena.reserve("flags", 4 * (maxima + len(names) * Buffer.flags_needed(self.size)))
         self.arena.commit(exchange)
         self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
-        self._start(exchange, flags, maxima, first_epoch)
+        self._start(exchange, names, maxima, first_epoch)
 
-    def _start(self, exchange: Exchange, flags: dict[str, int], at: int, first_epoch: int) -> None:
+    def _start(self, exchange: Exchange, names: tuple[str, ...], at: int, first_epoch: int) -> None:
         """Flags get their first values before any rank may write them; then the watchers begin. at: the word where the
         buffers' flags begin."""
         before = signed(first_epoch - 1)
@@ -81,11 +79,11 @@ class Group:
         self._first_epoch = first_epoch
         # By whether it is captured in a CUDA graph, and of many values; none on CPU ranks.
         self._maxima: dict[tuple[bool, bool], Maximum] = {}
-        for name, count in flags.items():
+        for name in names:
             graph = name.endswith(".graph")
             words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
             self._buffers[name] = Buffer(self.arena, name, at, first_epoch, words)
-            at += count
+            at += Buffer.flags_needed(self.size)
         exchange.all(None)  # nobody's flags are written any more
         self.control = self.executor = None
         try:
@@ -114,9 +112,9 @@ class Group:
             return
         at = 0
         for graph in (False, True) if "gather.graph" in self._buffers else (False,):
-            for many, words in self._maximum_words.items():
+            for many in (False, True):
                 self._maxima[graph, many] = Maximum(self.arena, at, self._first_epoch, graph, many)
-                at += words
+                at += Maximum.words_needed(self.size, many)
 
     # one call
 
