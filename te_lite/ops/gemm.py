@@ -128,10 +128,6 @@ def gemm_ref(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: T
     return (out if bias is None else out + bias.float()).to(out_dtype or a.dtype)
 
 
-def _widens(a: Tensor, out_dtype: torch.dtype) -> bool:
-    return out_dtype == torch.float32 and a.dtype in _LOW
-
-
 def gemm(
     a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -146,7 +142,7 @@ def gemm(
         return torch.addmm(bias if bias.dtype == a.dtype else bias.to(a.dtype), a, b.t(), out=out)
     if out is not None:
         return out.copy_(gemm(a, b, out_dtype, bias))
-    if _widens(a, out_dtype):
+    if out_dtype == torch.float32 and a.dtype in _LOW:
         out = torch.mm(a, b.t(), out_dtype=out_dtype) if a.is_cuda else torch.mm(a.float(), b.t().float())
     else:
         out = torch.mm(a, b.t())
@@ -173,7 +169,7 @@ def _gemm_accumulate_cuda(out: Tensor, dy: Tensor, x: Tensor) -> None:
     dy_t = dy.t()
     if out.dtype == dy.dtype:
         out.addmm_(dy_t, x)
-    elif not _widens(dy, torch.float32):
+    elif dy.dtype not in _LOW:
         out.add_(torch.mm(dy_t, x))
     elif out.dtype == torch.float32 and _addmm_widens(out.device):
         torch.addmm(out, dy_t, x, out_dtype=torch.float32, out=out)
