@@ -21,7 +21,6 @@ from triton.language.target_info import cuda_capability_geq
 from te_lite import _C
 
 _COMPILED: dict[tuple, Any] = {}
-_HAS_CUDA = torch.cuda.device_count() > 0  # is_available() reads the environment each time, 10 us
 _MOST = 4096  # entries; each token count makes some, and a run with ever new ones must not fill the memory
 
 
@@ -50,7 +49,7 @@ def begin():
 @cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 132 (H200) where there is none: fake tensors, the interpreter."""
-    known = device.type == "cuda" and _HAS_CUDA
+    known = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_properties(device).multi_processor_count if known else 132
 
 
