@@ -17,7 +17,7 @@ from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_ker
 from te_lite.ops.cast import saturate_, scale_from_amax_ref, transform
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
-from te_lite.ops.source import ACTIVATIONS, FLAT, Source, plain, produce_ref, tiled
+from te_lite.ops.source import ACTIVATIONS, FLAT, Source, of_source, plain, produce_ref, tiled
 from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
@@ -122,11 +122,8 @@ def block_cast_ref(source: Source, **wanted: Any) -> Blocks:
     return block_cast(source, **wanted, op=_write_ref)
 
 
-def _write_ref(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, largest, flat,
-    row, row_scale, col, col_scale, bias_grad,
-):  # fmt: skip
-    source = Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation)
+@of_source
+def _write_ref(source, block, square, pow2, eps, largest, flat, row, row_scale, col, col_scale, bias_grad):
     v = produce_ref(source)
     rule = (block == MX_BLOCK, eps, pow2, largest)
     if bias_grad is not None:

@@ -16,7 +16,7 @@ from te_lite.ops import cast_kernels as kernels
 from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
-from te_lite.ops.source import DTYPES, FLAT, Source, produce_ref, tiled
+from te_lite.ops.source import DTYPES, FLAT, Source, of_source, produce_ref, tiled
 from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
@@ -135,11 +135,9 @@ def transform_ref(source: Source, **wanted: Any) -> Transformed:
     return transform(source, **wanted, op=_transform_ref)
 
 
-def _transform_ref(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, row_scale, col_scale, eps, pow2,
-    hp, row, col, scale_inv, bias_grad, amax_out,
-):  # fmt: skip
-    v = produce_ref(Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation))
+@of_source
+def _transform_ref(source, scale, amax, row_scale, col_scale, eps, pow2, hp, row, col, scale_inv, bias_grad, amax_out):
+    v = produce_ref(source)
     if hp is not None:
         hp.copy_(v)
     if bias_grad is not None:
@@ -239,6 +237,4 @@ def _amax_fake(kind, x, *rest) -> Tensor:
     return x.new_empty((_amax_programs(x.device) if x.device.type == "cuda" else 1,), dtype=torch.float32)
 
 
-_amax_op = register(
-    f"amax({FLAT}) -> Tensor", cpu=lambda *flat: amax_ref(Source(*flat)), cuda=_amax_cuda, fake=_amax_fake
-)
+_amax_op = register(f"amax({FLAT}) -> Tensor", cpu=of_source(amax_ref), cuda=_amax_cuda, fake=_amax_fake)

@@ -16,7 +16,7 @@ from te_lite.ops import row_kernels as kernels
 from te_lite.ops.cast import saturate_, scale_from_amax_ref
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
-from te_lite.ops.source import FLAT, Source, produce_ref, tiled
+from te_lite.ops.source import FLAT, Source, of_source, produce_ref, tiled
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 
@@ -120,7 +120,7 @@ def _row_cast_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activati
 
 _row_cast_op = register(
     f"row_cast({FLAT}, float eps, bool pow2) -> (Tensor, Tensor)",
-    cpu=lambda *args: row_cast_ref(Source(*args[:-2]), *args[-2:]),
+    cpu=of_source(row_cast_ref),
     cuda=_row_cast_cuda,
     fake=_row_outputs,
 )

@@ -7,7 +7,8 @@ computes the whole matrix in plain torch; `produce` computes one tile of it insi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -73,6 +74,11 @@ def tiled(x: Tensor, activation: str) -> tuple[int, int, str, bool]:
     """
     (rows, width), (base, glu) = x.shape, ACTIVATIONS[activation]
     return rows, width // 2 if glu else width, base, glu
+
+
+def of_source(oracle: Callable[..., Any]) -> Callable[..., Any]:
+    """oracle(source, ...) as an op calls it: the Source is given as in FLAT."""
+    return lambda *args: oracle(Source(*args[:9]), *args[9:])
 
 
 def is_glu(activation: str) -> bool:
