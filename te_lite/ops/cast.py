@@ -22,7 +22,6 @@ from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
 
 FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-_INF = float("inf")
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
@@ -46,8 +45,8 @@ def scale_from_amax_ref(
     """
     a = torch.where(amax < eps, eps, amax)
     s = torch.full_like(a, fp8_max) / a
-    s = torch.where(s == _INF, largest, s)
-    s = torch.where((a > 0) & (a < _INF), s, 1.0)
+    s = torch.where(s == torch.inf, largest, s)
+    s = torch.where((a > 0) & (a < torch.inf), s, 1.0)
     return (s.view(torch.int32) & 0x7F800000).view(torch.float32) if pow2 else s
 
 
@@ -166,7 +165,7 @@ def saturate_(q: Tensor, largest: float) -> Tensor:
 def _amax_of(v: Tensor) -> Tensor:
     if v.numel() == 0:
         return v.new_zeros(1)
-    return torch.nan_to_num(v.abs().max().view(1), nan=_INF, posinf=_INF)
+    return torch.nan_to_num(v.abs().max().view(1), nan=torch.inf, posinf=torch.inf)
 
 
 def _transform_cuda(
