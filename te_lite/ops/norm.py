@@ -274,7 +274,6 @@ def norm_backward(
     slots[R, M, N]: dy is reduce_slots(slots, dy, None, rank, slots.dtype), with the same bits; where it can be, it is
     summed as it is read. Errors: ValueError, as there.
     """
-    _check(x, gamma)
     if slots is not None:
         check_slots(slots, dy)
     dx, dgamma, dbeta = _backward_op(dy, x, mean, rstd, gamma, zero_centered, slots, rank)
