@@ -151,10 +151,6 @@ def _block_cast_cuda(
     config = block_config(block, square, row is not None, col is not None, kind, pow2)
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
-    if not tiles_n * tiles_m:
-        if bias_grad is not None:
-            bias_grad.zero_()
-        return
     splits, partial = partial_sums(bias_grad, tiles_m)
     strides = (0, 0) if row is None else row_scale.stride()
     strides += (0, 0) if col is None else col_scale.stride()[:: -1 if square else 1]
@@ -188,10 +184,9 @@ def _dequantize_cuda(data: Tensor, scale: Tensor, block_m: int, block_n: int, dt
     tile_m, tile_n, num_warps, *_ = DEQUANTIZE_CONFIG
     tile_m = max(tile_m, block_m)
     programs = -(-rows // tile_m) * -(-cols // tile_n)
-    if programs:
-        numbers = (rows, cols, *scale.stride())
-        constants = (block_m, block_n, tile_m, tile_n)
-        launch(dequantize_kernel, programs, (), (data, scale, out), numbers, constants, num_warps)
+    numbers = (rows, cols, *scale.stride())
+    constants = (block_m, block_n, tile_m, tile_n)
+    launch(dequantize_kernel, programs, (), (data, scale, out), numbers, constants, num_warps)
     return out
 
 

@@ -105,5 +105,4 @@ def delayed_update(history: Tensor, scale: Tensor, fp8_max: float, algo: str, ou
 
     fp8_max: the format's largest value times 2^-margin. algo: "max" or "most_recent"; the recipe has refused others.
     """
-    if scale.shape[0]:
-        _delayed_update_op(history, scale, fp8_max, algo, out)
+    _delayed_update_op(history, scale, fp8_max, algo, out)

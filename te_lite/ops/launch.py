@@ -57,12 +57,15 @@ def launch(
     kernel: Any, programs: int, unaligned: Sequence[Tensor | None], tensors: Sequence[Tensor | None],
     numbers: tuple[int | float, ...], constants: tuple[Any, ...], num_warps: int, registers: int | None = None,
 ) -> None:  # fmt: skip
-    """kernel[(programs,)](*unaligned, *tensors, *numbers, *constants) on their device's current stream.
+    """kernel[(programs,)](*unaligned, *tensors, *numbers, *constants) on their device's current stream; nothing where
+    there are no programs.
 
     The kernel's parameters come in that order. unaligned: pointers that it declares with
     do_not_specialize_on_alignment. constants: its tl.constexpr parameters, all of them, hashable. registers: at most so
     many a thread (ptxas also schedules differently when told).
     """
+    if not programs:
+        return
     device = tensors[0].device
     if device.index is not None and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):

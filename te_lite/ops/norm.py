@@ -92,8 +92,6 @@ def _backward_cuda(dy, x, mean, rstd, gamma, zero_centered, slots=None, rank=0):
     dy, x = _rows(dy), _rows(x)
     rms = mean is None
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    if not m:
-        return dx, torch.zeros_like(gamma), gamma.new_zeros(0 if rms else n)
     block_m, block_n, warps, _, per_sm = kernels.backward_launch(n)
     # At least four rows a program: a partial row costs as much traffic as two rows of bf16.
     programs = min(-(-m // (4 * block_m)), per_sm * sm_count(x.device))

@@ -66,10 +66,9 @@ def reduce_slots_ref(
 def _reduce_cuda(staging, own, bias, rank, out_dtype, residual=None):
     out = own.new_empty(own.shape, dtype=out_dtype)
     total, n = own.numel(), own.shape[1]
-    if total:
-        programs = min(-(-total // _STEP), _PER_SM * sm_count(own.device))
-        constants = (staging.shape[0], 8 if n % 8 == 0 else 1, _STEP)
-        launch(reduce_kernel, programs, (), (staging, own, out, bias, residual), (total, n, rank), constants, _WARPS)
+    programs = min(-(-total // _STEP), _PER_SM * sm_count(own.device))
+    constants = (staging.shape[0], 8 if n % 8 == 0 else 1, _STEP)
+    launch(reduce_kernel, programs, (), (staging, own, out, bias, residual), (total, n, rank), constants, _WARPS)
     return out
 
 

@@ -52,10 +52,9 @@ def _amax_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, 
     rows, cols, base, glu = tiled(x, activation)
     block_m, block_n, num_warps, *_ = kernels.VECTOR_AMAX_CONFIG
     programs = -(-rows // block_m) * -(-cols // block_n)
-    if programs:
-        constants = (kind, base, glu, zero_centered, block_m, block_n)
-        inputs = (x, dy, mean, rstd, gamma, beta)
-        launch(kernels.vector_amax_kernel, programs, (row_amax, col_amax), inputs, (rows, cols), constants, num_warps)
+    constants = (kind, base, glu, zero_centered, block_m, block_n)
+    inputs = (x, dy, mean, rstd, gamma, beta)
+    launch(kernels.vector_amax_kernel, programs, (row_amax, col_amax), inputs, (rows, cols), constants, num_warps)
 
 
 _vector_amax_op = register(
@@ -74,8 +73,7 @@ def vector_scales_ref(amax: Tensor, eps: float, pow2: bool) -> tuple[Tensor, Ten
 def _vector_scales_cuda(amax: Tensor, eps: float, pow2: bool) -> tuple[Tensor, Tensor]:
     scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
     n = amax.numel()
-    if n:
-        launch(kernels.vector_scales_kernel, -(-n // 1024), (), (amax, scale, inverse), (eps, n), (pow2, 1024), 4)
+    launch(kernels.vector_scales_kernel, -(-n // 1024), (), (amax, scale, inverse), (eps, n), (pow2, 1024), 4)
     return scale, inverse
 
 

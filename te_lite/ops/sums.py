@@ -35,6 +35,5 @@ def partial_sums(out: Tensor | None, tiles_m: int) -> tuple[int, Tensor | None]:
 def column_sums(partial: Tensor, out: Tensor) -> Tensor:
     """out[N] = partial[P, N].sum(0): fp32 sums in an order that depends on the shape alone, rounded once. CUDA only."""
     rows, cols = partial.shape
-    if cols:
-        launch(_column_sums_kernel, -(-cols // _COLUMNS), (), (partial, out), (rows, cols), (_ROWS, _COLUMNS), 4)
+    launch(_column_sums_kernel, -(-cols // _COLUMNS), (), (partial, out), (rows, cols), (_ROWS, _COLUMNS), 4)
     return out

@@ -71,10 +71,9 @@ def _transpose_cuda(data: Tensor) -> Tensor:
     out = _allocate(data)
     block_m, block_n, num_warps = _TILE
     tiles = -(-rows // block_m) * -(-cols // block_n)
-    if tiles:
-        tensors = (data.view(torch.uint8), out.view(torch.uint8))
-        sizes = (rows, cols, out.shape[1])
-        launch(transpose_kernel, tiles, (), tensors, sizes, (block_m, block_n), num_warps)
+    tensors = (data.view(torch.uint8), out.view(torch.uint8))
+    sizes = (rows, cols, out.shape[1])
+    launch(transpose_kernel, tiles, (), tensors, sizes, (block_m, block_n), num_warps)
     return out
 
 
