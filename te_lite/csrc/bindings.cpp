@@ -21,8 +21,8 @@ py::dict driver_info() {
   try {
     const py::gil_scoped_release release;  // cuInit takes up to seconds
     // Works without cuInit, so the version is known also where every device is hidden.
-    TE_LITE_CHECK(opened_driver(), cuDriverGetVersion, &version);
-    TE_LITE_CHECK(driver(), cuDeviceGetCount, &devices);
+    check(opened_driver().cuDriverGetVersion(&version), "cuDriverGetVersion");
+    TE_LITE_CHECK(cuDeviceGetCount, &devices);
     if (!devices) reason = "the driver shows no device: check CUDA_VISIBLE_DEVICES";
   } catch (const DriverUnavailable& unavailable) {
     reason = unavailable.what();

@@ -16,17 +16,17 @@ struct DriverError : std::runtime_error {
   const CUresult code;
 };
 
-inline void check(const Driver& driver, CUresult result, const char* call) {
+inline void check(CUresult result, const char* call) {
   if (result == kSuccess) return;
   const char* name = nullptr;
   const char* text = nullptr;
   // Both leave a null pointer for a code that this driver does not know.
-  driver.cuGetErrorName(result, &name);
-  driver.cuGetErrorString(result, &text);
+  opened_driver().cuGetErrorName(result, &name);
+  opened_driver().cuGetErrorString(result, &text);
   throw DriverError(call, result, name ? name : "unknown error", text ? text : "no description");
 }
 
 }  // namespace te_lite
 
-// TE_LITE_CHECK(driver, cuDeviceGet, &device, 0) calls driver.cuDeviceGet and names it in the error.
-#define TE_LITE_CHECK(driver, entry, ...) ::te_lite::check((driver), (driver).entry(__VA_ARGS__), #entry)
+// TE_LITE_CHECK(cuDeviceGet, &device, 0) calls driver().cuDeviceGet and names it in the error.
+#define TE_LITE_CHECK(entry, ...) ::te_lite::check(::te_lite::driver().entry(__VA_ARGS__), #entry)

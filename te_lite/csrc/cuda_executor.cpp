@@ -26,7 +26,6 @@ class CudaExecutor final : public Executor {
   CudaExecutor(int device, Control& control, uint64_t copy_stream, uint64_t flags, size_t flag_bytes,
                const Kernel& wait_kernel)
       : Executor(control),
-        cuda_(driver()),
         context_(device),
         streams_{nullptr, reinterpret_cast<void*>(copy_stream)},
         wait_kernel_(wait_kernel),
@@ -44,12 +43,12 @@ class CudaExecutor final : public Executor {
     }
     try {
       const PrimaryContext::Scope scope(context_.get());
-      TE_LITE_CHECK(cuda_, cuMemHostAlloc, reinterpret_cast<void**>(&host_), flag_bytes + sizeof *host_, 0);
+      TE_LITE_CHECK(cuMemHostAlloc, reinterpret_cast<void**>(&host_), flag_bytes + sizeof *host_, 0);
       *abort_word() = 0;
       control_.set_abort_word(abort_word());
-      TE_LITE_CHECK(cuda_, cuEventCreate, &event_, kEventDisableTiming);
+      TE_LITE_CHECK(cuEventCreate, &event_, kEventDisableTiming);
       // For the watcher's look at the flags: apart from the default stream, which waits for others.
-      TE_LITE_CHECK(cuda_, cuStreamCreateWithPriority, &own_stream_, kStreamNonBlocking, kHighestPriority);
+      TE_LITE_CHECK(cuStreamCreateWithPriority, &own_stream_, kStreamNonBlocking, kHighestPriority);
       watcher_ = std::make_unique<std::thread>(&CudaExecutor::watch, this);
     } catch (...) {
       close();
@@ -72,11 +71,11 @@ class CudaExecutor final : public Executor {
     // Unchecked from here on: nobody could act on a failure.
     const PrimaryContext::Scope scope(context_.get());
     if (own_stream_) {
-      cuda_.cuStreamSynchronize(own_stream_);
-      cuda_.cuStreamDestroy(own_stream_);
+      driver().cuStreamSynchronize(own_stream_);
+      driver().cuStreamDestroy(own_stream_);
     }
-    if (host_) cuda_.cuMemFreeHost(host_);
-    if (event_) cuda_.cuEventDestroy(event_);
+    if (host_) driver().cuMemFreeHost(host_);
+    if (event_) driver().cuEventDestroy(event_);
     own_stream_ = event_ = host_ = nullptr;
   }
 
@@ -97,7 +96,7 @@ class CudaExecutor final : public Executor {
     streams_[kMainStream] = reinterpret_cast<void*>(main_stream);
     if (!epoch_word) {
       int capture = kCaptureNone;
-      TE_LITE_CHECK(cuda_, cuStreamIsCapturing, streams_[kMainStream], &capture);
+      TE_LITE_CHECK(cuStreamIsCapturing, streams_[kMainStream], &capture);
       if (capture != kCaptureNone) {
         throw std::runtime_error("a program is issued to a stream under capture, which would freeze its epoch: pass "
                                  "epoch_word, the address of a device word that holds it");
@@ -141,7 +140,7 @@ class CudaExecutor final : public Executor {
 
   void flush(Batch& batch, int stream) {
     if (batch.empty()) return;
-    TE_LITE_CHECK(cuda_, cuStreamBatchMemOp, streams_[stream], static_cast<unsigned>(batch.size()), batch.data(), 0);
+    TE_LITE_CHECK(cuStreamBatchMemOp, streams_[stream], static_cast<unsigned>(batch.size()), batch.data(), 0);
     batch.clear();
   }
 
@@ -166,22 +165,22 @@ class CudaExecutor final : public Executor {
   void issue_one(const Step& step, uint64_t epoch_word) {
     void* const stream = streams_[step.stream];
     if (step.kind == Step::kCopy && step.rows == 1) {
-      TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, step.from, step.bytes, stream);
+      TE_LITE_CHECK(cuMemcpyAsync, step.to, step.from, step.bytes, stream);
     } else if (step.kind == Step::kCopy) {
       const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.bytes};
       const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.pitch};
       const CUmemcpy2D rows{from, to, step.bytes, step.rows};
-      TE_LITE_CHECK(cuda_, cuMemcpy2DAsync, &rows, stream);
+      TE_LITE_CHECK(cuMemcpy2DAsync, &rows, stream);
     } else if (step.kind == Step::kAfter) {
       const int other = step.stream == kMainStream ? kCopyStream : kMainStream;
-      TE_LITE_CHECK(cuda_, cuEventRecord, event_, streams_[other]);
-      TE_LITE_CHECK(cuda_, cuStreamWaitEvent, stream, event_, 0);
+      TE_LITE_CHECK(cuEventRecord, event_, streams_[other]);
+      TE_LITE_CHECK(cuStreamWaitEvent, stream, event_, 0);
     } else {
       if (step.delta != 0) {
         throw std::invalid_argument("a set of epoch + " + std::to_string(step.delta) +
                                     " with an epoch word: the word is copied as it is, so only + 0 can be set");
       }
-      TE_LITE_CHECK(cuda_, cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
+      TE_LITE_CHECK(cuMemcpyAsync, step.to, epoch_word, sizeof(uint32_t), stream);
     }
   }
 
@@ -197,7 +196,7 @@ class CudaExecutor final : public Executor {
   void watch() try {
     const PrimaryContext::Scope scope(context_.get());
     int mode = kCaptureModeRelaxed;  // else what this thread does would spoil a capture of another
-    TE_LITE_CHECK(cuda_, cuThreadExchangeStreamCaptureMode, &mode);
+    TE_LITE_CHECK(cuThreadExchangeStreamCaptureMode, &mode);
     for (int period = 1; !closed_; ++period) {
       std::this_thread::sleep_for(kPeriod);
       if (period % kLook == 0) look();
@@ -214,8 +213,8 @@ class CudaExecutor final : public Executor {
       if (!old || control_.is_broken()) return;
     }
     // Not under the lock: threads that issue need it, and this may take a while on a busy device.
-    TE_LITE_CHECK(cuda_, cuMemcpyDtoHAsync, host_, flags_, flag_bytes_, own_stream_);
-    TE_LITE_CHECK(cuda_, cuStreamSynchronize, own_stream_);
+    TE_LITE_CHECK(cuMemcpyDtoHAsync, host_, flags_, flag_bytes_, own_stream_);
+    TE_LITE_CHECK(cuStreamSynchronize, own_stream_);
     std::lock_guard<std::mutex> lock(mutex_);
     pending_.erase(std::remove_if(pending_.begin(), pending_.end(),
                                   [this](const Pending& p) { return reached(seen(p), p.wait.value); }),
@@ -226,7 +225,6 @@ class CudaExecutor final : public Executor {
     if (waited.count() > control_.timeout) control_.break_group(overdue(oldest.wait, seen(oldest), waited.count()));
   }
 
-  const Driver& cuda_;
   const PrimaryContext context_;
   void* streams_[2];       // the main one is that of the segment that is issued
   void* event_ = nullptr;  // one is enough: a stream that waits for it keeps to what was recorded by then

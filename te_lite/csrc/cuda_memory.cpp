@@ -17,10 +17,10 @@ class CudaMemory {
   static std::unique_ptr<CudaMemory> vmm(int device, size_t bytes) {
     std::unique_ptr<CudaMemory> memory(new CudaMemory(device, bytes));
     const PrimaryContext::Scope scope(memory->context_.get());
-    TE_LITE_CHECK(memory->cuda_, cuMemCreate, &memory->allocation_, memory->bytes_, &memory->properties_, 0);
+    TE_LITE_CHECK(cuMemCreate, &memory->allocation_, memory->bytes_, &memory->properties_, 0);
     memory->map();
-    TE_LITE_CHECK(memory->cuda_, cuMemsetD8, memory->address_, 0, memory->bytes_);
-    TE_LITE_CHECK(memory->cuda_, cuStreamSynchronize, nullptr);  // the memset may return before it is done
+    TE_LITE_CHECK(cuMemsetD8, memory->address_, 0, memory->bytes_);
+    TE_LITE_CHECK(cuStreamSynchronize, nullptr);  // the memset may return before it is done
     return memory;
   }
 
@@ -29,7 +29,7 @@ class CudaMemory {
     std::unique_ptr<CudaMemory> memory(new CudaMemory(device, bytes));
     const PrimaryContext::Scope scope(memory->context_.get());
     void* const handle = reinterpret_cast<void*>(static_cast<intptr_t>(fd));  // the number itself, not its address
-    TE_LITE_CHECK(memory->cuda_, cuMemImportFromShareableHandle, &memory->allocation_, handle, kHandlePosixFd);
+    TE_LITE_CHECK(cuMemImportFromShareableHandle, &memory->allocation_, handle, kHandlePosixFd);
     memory->map();
     return memory;
   }
@@ -37,9 +37,9 @@ class CudaMemory {
   // Unchecked: nobody could act on a failure, and the driver may have ended before the interpreter does.
   ~CudaMemory() {
     const PrimaryContext::Scope scope(context_.get());
-    if (mapped_) cuda_.cuMemUnmap(address_, bytes_);
-    if (address_) cuda_.cuMemAddressFree(address_, bytes_);
-    if (created_) cuda_.cuMemRelease(allocation_);
+    if (mapped_) driver().cuMemUnmap(address_, bytes_);
+    if (address_) driver().cuMemAddressFree(address_, bytes_);
+    if (created_) driver().cuMemRelease(allocation_);
   }
 
   uint64_t address() const { return address_; }
@@ -48,34 +48,32 @@ class CudaMemory {
   int export_fd() const {  // the caller closes it
     const PrimaryContext::Scope scope(context_.get());
     int fd = -1;
-    TE_LITE_CHECK(cuda_, cuMemExportToShareableHandle, &fd, allocation_, kHandlePosixFd, 0);
+    TE_LITE_CHECK(cuMemExportToShareableHandle, &fd, allocation_, kHandlePosixFd, 0);
     return fd;
   }
 
  private:
   CudaMemory(int device, size_t bytes)
       : properties_{kAllocationPinned, kHandlePosixFd, {kLocationDevice, device}, nullptr, {}},
-        cuda_(driver()),
         context_(device),
         bytes_(bytes) {
     if (bytes == 0) throw std::invalid_argument("device memory of 0 bytes: at least 1 is needed");
     size_t granularity = 0;
-    TE_LITE_CHECK(cuda_, cuMemGetAllocationGranularity, &granularity, &properties_, kGranularityMinimum);
+    TE_LITE_CHECK(cuMemGetAllocationGranularity, &granularity, &properties_, kGranularityMinimum);
     bytes_ = (bytes + granularity - 1) / granularity * granularity;
   }
 
   // The allocation that has just been made or imported.
   void map() {
     created_ = true;
-    TE_LITE_CHECK(cuda_, cuMemAddressReserve, &address_, bytes_, 0, 0, 0);
-    TE_LITE_CHECK(cuda_, cuMemMap, address_, bytes_, 0, allocation_, 0);
+    TE_LITE_CHECK(cuMemAddressReserve, &address_, bytes_, 0, 0, 0);
+    TE_LITE_CHECK(cuMemMap, address_, bytes_, 0, allocation_, 0);
     mapped_ = true;
     const CUmemAccessDesc access{properties_.location, kAccessReadWrite};
-    TE_LITE_CHECK(cuda_, cuMemSetAccess, address_, bytes_, &access, 1);
+    TE_LITE_CHECK(cuMemSetAccess, address_, bytes_, &access, 1);
   }
 
   const CUmemAllocationProp properties_;
-  const Driver& cuda_;
   const PrimaryContext context_;
   size_t bytes_;
   // What has been taken so far; the destructor gives it back.

@@ -43,7 +43,7 @@ const Driver& opened_driver() {
 const Driver& driver() {
   static const Driver& initialised = []() -> const Driver& {
     try {
-      TE_LITE_CHECK(opened_driver(), cuInit, 0);
+      check(opened_driver().cuInit(0), "cuInit");
     } catch (const DriverError& error) {
       throw DriverUnavailable(error.what());
     }
@@ -53,9 +53,8 @@ const Driver& driver() {
 }
 
 PrimaryContext::PrimaryContext(int ordinal) {
-  const Driver& cuda = driver();
-  TE_LITE_CHECK(cuda, cuDeviceGet, &device_, ordinal);
-  TE_LITE_CHECK(cuda, cuDevicePrimaryCtxRetain, &context_, device_);
+  TE_LITE_CHECK(cuDeviceGet, &device_, ordinal);
+  TE_LITE_CHECK(cuDevicePrimaryCtxRetain, &context_, device_);
 }
 
 }  // namespace te_lite

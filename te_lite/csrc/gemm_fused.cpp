@@ -25,8 +25,7 @@ TensorMap boxes(uint64_t address, unsigned bytes, int rows, int columns, unsigne
   const unsigned long long sizes[] = {static_cast<unsigned long long>(columns), static_cast<unsigned long long>(rows)};
   const unsigned long long stride = 1ull * (apart ? apart : columns) * bytes;
   const unsigned box[] = {wide, box_rows}, steps[] = {1, 1};
-  const Driver& cuda = driver();
-  TE_LITE_CHECK(cuda, cuTensorMapEncodeTiled, &map, bytes == 1 ? kMapUint8 : kMapUint16, 2, address, sizes, &stride,
+  TE_LITE_CHECK(cuTensorMapEncodeTiled, &map, bytes == 1 ? kMapUint8 : kMapUint16, 2, address, sizes, &stride,
                 box, steps, 0, wide * bytes == 64 ? kMapSwizzle64 : kMapSwizzle128, kMapPromote128, 0);
   return map;
 }
@@ -84,11 +83,10 @@ class FusedGemm {
 
  private:
   static uint64_t load(const std::string& cubin, const char* name) {  // for the life of the process
-    const Driver& cuda = driver();
     void *module = nullptr, *function = nullptr;
-    TE_LITE_CHECK(cuda, cuModuleLoadData, &module, cubin.data());
-    TE_LITE_CHECK(cuda, cuModuleGetFunction, &function, module, name);
-    TE_LITE_CHECK(cuda, cuFuncSetAttribute, function, kFunctionDynamicShared, kFusedShared);
+    TE_LITE_CHECK(cuModuleLoadData, &module, cubin.data());
+    TE_LITE_CHECK(cuModuleGetFunction, &function, module, name);
+    TE_LITE_CHECK(cuFuncSetAttribute, function, kFunctionDynamicShared, kFusedShared);
     return reinterpret_cast<uint64_t>(function);
   }
 

@@ -31,8 +31,7 @@ class Kernel {
     if (kinds_.find_first_not_of("pilf-") != std::string::npos) {
       throw std::invalid_argument("kinds '" + kinds_ + "': each must be one of p, i, l, f and -");
     }
-    const Driver& cuda = driver();
-    TE_LITE_CHECK(cuda, cuCtxGetCurrent, &context_);
+    TE_LITE_CHECK(cuCtxGetCurrent, &context_);
   }
 
   const std::string& kinds() const { return kinds_; }
@@ -49,14 +48,13 @@ class Kernel {
 
   // The same with the addresses of all parameters, of whatever size they are.
   void launch(unsigned programs, uint64_t stream, void** parameters) const {
-    const Driver& cuda = driver();
     void* current = nullptr;
-    TE_LITE_CHECK(cuda, cuCtxGetCurrent, &current);
-    if (current != context_) TE_LITE_CHECK(cuda, cuCtxSetCurrent, context_);
+    TE_LITE_CHECK(cuCtxGetCurrent, &current);
+    if (current != context_) TE_LITE_CHECK(cuCtxSetCurrent, context_);
     CUlaunchAttribute early{kLaunchEarly, 0, 1, {}};
     const CUlaunchConfig config{programs, 1, 1, threads_, 1, 1, shared_bytes_, reinterpret_cast<void*>(stream), &early,
                                 early_};
-    TE_LITE_CHECK(cuda, cuLaunchKernelEx, &config, function_, parameters, nullptr);
+    TE_LITE_CHECK(cuLaunchKernelEx, &config, function_, parameters, nullptr);
   }
 
  private:
