@@ -42,7 +42,7 @@ class CudaExecutor final : public Executor {
                                   "': it takes flag p, word p, stride i, mask i, delta i and abort p");
     }
     try {
-      const PrimaryContext::Scope scope(context_.get());
+      const PrimaryContext::Scope scope(context_);
       TE_LITE_CHECK(cuMemHostAlloc, reinterpret_cast<void**>(&host_), flag_bytes + sizeof *host_, 0);
       *abort_word() = 0;
       control_.set_abort_word(abort_word());
@@ -69,7 +69,7 @@ class CudaExecutor final : public Executor {
     watcher_.reset();
     control_.set_abort_word(nullptr);
     // Unchecked from here on: nobody could act on a failure.
-    const PrimaryContext::Scope scope(context_.get());
+    const PrimaryContext::Scope scope(context_);
     if (own_stream_) {
       driver().cuStreamSynchronize(own_stream_);
       driver().cuStreamDestroy(own_stream_);
@@ -92,7 +92,7 @@ class CudaExecutor final : public Executor {
 
   void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override {
     std::lock_guard<std::mutex> lock(issuing_);
-    const PrimaryContext::Scope scope(context_.get());
+    const PrimaryContext::Scope scope(context_);
     streams_[kMainStream] = reinterpret_cast<void*>(main_stream);
     if (!epoch_word) {
       int capture = kCaptureNone;
@@ -194,7 +194,7 @@ class CudaExecutor final : public Executor {
   }
 
   void watch() try {
-    const PrimaryContext::Scope scope(context_.get());
+    const PrimaryContext::Scope scope(context_);
     int mode = kCaptureModeRelaxed;  // else what this thread does would spoil a capture of another
     TE_LITE_CHECK(cuThreadExchangeStreamCaptureMode, &mode);
     for (int period = 1; !closed_; ++period) {

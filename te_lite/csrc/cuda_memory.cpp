@@ -16,7 +16,7 @@ class CudaMemory {
   // Virtual memory management. bytes are rounded up to the device's granularity.
   static std::unique_ptr<CudaMemory> vmm(int device, size_t bytes) {
     std::unique_ptr<CudaMemory> memory(new CudaMemory(device, bytes));
-    const PrimaryContext::Scope scope(memory->context_.get());
+    const PrimaryContext::Scope scope(memory->context_);
     TE_LITE_CHECK(cuMemCreate, &memory->allocation_, memory->bytes_, &memory->properties_, 0);
     memory->map();
     TE_LITE_CHECK(cuMemsetD8, memory->address_, 0, memory->bytes_);
@@ -27,7 +27,7 @@ class CudaMemory {
   // device: the one that will reach it.
   static std::unique_ptr<CudaMemory> import_fd(int device, int fd, size_t bytes) {
     std::unique_ptr<CudaMemory> memory(new CudaMemory(device, bytes));
-    const PrimaryContext::Scope scope(memory->context_.get());
+    const PrimaryContext::Scope scope(memory->context_);
     void* const handle = reinterpret_cast<void*>(static_cast<intptr_t>(fd));  // the number itself, not its address
     TE_LITE_CHECK(cuMemImportFromShareableHandle, &memory->allocation_, handle, kHandlePosixFd);
     memory->map();
@@ -36,7 +36,7 @@ class CudaMemory {
 
   // Unchecked: nobody could act on a failure, and the driver may have ended before the interpreter does.
   ~CudaMemory() {
-    const PrimaryContext::Scope scope(context_.get());
+    const PrimaryContext::Scope scope(context_);
     if (mapped_) driver().cuMemUnmap(address_, bytes_);
     if (address_) driver().cuMemAddressFree(address_, bytes_);
     if (created_) driver().cuMemRelease(allocation_);
@@ -46,7 +46,7 @@ class CudaMemory {
   size_t bytes() const { return bytes_; }
 
   int export_fd() const {  // the caller closes it
-    const PrimaryContext::Scope scope(context_.get());
+    const PrimaryContext::Scope scope(context_);
     int fd = -1;
     TE_LITE_CHECK(cuMemExportToShareableHandle, &fd, allocation_, kHandlePosixFd, 0);
     return fd;

@@ -163,7 +163,7 @@ class PrimaryContext {
   // that destructors can use it: whatever is called next fails where this did.
   class Scope {
    public:
-    explicit Scope(void* context) : context_(context) {
+    explicit Scope(const PrimaryContext& context) : context_(context.context_) {
       driver().cuCtxGetCurrent(&before_);
       if (before_ != context_) driver().cuCtxSetCurrent(context_);
     }
@@ -180,7 +180,6 @@ class PrimaryContext {
   explicit PrimaryContext(int ordinal);
   ~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
   PrimaryContext(const PrimaryContext&) = delete;
-  void* get() const { return context_; }
 
  private:
   CUdevice device_ = 0;
