@@ -7,7 +7,7 @@
 #include <mutex>
 #include <numeric>
 
-#include "check.h"
+#include "driver.h"
 #include "executor.h"
 
 namespace te_lite {

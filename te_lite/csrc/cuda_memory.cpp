@@ -1,7 +1,7 @@
 // te_lite._C.CudaMemory: device memory that other processes can map by a file descriptor, a rank's arena or a peer's.
 #include <pybind11/pybind11.h>
 
-#include "check.h"
+#include "driver.h"
 
 namespace py = pybind11;
 using namespace py::literals;

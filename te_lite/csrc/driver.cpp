@@ -2,8 +2,6 @@
 
 #include <dlfcn.h>
 
-#include "check.h"
-
 namespace te_lite {
 namespace {
 

@@ -89,6 +89,12 @@ constexpr int kMapUint16 = 1;
 constexpr int kMapSwizzle64 = 2, kMapSwizzle128 = 3;
 constexpr int kMapPromote128 = 2;  // what a miss brings to L2, bytes
 
+// A failed driver call: it names the call, the error and what the driver says about it.
+struct DriverError : std::runtime_error {
+  DriverError(CUresult code, const std::string& message) : std::runtime_error(message), code(code) {}
+  const CUresult code;
+};
+
 // The driver cannot be used on this machine. what() is the reason, in words for the user.
 struct DriverUnavailable : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -155,6 +161,20 @@ const Driver& opened_driver();
 // next call tries again. Throws DriverUnavailable. A process forked after the first success must not call it:
 // the driver does not survive a fork.
 const Driver& driver();
+
+inline void check(CUresult result, const char* call) {
+  if (result == kSuccess) return;
+  const char* name = nullptr;
+  const char* text = nullptr;
+  // Both leave a null pointer for a code that this driver does not know.
+  opened_driver().cuGetErrorName(result, &name);
+  opened_driver().cuGetErrorString(result, &text);
+  throw DriverError(result, std::string(call) + " failed: " + (name ? name : "unknown error") + " (" +
+                                std::to_string(result) + "): " + (text ? text : "no description"));
+}
+
+// TE_LITE_CHECK(cuDeviceGet, &device, 0) calls driver().cuDeviceGet and throws DriverError where that fails.
+#define TE_LITE_CHECK(entry, ...) ::te_lite::check(::te_lite::driver().entry(__VA_ARGS__), #entry)
 
 // A device's primary context, torch's own, kept alive.
 class PrimaryContext {

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "check.h"
+#include "driver.h"
 #include "launch.h"
 
 namespace py = pybind11;

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "check.h"
+#include "driver.h"
 
 namespace te_lite {
 
