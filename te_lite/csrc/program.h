@@ -25,16 +25,16 @@ struct Step {
   enum Kind { kCopy, kSet, kWait, kExpect, kAfter };
   Kind kind = kCopy;
   int stream = kMainStream;
-  uint64_t to = 0;  // a copy's destination; the flag of a set or wait
+  uint64_t to = 0;    // a copy's destination; the flag of a set or wait
+  int64_t delta = 0;  // of a set or wait, modulo 2^32
+  std::shared_ptr<const Waiting> waiting = nullptr;
   int argument = 0;
   uint64_t from = 0;  // a copy's rows, one behind the other
   size_t bytes = 0;   // of a row
   size_t rows = 1;
   size_t pitch = 0;  // from one row of the destination to the next
-  uint32_t delta = 0;
   uint32_t value = 0;
   uint64_t operation = 0;  // announced when it was issued
-  std::shared_ptr<const Waiting> waiting = nullptr;
 };
 
 class Program {
@@ -51,16 +51,16 @@ class Program {
                                   ": there is a row at least, and none is over the pitch");
     }
     arguments_ = std::max(arguments_, argument + 1);
-    add({Step::kCopy, stream, to, argument, from, bytes, rows, pitch});
+    add({Step::kCopy, stream, to, 0, nullptr, argument, from, bytes, rows, pitch});
   }
-  void set(int stream, uint64_t flag, int64_t delta) { add_flag(Step::kSet, stream, flag, delta); }
+  void set(int stream, uint64_t flag, int64_t delta) { add({Step::kSet, stream, flag, delta}); }
   // Only the caller's stream waits for flags, see buffers.py.
   void wait(uint64_t flag, int64_t delta, int rank, const std::string& kind) {
-    add_flag(Step::kWait, kMainStream, flag, delta).waiting = std::make_shared<Waiting>(Waiting{name_, kind, rank});
+    add({Step::kWait, kMainStream, flag, delta, std::make_shared<Waiting>(Waiting{name_, kind, rank})});
   }
   // The caller's own kernel waits for the flag: only the time that it takes is watched.
   void expect(uint64_t flag, int64_t delta, int rank, const std::string& kind) {
-    add_flag(Step::kExpect, kMainStream, flag, delta).waiting = std::make_shared<Waiting>(Waiting{name_, kind, rank});
+    add({Step::kExpect, kMainStream, flag, delta, std::make_shared<Waiting>(Waiting{name_, kind, rank})});
   }
   void after(int stream) { add({Step::kAfter, stream}); }
   void cut() { segments_.emplace_back(); }
@@ -71,17 +71,12 @@ class Program {
   const std::vector<Step>& steps(int segment) const { return segments_[segment]; }
 
  private:
-  Step& add(const Step& step) {
+  void add(const Step& step) {
     if (step.stream != kMainStream && step.stream != kCopyStream) {
       throw std::invalid_argument("stream " + std::to_string(step.stream) +
                                   ": 0 is the caller's stream, 1 the copy stream");
     }
-    return segments_.back().emplace_back(step);
-  }
-  Step& add_flag(Step::Kind kind, int stream, uint64_t flag, int64_t delta) {
-    Step& step = add({kind, stream, flag});
-    step.delta = static_cast<uint32_t>(delta);
-    return step;
+    segments_.back().push_back(step);
   }
 
   std::string name_;
