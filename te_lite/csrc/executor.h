@@ -1,7 +1,6 @@
 // Issues programs: by a thread that plays the copy engine on the host, by streams on CUDA.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -32,17 +31,14 @@ class Executor {
                                   std::to_string(segment) + " was issued with " + std::to_string(arguments.size()) +
                                   " arguments");
     }
-    std::vector<Step> steps = program.steps(segment);
+    std::vector<Step> steps;
     const uint64_t operation = control_.announced();
-    for (Step& step : steps) {
+    for (Step step : program.steps(segment)) {
+      if (ignore_free_ && step.waiting && step.waiting->kind == "room at") continue;
       if (step.kind == Step::kCopy) step.from += arguments[step.argument];
       step.value = epoch + step.delta;
       step.operation = operation;
-    }
-    if (ignore_free_) {
-      steps.erase(std::remove_if(steps.begin(), steps.end(),
-                                 [](const Step& step) { return step.waiting && step.waiting->kind == "room at"; }),
-                  steps.end());
+      steps.push_back(std::move(step));
     }
     perform(steps, main_stream, epoch_word);
   }
