@@ -48,6 +48,7 @@ class HostExecutor final : public Executor {
  private:
   void perform(std::vector<Step>& steps, uint64_t, uint64_t) override {
     for (Step& step : steps) {
+      if (step.kind == Step::kExpect) continue;  // no kernel waits here
       if (step.kind == Step::kWait) {
         random_delay();
         poll(step);
@@ -56,21 +57,15 @@ class HostExecutor final : public Executor {
         if (step.stream == kCopyStream) continue;  // done already: main is this thread
         synchronize();
         control_.check();
-      } else if (step.kind == Step::kExpect) {
-        continue;
       } else if (step.stream == kCopyStream) {
-        push(std::move(step));
+        std::lock_guard<std::mutex> lock(lane_->mutex);
+        lane_->queue.push_back(std::move(step));
+        ++lane_->queued;
+        lane_->changed.notify_all();
       } else {
         run(step);
       }
     }
-  }
-
-  void push(Step step) {
-    std::lock_guard<std::mutex> lock(lane_->mutex);
-    lane_->queue.push_back(std::move(step));
-    ++lane_->queued;
-    lane_->changed.notify_all();
   }
 
   void serve(Lane& lane) {
