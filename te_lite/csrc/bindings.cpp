@@ -1,17 +1,11 @@
-// te_lite._C. Signatures for Python are in te_lite/_C.pyi: change both together.
-#include <pybind11/pybind11.h>
+// te_lite._C: the driver and launches; the other files add their parts.
+#include "bindings.h"
 
 #include <cstring>
 
 #include "launch.h"
 
-namespace py = pybind11;
-using namespace py::literals;
 using namespace te_lite;
-
-void bind_cuda_memory(py::module_& m);  // cuda_memory.cpp
-void bind_userbuffers(py::module_& m);  // userbuffers.cpp
-void bind_gemm_fused(py::module_& m);   // gemm_fused.cpp
 
 namespace {
 

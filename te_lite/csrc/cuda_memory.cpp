@@ -1,12 +1,8 @@
 // te_lite._C.CudaMemory: device memory that other processes can map by a file descriptor, a rank's arena or a peer's.
-#include <pybind11/pybind11.h>
-
+#include "bindings.h"
 #include "driver.h"
 
-namespace py = pybind11;
-using namespace py::literals;
 using namespace te_lite;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 

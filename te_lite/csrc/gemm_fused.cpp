@@ -1,18 +1,14 @@
 // Host side of gemm_fused.cu.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include "gemm_fused.h"
+#include "bindings.h"
 
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
 #include "driver.h"
+#include "gemm_fused.h"
 #include "launch.h"
 
-namespace py = pybind11;
-using namespace py::literals;
 using namespace te_lite;
 
 namespace {
@@ -105,5 +101,5 @@ void bind_gemm_fused(py::module_& m) {
       .def(py::init<const std::string&, bool, unsigned, unsigned, bool, bool, bool>(), "cubin"_a, "gather"_a,
            "element_bytes"_a, "columns"_a, "transposed"_a, "grad"_a, "narrow"_a)
       .def("launch", &FusedGemm::launch, "programs"_a, "stream"_a, "a"_a, "b"_a, "other"_a, "h"_a, "to"_a, "act"_a,
-           "act_t"_a, "arguments"_a, py::call_guard<py::gil_scoped_release>());
+           "act_t"_a, "arguments"_a, Unlocked());
 }

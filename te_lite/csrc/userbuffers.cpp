@@ -1,13 +1,8 @@
-// te_lite._C's part for userbuffers. Signatures for Python are in te_lite/_C.pyi: change both together.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
+// te_lite._C's part for userbuffers.
+#include "bindings.h"
 #include "executor.h"
 
-namespace py = pybind11;
-using namespace py::literals;
 using namespace te_lite;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 

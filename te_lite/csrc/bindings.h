@@ -1,0 +1,13 @@
+// What the files that make te_lite._C share. Signatures for Python are in te_lite/_C.pyi: change both together.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+using namespace py::literals;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+void bind_cuda_memory(py::module_& m);  // cuda_memory.cpp
+void bind_userbuffers(py::module_& m);  // userbuffers.cpp
+void bind_gemm_fused(py::module_& m);   // gemm_fused.cpp
