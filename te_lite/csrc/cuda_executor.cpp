@@ -13,7 +13,6 @@
 namespace te_lite {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kPeriod{20};
 constexpr int kLook = 10;                  // periods between looks at the device
 constexpr std::chrono::seconds kYoung{1};  // waits that are not worth a look yet

@@ -12,6 +12,8 @@
 
 namespace te_lite {
 
+using Clock = std::chrono::steady_clock;
+
 // Flags only grow and may pass 2^32: the order is that of the shorter way around.
 inline bool reached(uint32_t flag, uint32_t value) { return static_cast<int32_t>(flag - value) >= 0; }
 

@@ -9,8 +9,6 @@
 namespace te_lite {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // The copy stream: its steps run one after the other on a thread of its own.
 struct Lane {
   std::mutex mutex;
