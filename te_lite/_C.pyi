@@ -1,6 +1,5 @@
 """What Python cannot do, in C++. Importing it opens no driver; the first call that needs one does."""
 
-from builtins import bytes as _bytes  # CudaMemory has an attribute of that name
 from typing import TypedDict
 
 class DriverInfo(TypedDict):
@@ -34,11 +33,11 @@ class FusedGemm:
     """
 
     def __init__(
-        self, cubin: _bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool
+        self, cubin: bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool
     ) -> None: ...
     def launch(
         self, programs: int, stream: int, a: int, b: int, other: int, h: int, to: list[int], act: list[int],
-        act_t: list[int], arguments: _bytes,
+        act_t: list[int], arguments: bytes,
     ) -> None:  # fmt: skip
         """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h), h may be 0. arguments: FusedArguments as it lies in
         memory. programs: even. RuntimeError when the driver refuses."""
