@@ -2,13 +2,19 @@
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
 from te_lite import _requirements
+
+ROOT = Path(__file__).parent.parent
 
 MAX_SHARE = 0.6  # of the time that torch's import takes (a CPU build on a quiet core 1.3 s); 0.15 to 0.31 measured
 
@@ -107,3 +113,15 @@ def test_a_star_import_brings_the_public_names_alone() -> None:
     exec("from te_lite import *", names)
     assert {"Linear", "fp8_autocast", "recipe"} <= set(names)
     assert not {"functional", "modules", "ops", "overlap", "quantize", "convert", "ModuleType"} & set(names)
+
+
+def test_sources_that_are_compiled_at_run_time_are_installed():
+    """Those that ops/gemm_fused.py names, which are all that include each other."""
+    named = set(re.findall(r'"(\w+\.(?:cu|h))"', (ROOT / "te_lite/ops/gemm_fused.py").read_text()))
+    included = {
+        name for file in named for name in re.findall(r'#include "(.+)"', (ROOT / "te_lite/csrc" / file).read_text())
+    }
+    assert included == named - {"gemm_fused.cu"}
+    installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["te_lite"]
+    missing = [name for name in named if not any(fnmatch(f"csrc/{name}", pattern) for pattern in installed)]
+    assert not missing, missing
