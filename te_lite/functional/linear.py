@@ -107,13 +107,14 @@ def linear_backward(
 ) -> tuple[Any, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32).
 
-    weight: its values, as saved. param: the parameter itself, whose gradient dw is. needs: which of the three.
+    weight: its values, as saved; only for dx. param: the parameter itself, whose gradient dw is. needs: which of the
+    three.
     take_slots: as of a Product; where the schedule uses it, dx is its result. then: what may be computed of dx with it,
     which then may be None.
     """
     (need_x, need_w, need_b), (x, w) = needs, kept
     with nvtx_range("te_lite.quantize"):
-        dq, dq_wgrad, db = _quantize_grad(plan, dy, weight.shape[1], need_x, need_w, need_b)
+        dq, dq_wgrad, db = _quantize_grad(plan, dy, param.shape[1], need_x, need_w, need_b)
         wq = _weight_for_dgrad(plan, w, weight) if need_x else None
     if not (need_x or need_w):
         return None, None, db

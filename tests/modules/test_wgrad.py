@@ -243,3 +243,27 @@ def test_backward_dw_with_one_frozen_weight(frozen, left):
     module.backward_dw()
     assert_bitwise_equal(left, getattr(module, left).grad, want)
     assert getattr(module, frozen).grad is None
+
+
+@pytest.mark.parametrize("device", device_params())
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_alone(kind, recipe, device):
+    """Trained in a first layer, whose input needs no gradient: each is what it is when all parameters are trained."""
+    want = step(make(kind, device), tokens(), tokens(3), recipe)
+    for name in [name for name in want if name.endswith("bias")]:
+        module = make(kind, device).requires_grad_(False)
+        module.get_parameter(name).requires_grad_()
+        with under(recipe):
+            out = module(tokens().to(device))
+        out.backward(tokens(3).to(device))
+        assert_bitwise_equal(name, module.get_parameter(name).grad, want[name])
+        assert all(p.grad is None for other, p in module.named_parameters() if other != name)
+
+
+@pytest.mark.parametrize("kind", (LINEAR, LN_MLP))
+def test_a_residual_alone(kind):
+    module = make(kind).requires_grad_(False)
+    residual = leaf(tokens(5))
+    module(tokens(), residual=residual).backward(tokens(3))
+    assert_bitwise_equal("residual", residual.grad, tokens(3))
