@@ -60,6 +60,11 @@ class DelayedWgrads(WgradSink):
         dy, x = dy.keep(), x.keep()
 
         def run() -> None:
+            if weight.numel() and not weight.untyped_storage().nbytes():
+                raise RuntimeError(
+                    f"backward_dw() for a weight {tuple(weight.shape)} whose memory is freed, as FSDP does after "
+                    "backward: its gradient would reach nobody; leave out delay_wgrad_compute"
+                )
             dw = self.sink(weight, dy, x, fast_accum)
             if not isinstance(self.sink, MainGrad):
                 weight.grad = dw if weight.grad is None else weight.grad.add_(dw)

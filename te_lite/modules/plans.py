@@ -11,7 +11,7 @@ from torch import Tensor
 from te_lite.autocast import State, strict
 from te_lite.functional.plan import LinearPlan
 from te_lite.modules.checks import check_recipe
-from te_lite.modules.weights import check_still_quantized
+from te_lite.modules.weights import check_param
 from te_lite.overlap import report
 from te_lite.overlap.userbuffers import schedule_for
 from te_lite.parallel import TensorParallel
@@ -33,7 +33,7 @@ def build_plans(
     recipe = HighPrecision() if state is None else state.recipe
     check_recipe(recipe, weights[0].device, module.save_original_input)
     for name, spec in module._specs.items():
-        check_still_quantized(type(module).__name__, spec, name, getattr(module, name))
+        check_param(type(module).__name__, spec, name, getattr(module, name))
     module._quantized = any(isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False))
     return tuple(_build_plan(module, index, recipe, state, dtype, weight) for index, weight in enumerate(weights))
 

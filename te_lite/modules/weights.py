@@ -101,8 +101,14 @@ def reset(module: nn.Module, specs: dict[str, ParamSpec], device: Any, fork: Cal
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def check_still_quantized(owner: str, spec: ParamSpec, name: str, param: Tensor) -> None:
-    """What was made quantized has not become an ordinary tensor behind the module's back."""
+def check_param(owner: str, spec: ParamSpec, name: str, param: Tensor) -> None:
+    """A parameter has not become what no GEMM reads, or an ordinary tensor though made quantized, behind the module's
+    back."""
+    if isinstance(getattr(param, "placements", None), tuple):
+        raise RuntimeError(
+            f"{owner}.{name} is a DTensor, which the kernels cannot read: shard modules with fully_shard, which hands "
+            "them plain tensors, or with the modules' own parallel_mode"
+        )
     if spec.quantizer is not None and not isinstance(param, QuantizedTensor):
         raise RuntimeError(
             f"{owner}.{name} was made under quantized_model_init and is now a {type(param).__name__} that holds no "
