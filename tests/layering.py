@@ -13,7 +13,7 @@ from pathlib import Path
 MAX_FILE_LINES = 350
 # Of code: docstrings, comments and blank lines are not counted. It may only fall, for the goal is 7,000;
 # it rose once, from 9,688, for what overlap in fp8 and the last 5 % of an MLP's time took (docs/performance.md).
-MAX_CORE_LINES = 10_062
+MAX_CORE_LINES = 9_945
 
 # A module may import what stands on its own level or below. The first part of the name after te_lite decides.
 LEVELS = {

@@ -59,8 +59,8 @@ class ScaleStates:
         if state is None or state.key != key:
             if state is not None and state.pool.fixed:
                 raise RuntimeError(
-                    "a CUDA graph uses this module's scales, which another recipe, group or device would replace; call "
-                    "copy.deepcopy(module) in its place, whose scales are its own"
+                    "a CUDA graph uses this module's scales, or others beside them, so that another recipe, group or "
+                    "device cannot replace them; call copy.deepcopy(module) in its place, whose scales are its own"
                 )
             made = ScaleState(key, self.sizes[direction], like=state)
             if state is None and self._loaded.numel():

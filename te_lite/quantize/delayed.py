@@ -70,7 +70,8 @@ class ScaleState:
         return self._scale if self.offset is None else self.pool.scale[self.offset : self.offset + self.n]
 
     def scale_at(self, slot: int) -> Tensor:
-        """fp32, one element: the scale of `slot`, never written to again (if taken before a capture: by replays)."""
+        """fp32, one element: the scale of `slot`, never written to again (if taken before a capture fixed its pool: by
+        any later update)."""
         if self.offset is None:
             return self._scale[slot]
         scale = self.pool.scales[self.offset + slot]
@@ -168,7 +169,7 @@ _pools: list[Pool] = []
 
 def update(direction: str) -> None:
     """Updates the pools of `direction` that were used since their last update, in the order in which they were made; in
-    a capture those that it uses, and no others.
+    a capture, of these only the fixed ones.
 
     A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
     """

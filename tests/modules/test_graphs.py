@@ -286,7 +286,7 @@ def test_refusals(device):
     graph, results = capture(step)
     other = te.recipe.DelayedScaling(amax_history_len=5)
     with pytest.raises(
-        RuntimeError, match=r"another recipe, group or device would replace; call copy.deepcopy\(module"
+        RuntimeError, match=r"another recipe, group or device cannot replace them; call copy.deepcopy\(module"
     ):
         Step(step.model, device, other).eager(0)
     Step(copy.deepcopy(step.model), device, other).eager(0)
