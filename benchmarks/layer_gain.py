@@ -5,7 +5,7 @@
 
 No bias, bf16 parameters, gradients of input and weight. All candidates of one size are interleaved. `gain_gpu` and
 `gain_wall` are torch's time over te_lite's; a layer gains where both are above 1: where the host decides, less device
-time is no gain. It prints MINIMUM of te_lite/convert.py.
+time is no gain. It prints MINIMUM of te_lite/compat/convert.py.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def gains(row: dict) -> bool:
 
 
 def minimum(rows: list[dict]) -> dict[str, dict[int, float]]:
-    """MINIMUM of te_lite/convert.py: recipe -> tokens -> the smallest in * out from which on every row gains.
+    """MINIMUM of te_lite/compat/convert.py: recipe -> tokens -> the smallest in * out from which on every row gains.
 
     inf where the largest layer does not gain; a recipe that gains nowhere is left out.
     """

@@ -21,8 +21,12 @@ from te_lite.autocast import fp8_model_init as fp8_model_init
 from te_lite.autocast import quantized_model_init as quantized_model_init
 from te_lite.checkpoint import checkpoint as checkpoint
 from te_lite.checkpoint import checkpoint_context_fn as checkpoint_context_fn
-from te_lite.convert import ConversionReport as ConversionReport
-from te_lite.convert import convert_to_float8_training as convert_to_float8_training
+from te_lite.compat.callers import Float8BlockQuantizer as Float8BlockQuantizer
+from te_lite.compat.callers import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
+from te_lite.compat.callers import Float8Quantizer as Float8Quantizer
+from te_lite.compat.callers import MXFP8Quantizer as MXFP8Quantizer
+from te_lite.compat.convert import ConversionReport as ConversionReport
+from te_lite.compat.convert import convert_to_float8_training as convert_to_float8_training
 from te_lite.modules.base import free_caches as free_caches
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP as LayerNormMLP
@@ -34,10 +38,6 @@ from te_lite.overlap.report import format_report as format_report
 from te_lite.overlap.report import overlap_report as overlap_report
 from te_lite.overlap.userbuffers import destroy_ub as destroy_ub
 from te_lite.overlap.userbuffers import initialize_ub as initialize_ub
-from te_lite.quantize.callers import Float8BlockQuantizer as Float8BlockQuantizer
-from te_lite.quantize.callers import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
-from te_lite.quantize.callers import Float8Quantizer as Float8Quantizer
-from te_lite.quantize.callers import MXFP8Quantizer as MXFP8Quantizer
 from te_lite.quantize.statistics import collect_statistics as collect_statistics
 from te_lite.quantize.tensor import QuantizedTensor as QuantizedTensor
 from te_lite.recipe import check_recipe_support as check_recipe_support

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import te_lite as te
-from te_lite.quantize.callers import CallerQuantizer
+from te_lite.compat.callers import CallerQuantizer
 from te_lite.quantize.params import weight_quantizer
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.testing.distributed import device_params

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import te_lite as te
 from benchmarks import layer_gain
-from te_lite import convert
+from te_lite.compat import convert
 
 BF16 = torch.bfloat16
 
