@@ -173,3 +173,28 @@ class Executor:
 
     def set_ignore_free(self, ignore: bool) -> None:
         """For tests: waits of the kind "room at" return at once."""
+
+class Cublaslt:
+    """cublasLt as this process has loaded it, with a handle for the current device. RuntimeError where it has not."""
+
+    version: int  # 10000 * major + 100 * minor + patch
+
+    def __init__(self, soname: str) -> None: ...
+
+class GemmPlan:
+    """out[m, n] = a[m, k] @ b[n, k]^T, prepared. Types as cudaDataType_t, scales as cublasLtMatmulMatrixScale_t.
+
+    bias: bias[n], of out's type, is added; accumulate: out is. alignment: bytes of which all addresses but those of the
+    scales are multiples. most_workspace: bytes that it may ask for. RuntimeError where cublasLt has no algorithm.
+    """
+
+    workspace: int  # bytes that run() needs
+
+    def __init__(
+        self, library: Cublaslt, m: int, n: int, k: int, a_type: int, b_type: int, out_type: int, a_scale: int,
+        b_scale: int, bias: bool, fast: bool, accumulate: bool, alignment: int, most_workspace: int,
+    ) -> None: ...  # fmt: skip
+    def run(
+        self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, stream: int
+    ) -> None:
+        """Addresses, and a stream handle. Any thread may call it. RuntimeError where cublasLt refuses."""

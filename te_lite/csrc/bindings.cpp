@@ -62,4 +62,5 @@ PYBIND11_MODULE(_C, m) {
   bind_cuda_memory(m);
   bind_userbuffers(m);
   bind_gemm_fused(m);
+  bind_cublaslt(m);
 }

@@ -11,3 +11,4 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 void bind_cuda_memory(py::module_& m);  // cuda_memory.cpp
 void bind_userbuffers(py::module_& m);  // userbuffers.cpp
 void bind_gemm_fused(py::module_& m);   // gemm_fused.cpp
+void bind_cublaslt(py::module_& m);     // cublaslt.cpp

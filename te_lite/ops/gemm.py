@@ -1,6 +1,7 @@
-"""GEMMs, by cuBLAS through torch. Every one is out[M, N] = a[M, K] @ b[N, K]^T: both operands K-major.
+"""GEMMs, by cuBLAS. Every one is out[M, N] = a[M, K] @ b[N, K]^T: both operands K-major.
 
-fp8: per-tensor scales, `torch._scaled_mm`, split accumulation unless fast_accum (tensor cores keep about 14
+High precision goes through torch, fp8 through ops/cublaslt.py, or torch._scaled_mm where that cannot.
+fp8: per-tensor scales, split accumulation unless fast_accum (tensor cores keep about 14
 bits of a sum of fp8 products; split accumulation promotes it to fp32 registers every few steps).
 """
 
@@ -12,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from te_lite.ops.cublaslt import TENSOR, product
 from te_lite.ops.registry import Op, register
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
@@ -77,13 +79,16 @@ def with_epilogue(
 
 def scaled_mm(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None,
-    fast_accum: bool, fused: tuple[torch.dtype, ...], out: Tensor | None,
+    fast_accum: bool, fused: tuple[torch.dtype, ...], out: Tensor | None, scaled: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """cuBLAS's fp8 GEMM in `with_epilogue`, written to `out` where it is of the dtype that cuBLAS writes."""
+    """cuBLAS's fp8 GEMM in `with_epilogue`, written to `out` where it is of the dtype that cuBLAS writes. scaled: as in
+    ops/cublaslt.py."""
     scales = {"scale_a": a_scale, "scale_b": b_scale}
 
     def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        to = out if out is not None and out.dtype == dtype else None
+        to = out if out is not None and out.dtype == dtype else a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+        if product(to, a, b, a_scale, b_scale, scaled, bias, fast_accum):
+            return to
         return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum, out=to)
 
     return with_epilogue(multiply, a, b, out_dtype, bias, fused)
@@ -100,7 +105,7 @@ def register_product(name: str, cpu: Callable[..., Tensor], cuda: Callable[..., 
 
 
 def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, out=None):
-    return scaled_mm(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, _LOW, out)
+    return scaled_mm(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, _LOW, out, TENSOR)
 
 
 _gemm_fp8_op = register_product("gemm_fp8", gemm_fp8_ref, _gemm_fp8_cuda, ", bool fast_accum")

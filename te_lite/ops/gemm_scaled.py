@@ -1,7 +1,7 @@
 """fp8 GEMMs with vectors and blocks of scales: out[M, N] = a[M, K] @ b[N, K]^T, both operands E4M3 and K-major.
 
-cuBLAS through torch: outer-vector scales (a scale a row of each operand) and blocks of 128 along K. See ops/gemm.py for
-split and fast accumulation.
+By cuBLAS: outer-vector scales (a scale a row of each operand) and blocks of 128 along K. See ops/gemm.py for split and
+fast accumulation. And fp8 products of any scales that are added to a matrix.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_lite.ops.block_cast import BLOCK, dequantize_blocks_ref
-from te_lite.ops.gemm import _check_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
+from te_lite.ops.cublaslt import BLOCKS, ROWS, SQUARES, TENSOR, product
+from te_lite.ops.gemm import _check_fp8, gemm_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
+from te_lite.ops.registry import register
 
 _FUSED = (torch.bfloat16,)
 _ROWS_OF_SCALES = 4  # cuBLAS reads the scales of 1 x 128 blocks in 16-byte steps along M and N
@@ -45,7 +47,7 @@ def _vector(scale: Tensor, length: int) -> Tensor:
 
 def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum, out=None):
     scales = _vector(a_scale, a.shape[0]).view(-1, 1), _vector(b_scale, b.shape[0]).view(1, -1)
-    return scaled_mm(a, b, *scales, out_dtype, bias, fast_accum, _FUSED, out)
+    return scaled_mm(a, b, *scales, out_dtype, bias, fast_accum, _FUSED, out, ROWS)
 
 
 _rowwise_op = register_product("gemm_fp8_rowwise", gemm_fp8_rowwise_ref, _rowwise_cuda, ", bool fast_accum")
@@ -102,12 +104,17 @@ def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias):
 
     def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         padded, scale = _vectors(a, a_scale)
+        scale_b = _squares(b_scale) if square else _vectors(b, b_scale)[1]
+        if len(padded) == len(a):
+            out = a.new_empty((len(a), len(b)), dtype=dtype)
+            if product(out, a, b, scale, scale_b, SQUARES if square else BLOCKS, bias):
+                return out
         out = F.scaled_mm(
             padded,
             b.t(),
             scale_a=scale,
             scale_recipe_a=kinds.BlockWise1x128,
-            scale_b=_squares(b_scale) if square else _vectors(b, b_scale)[1],
+            scale_b=scale_b,
             scale_recipe_b=kinds.BlockWise128x128 if square else kinds.BlockWise1x128,
             bias=bias,
             output_dtype=dtype,
@@ -134,3 +141,56 @@ def gemm_fp8_blockwise(
     shapes = (((a.shape[0], blocks),), ((n, blocks), (-(-n // BLOCK), blocks)))
     _check(a, b, a_scale, b_scale, shapes)
     return _blockwise_op(a, b, a_scale, b_scale, out_dtype, bias)
+
+
+def _product_fp32(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool) -> Tensor:
+    if a_scale.numel() == b_scale.numel() == 1:
+        return gemm_fp8(a, b, a_scale, b_scale, torch.float32, None, fast)
+    if a_scale.dim() == 2:
+        return gemm_fp8_blockwise(a, b, a_scale, b_scale, torch.float32)
+    return gemm_fp8_rowwise(a, b, a_scale, b_scale, torch.float32, None, fast)
+
+
+def gemm_scaled_accumulate_ref_(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool
+) -> None:
+    """Oracle of `gemm_scaled_accumulate_`: the product in fp32, added in fp32, one rounding into out."""
+    out.add_(_product_fp32(a, b, a_scale, b_scale, fast))
+
+
+def _as_read(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """(a_scale, b_scale, how they scale) as cublasLt reads them. a: without rows to pad."""
+    if a_scale.numel() == b_scale.numel() == 1:
+        return a_scale, b_scale, TENSOR
+    if a_scale.dim() != 2:
+        return _vector(a_scale, a.shape[0]), _vector(b_scale, b.shape[0]), ROWS
+    if b_scale.shape[0] == b.shape[0]:
+        return _vectors(a, a_scale)[1], _vectors(b, b_scale)[1], BLOCKS
+    return _vectors(a, a_scale)[1], _squares(b_scale), SQUARES
+
+
+def _accumulate_cuda(out, a, b, a_scale, b_scale, fast):
+    if out.dtype == torch.float32 and not a.shape[0] % _ROWS_OF_SCALES:
+        *scales, scaled = _as_read(a, b, a_scale, b_scale)
+        if product(out, a, b, *scales, scaled, None, fast, accumulate=True):
+            return
+    gemm_scaled_accumulate_ref_(out, a, b, a_scale, b_scale, fast)
+
+
+_accumulate_op = register(
+    "gemm_scaled_accumulate_(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, bool fast) -> ()",
+    cpu=gemm_scaled_accumulate_ref_,
+    cuda=_accumulate_cuda,
+)
+
+
+def gemm_scaled_accumulate_(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast_accum: bool = False
+) -> None:
+    """out[M, N] += the fp32 product of a[M, K] and b[N, K], with the bits of the two one after the other.
+
+    The shapes of the scales say which product: gemm_fp8's (one each), gemm_fp8_rowwise's or gemm_fp8_blockwise's, whose
+    rules hold. out: fp32, to which cublasLt adds, or 16-bit, which is rounded once. Empty operands add nothing.
+    """
+    if a.numel() and b.numel():
+        _accumulate_op(out, a, b, a_scale, b_scale, fast_accum)

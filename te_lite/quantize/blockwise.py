@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.block_cast import BLOCK, block_cast, dequantize_blocks
-from te_lite.ops.gemm_scaled import gemm_fp8_blockwise
+from te_lite.ops.gemm_scaled import gemm_fp8_blockwise, gemm_scaled_accumulate_
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import HIGH_PRECISION
@@ -69,6 +69,9 @@ class BlockFormat(TensorFormat):
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias)
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+        gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
 
 
 VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True, shard_multiple=BLOCK)

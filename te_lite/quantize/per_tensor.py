@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_fp8
+from te_lite.ops.gemm_scaled import gemm_scaled_accumulate_
 from te_lite.ops.norm import norm_cast
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import PAD, transpose
@@ -71,6 +72,12 @@ class PerTensorFormat(TensorFormat):
         if a[1].numel() == b[1].numel() == 1:
             return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum, out)
         return _matmul_shards(a, b, out_dtype, bias, fast_accum)
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+        if a[1].numel() == b[1].numel() == 1:
+            gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
+        else:
+            TensorFormat.accumulate_(self, out, a, b, fast_accum)
 
 
 def _apart(scale: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.cast import transform
-from te_lite.ops.gemm_scaled import gemm_fp8_rowwise
+from te_lite.ops.gemm_scaled import gemm_fp8_rowwise, gemm_scaled_accumulate_
 from te_lite.ops.row_cast import E4M3, row_cast, rows_fit, vector_amax, vector_scales
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
@@ -59,6 +59,9 @@ class RowFormat(TensorFormat):
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_rowwise(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum, out)
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+        gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
 
 
 ROWS, FLAT_ROWS = RowFormat(), RowFormat(flat=True)

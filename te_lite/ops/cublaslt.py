@@ -1,0 +1,90 @@
+"""fp8 GEMMs by cublasLt itself, the one that torch has loaded: out[M, N] = a[M, K] @ b[N, K]^T.
+
+torch makes descriptors and asks for an algorithm at each call. Here they are kept for each problem, in
+csrc/cublaslt.cpp. The algorithm is the heuristic's first, asked for as torch asks, so the bits are those of torch's
+calls. cublasLt also adds to `out`, which torch offers for no fp8 product.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from te_lite import _C
+
+# How operands are scaled, a's and b's: cublasLtMatmulMatrixScale_t.
+TENSOR, ROWS, BLOCKS, SQUARES = (0, 0), (3, 3), (4, 4), (4, 5)  # SQUARES: of 128 x 128 in b
+_TYPES = {  # cudaDataType_t
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+_MOST_WORKSPACE = 1 << 20  # bytes, torch's default: with more, another algorithm may come first
+_PLANS: dict[tuple, _C.GemmPlan | None] = {}
+_MOST = 4096  # entries; each token count makes some
+
+
+@cache
+def library(device: torch.device) -> _C.Cublaslt | None:
+    """cublasLt for the current device, which is `device`; None where torch has not loaded one that te_lite can call."""
+    try:
+        return _C.Cublaslt(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+    except RuntimeError:
+        return None
+
+
+def _plan(key: tuple) -> _C.GemmPlan | None:
+    """None: cublasLt does not compute this product. A problem once, so that its answer is kept."""
+    device, (m, k), (n, _), *types, scaled, bias, fast, accumulate, alignment = key
+    lt, kinds = library(device), [_TYPES.get(dtype) for dtype in types]
+    plan = None
+    if lt is not None and None not in kinds and m * n * k:
+        try:
+            plan = _C.GemmPlan(lt, m, n, k, *kinds, *scaled, bias, fast, accumulate, alignment, _MOST_WORKSPACE)
+        except RuntimeError:
+            pass
+    if len(_PLANS) >= _MOST:
+        _PLANS.clear()
+    _PLANS[key] = plan
+    return plan
+
+
+def product(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, scaled: tuple[int, int],
+    bias: Tensor | None = None, fast: bool = False, accumulate: bool = False,
+) -> bool:  # fmt: skip
+    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), or out += that. False where cublasLt does not compute it: nothing is
+    written then.
+
+    a, b: fp8 on a GPU. scaled: one of the pairs above, by a_scale and b_scale as cublasLt reads them. bias: of out's
+    dtype. fast: sums are not promoted to fp32 as they grow. accumulate: out is fp32; cublasLt rounds a product that it
+    adds to 16 bits before it adds.
+    """
+    device, at, last = out.device, out.data_ptr(), 0 if bias is None else bias.data_ptr()
+    left, right = a.data_ptr(), b.data_ptr()
+    low = (at | left | right | last) & 255
+    if low & 15 or not (out.is_contiguous() and a.is_contiguous() and b.is_contiguous()):
+        return False
+    if device.index != torch._C._cuda_getDevice():
+        return False
+    types = a.dtype, b.dtype, out.dtype
+    key = (device, a.shape, b.shape, *types, scaled, bias is not None, fast, accumulate, 16 if low else 256)
+    plan = _PLANS.get(key, False)
+    if plan is False:
+        plan = _plan(key)
+    if plan is None:
+        return False
+    size, stream = plan.workspace, torch._C._cuda_getCurrentRawStream(device.index)
+    # Of this call and stream alone, so that streams and CUDA graphs do not meet in it; kept until the call is issued.
+    space = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    workspace = 0 if space is None else space.data_ptr()
+    try:
+        plan.run(left, right, at, a_scale.data_ptr(), b_scale.data_ptr(), last, workspace, stream)
+    except RuntimeError:  # the heuristic may accept what the call refuses
+        _PLANS[key] = None
+        return False
+    return True
