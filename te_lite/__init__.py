@@ -27,6 +27,7 @@ from te_lite.compat.callers import Float8Quantizer as Float8Quantizer
 from te_lite.compat.callers import MXFP8Quantizer as MXFP8Quantizer
 from te_lite.compat.convert import ConversionReport as ConversionReport
 from te_lite.compat.convert import convert_to_float8_training as convert_to_float8_training
+from te_lite.compat.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from te_lite.modules.base import free_caches as free_caches
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP as LayerNormMLP
@@ -42,7 +43,6 @@ from te_lite.quantize.statistics import collect_statistics as collect_statistics
 from te_lite.quantize.tensor import QuantizedTensor as QuantizedTensor
 from te_lite.recipe import check_recipe_support as check_recipe_support
 from te_lite.recipe import required_multiple as required_multiple
-from te_lite.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from te_lite.watch import reduce_sequence_parallel_grads as reduce_sequence_parallel_grads
 
 __version__ = "0.1.0"

@@ -31,7 +31,6 @@ LEVELS = {
     "modules": 6,
     "autocast": 6,
     "checkpoint": 6,
-    "rng": 6,
     "compat": 7,  # above the core, of which nothing imports it
     "": 8,  # te_lite/__init__.py: public names
     "testing": 9,  # these import everything and nothing imports them

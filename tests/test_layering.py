@@ -72,7 +72,7 @@ IMPORT_CASES = [
     ("te_lite.helpers", "import math", "on no level"),
     ("te_lite.ops.cast", "from te_lite import _C, parallel, recipe\nfrom . import source", None),
     ("te_lite.modules.linear", "from te_lite import autocast\nfrom te_lite.functional import linear", None),
-    ("te_lite.autocast", "from te_lite.modules import weights\nfrom te_lite.rng import tracker", None),
+    ("te_lite.autocast", "from te_lite.modules import weights\nfrom te_lite.checkpoint import checkpoint", None),
     ("te_lite", "from te_lite.modules.linear import Linear\nfrom . import recipe", None),
     ("te_lite.testing.bench", "import te_lite as te\nfrom te_lite.compat import alias", None),
 ]
