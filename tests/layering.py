@@ -21,6 +21,7 @@ LEVELS = {
     "recipe_base": 0,
     "parallel": 0,
     "tables": 0,
+    "kept": 0,
     "_C": 1,
     "_requirements": 1,
     "ops": 2,

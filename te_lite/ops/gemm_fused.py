@@ -6,17 +6,18 @@ while others multiply the next.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_lite import _C
+from te_lite import _C, kept
 from te_lite.ops.flags import signed
 from te_lite.ops.gemm import FP8, _check_fp8
 
@@ -76,29 +77,51 @@ def unavailable(device: torch.device) -> str:
     return "fused kernels are compiled at run time: pip install cuda-bindings"
 
 
+_NAMES = ("gemm_fused.cu", "gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_fused.h", "hopper.h")
+
+
 @cache
 def compiled(kind: Kind) -> bytes:
-    """The kernel as a cubin. RuntimeError with the compiler's words."""
+    """The kernel as a cubin, compiled once for these sources, this kind and this compiler, and kept in a file.
+
+    RuntimeError with the compiler's words."""
     from cuda.bindings import nvrtc  # takes long to import
 
-    def checked(result: nvrtc.nvrtcResult, *values: object) -> object:
-        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise RuntimeError(f"compiling gemm_fused.cu: {result.name}")
-        return values[0] if values else None
-
-    names = ["gemm_fused.cu", "gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_fused.h", "hopper.h"]
-    source, *headers = ((SOURCES / name).read_bytes() for name in names)
-    main, *included = (name.encode() for name in names)
-    program = checked(*nvrtc.nvrtcCreateProgram(source, main, len(headers), headers, included))
+    sources = {name: (SOURCES / name).read_bytes() for name in _NAMES}
     options = ["--gpu-architecture=sm_90a", "--std=c++17", *kind.macros]
+    version = _checked(*nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((sources, options, version)).encode()).hexdigest()
+    path = kept.folder() / f"gemm_fused-{key}.cubin"
+    with suppress(OSError):
+        digest, cubin = (content := path.read_bytes())[:32], content[32:]
+        if hashlib.sha256(cubin).digest() == digest:
+            return cubin
+    cubin = _compile(sources, options)
+    kept.write(path, hashlib.sha256(cubin).digest() + cubin)
+    return cubin
+
+
+def _checked(result: Any, *values: Any) -> Any:
+    """What a call of NVRTC gives beside its result."""
+    if result.value:
+        raise RuntimeError(f"compiling gemm_fused.cu: {result.name}")
+    return values if len(values) > 1 else values[0] if values else None
+
+
+def _compile(sources: dict[str, bytes], options: list[str]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    (main, source), *headers = sources.items()
+    names, texts = [name.encode() for name, _ in headers], [text for _, text in headers]
+    program = _checked(*nvrtc.nvrtcCreateProgram(source, main.encode(), len(headers), texts, names))
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * checked(*nvrtc.nvrtcGetProgramLogSize(program))
-        checked(*nvrtc.nvrtcGetProgramLog(program, log))
+    if result.value:
+        log = b" " * _checked(*nvrtc.nvrtcGetProgramLogSize(program))
+        _checked(*nvrtc.nvrtcGetProgramLog(program, log))
         raise RuntimeError(f"compiling gemm_fused.cu: {result.name}\n{log.decode()}")
-    cubin = b" " * checked(*nvrtc.nvrtcGetCUBINSize(program))
-    checked(*nvrtc.nvrtcGetCUBIN(program, cubin))
-    checked(*nvrtc.nvrtcDestroyProgram(program))
+    cubin = b" " * _checked(*nvrtc.nvrtcGetCUBINSize(program))
+    _checked(*nvrtc.nvrtcGetCUBIN(program, cubin))
+    _checked(*nvrtc.nvrtcDestroyProgram(program))
     return cubin
 
 

@@ -1,7 +1,7 @@
 """auto: the way of an exchange with its GEMM that is fastest here, found by timing all of them once, kept in a file.
 
 TE_LITE_AUTO: "measure" (the default on GPUs) or "rule" (the default elsewhere, where times say little): see Overlapped.
-TE_LITE_CACHE: the folder of the file, default ~/.cache/te_lite. Rank 0's file counts for all ranks of a group.
+The file lies in the folder of kept.py. Rank 0's counts for all ranks of a group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from te_lite import kept
 from te_lite.overlap.bootstrap import Exchange
 from te_lite.watch import all_reduce_max
 
@@ -30,7 +30,7 @@ MARGIN = 0.98  # another way than Collective must save 2%, which is about the no
 
 
 def cache_file() -> Path:
-    return Path(os.environ.get("TE_LITE_CACHE") or os.path.expanduser("~/.cache/te_lite")) / "overlap.json"
+    return kept.folder() / "overlap.json"
 
 
 def _load() -> dict[str, Any]:
@@ -113,9 +113,4 @@ class Choices:
     @staticmethod
     def _store(key: str, found: dict[str, float]) -> None:
         """Adds to the file what others may have written since; a file that cannot be written is no error."""
-        path = cache_file()
-        new = path.with_suffix(f".{os.getpid()}-{time.time_ns()}")
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(_load() | {key: found}, indent=1) + "\n")
-            new.replace(path)
+        kept.write(cache_file(), (json.dumps(_load() | {key: found}, indent=1) + "\n").encode())
