@@ -19,12 +19,12 @@ from te_lite.recipe import DelayedScaling, Recipe, as_recipe
 
 class Pass:
     """One forward through the outermost autocast: remembers whether a module has claimed to be its first, and whether
-    it began in the capture of a CUDA graph."""
+    it began in the capture of a CUDA graph. pools: of the thread that opened it; None where no scale takes a step."""
 
     claimed = False
 
-    def __init__(self) -> None:
-        self.captured = capturing()
+    def __init__(self, pools: delayed.Pools | None = None) -> None:
+        self.captured, self.pools = capturing(), pools
 
 
 class State:
@@ -34,7 +34,7 @@ class State:
 
     def __init__(self, enabled: bool, recipe: Recipe, group: Any, one_pass: Pass) -> None:
         self.enabled, self.recipe, self.group, self.one_pass = enabled, recipe, group, one_pass
-        self.key = (recipe, group, enabled)
+        self.key = (recipe, group, enabled, one_pass.pools if recipe.delayed() else None)
 
 
 class Context(NamedTuple):
@@ -55,12 +55,13 @@ class ModelInit(NamedTuple):
 class _Open(threading.local):
     """The autocasts that this thread is in, outermost first.
 
-    inits: the same for quantized_model_init.
+    inits: the same for quantized_model_init. pools: what delayed scaling keeps of this thread's forwards.
     """
 
     def __init__(self) -> None:
         self.stack: list[Context] = []
         self.inits: list[ModelInit | None] = []
+        self.pools = delayed.Pools()
 
 
 _open = _Open()
@@ -106,7 +107,9 @@ class autocast(ContextDecorator):
         state = None
         if self.enabled or self.calibrating:
             passes = (context.state.one_pass for context in reversed(_open.stack) if context.state is not None)
-            state = State(self.enabled, self.recipe, self.group, next(passes, None) or Pass())
+            # A recomputed call, perhaps on autograd's thread, goes on with the pools of its first run.
+            one_pass = next(passes, None) or Pass(replay.recall("pools", lambda: _open.pools))
+            state = State(self.enabled, self.recipe, self.group, one_pass)
         _open.stack.append(Context(state, self.strict))
         return self
 
@@ -117,7 +120,7 @@ class autocast(ContextDecorator):
         # The first run of a reentrant checkpoint has gradients disabled although a backward will follow.
         recomputed = replay.replaying() or replay.in_foreign_recomputation()
         if not recomputed and (torch.is_grad_enabled() or replay.is_open()):
-            delayed.update("forward")
+            state.one_pass.pools.update("forward")
 
 
 def fp8_autocast(

@@ -37,7 +37,7 @@ class ConvertedLinear(Linear, nn.Linear):
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state  # no key in checkpoints
 
     def _state(self) -> State | None:
-        state, ran = current(self._default), self._plan_key
+        state, (ran, _) = current(self._default), self._planned
         if state is self._default and ran is not None and ran[0] != state.key and replay.in_foreign_recomputation():
             raise RuntimeError(
                 f"{self.name or 'linear'} ran under te.autocast and is recomputed outside of it, by another recipe; "

@@ -16,7 +16,7 @@ from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
 from te_lite.overlap.schedule import Activated, Backward, Product
 from te_lite.parallel import TensorParallel
-from te_lite.quantize import delayed
+from te_lite.quantize.delayed import Pools
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.quantize.tensor import QuantizedTensor
@@ -133,7 +133,8 @@ def linear_backward(
 class Call:
     """What a module decided for one call: one plan a linear, its weight parameter, a quantized weight to reuse or None.
 
-    grad: a backward may follow. first: this is the pass's first fp8 module, whose backward closes the pass.
+    grad: a backward may follow. first: this is the pass's first fp8 module, whose backward closes the pass. pools: of
+    a pass under delayed scaling.
     output, grad_input: quantizers of y and dx when the caller takes them quantized.
     """
 
@@ -144,6 +145,7 @@ class Call:
     first: bool = False
     output: Quantizer | None = None
     grad_input: Quantizer | None = None
+    pools: Pools | None = None
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
@@ -193,9 +195,9 @@ def as_output(
 
 
 def close_pass(call: Call) -> None:
-    """After a module's backward: the pass's first module is the last to get here, so all gradients are known."""
-    if call.first:
-        delayed.update("backward")
+    """After a module's backward."""
+    if call.pools is not None:
+        call.pools.close(call.first)
 
 
 def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:

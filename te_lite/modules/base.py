@@ -27,6 +27,8 @@ from te_lite.quantize.params import parameter_operand
 from te_lite.quantize.tensor import QuantizedTensor
 
 Each = tuple[str | None, ...]  # one a linear
+Plans = tuple[LinearPlan, ...]
+UNPLANNED: tuple[Any, Plans] = (None, ())  # (key, plans): one value, which another thread may replace at any time
 
 
 def free_caches(module: nn.Module) -> None:
@@ -73,8 +75,7 @@ class TeLiteModule(nn.Module):
         self._specs: dict[str, ParamSpec] = {}
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
-        self._plans: tuple[LinearPlan, ...] = ()
-        self._plan_key: Any = None
+        self._planned = UNPLANNED
         self._sinks = tuple(self._make_sink() for _ in self.gemm_names)
         self._ran_fp8 = self._caching = self._quantized = False
         self._wgrad_hooks: list[Callable[[], None]] = []
@@ -116,7 +117,7 @@ class TeLiteModule(nn.Module):
                 f"tp_group has {size} ranks but the module was built with tp_size={self.tp_size}; pass a group of "
                 f"{self.tp_size} ranks"
             )
-        self.tp_group, self._plan_key = tp_group, None
+        self.tp_group, self._planned = tp_group, UNPLANNED
 
     # weight gradients
 
@@ -190,43 +191,44 @@ class TeLiteModule(nn.Module):
         if replay.in_foreign_recomputation():
             checks.check_recomputation(self, state, self._ran_fp8)
         key = (None if state is None else state.key, dtype, inp.device, statistics.collecting(), generation(), strict())
-        if self._plan_key != key:
-            self._plans = build_plans(self, state, dtype, weights)
-            self._plan_key = key
+        planned = self._planned
+        if planned[0] != key:
+            planned = self._planned = key, build_plans(self, state, dtype, weights)
             self.clear_caches()
-        if state is not None and state.recipe.delayed() and capturing():
+        plans, delayed = planned[1], state is not None and state.recipe.delayed()
+        if delayed and capturing():
             checks.check_capture(self, state)
             self._scales.fix()
         if residual is not None:
-            checks.check_residual(residual, inp, weights[-1], self._plans)
+            checks.check_residual(residual, inp, weights[-1], plans)
         self._ran_fp8 |= state is not None and state.enabled
         cached: tuple = (None,) * len(weights)
         if self._quantized:
-            together = zip(weights, self._plans, strict=True)
+            together = zip(weights, plans, strict=True)
             cached = tuple(parameter_operand(weight, plan.operands, grad) for weight, plan in together)
         elif first is not None:
             # A recomputed call takes what its first run took, whatever has become of the caches since.
-            cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first, weights))
+            cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first, weights, plans))
         elif self._caching:
             self.clear_caches()
         self._caching = first is not None
-        dx_of, y_of = self._plans[0].operands, self._plans[-1].operands
+        dx_of, y_of = plans[0].operands, plans[-1].operands
         if fp8_output:
             checks.check_offered(self, state, "fp8_output", y_of.output, y_of.fprop.a)
         if fp8_grad:
             checks.check_offered(self, state, "fp8_grad", dx_of.grad_input, dx_of.dgrad.a)
-        claims = state is not None and self._claims_first(state, inp)
+        pools = state.one_pass.pools if delayed and state.enabled else None
+        claims = pools is not None and self._claims_first(state, inp)
         output, grad_input = y_of.output if fp8_output else None, dx_of.grad_input if fp8_grad else None
-        return Call(self._plans, weights, cached, grad, claims, output, grad_input)
+        return Call(plans, weights, cached, grad, claims, output, grad_input, pools)
 
-    def _cached_weights(self, first: bool, weights: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        together = zip(self._caches, weights, self._plans, strict=True)
+    def _cached_weights(self, first: bool, weights: tuple[Tensor, ...], plans: Plans) -> tuple[Any, ...]:
+        together = zip(self._caches, weights, plans, strict=True)
         return tuple(cache.get(first, w, self._weight_version(w), plan.operands) for cache, w, plan in together)
 
     def _claims_first(self, state: State, inp: Tensor) -> bool:
         """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
-        if not (state.enabled and state.recipe.delayed()):
-            return False
+        state.one_pass.pools.expect()
         backward_follows = torch.is_grad_enabled() or replay.is_open()
 
         def claim() -> bool:
@@ -256,15 +258,15 @@ class TeLiteModule(nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state gave, of whatever recipe; it waits there until a recipe needs it."""
         self._scales.load(scale_state.as_tensor(state))
-        self._plan_key = None
+        self._planned = UNPLANNED
 
     def _apply(self, fn: Callable, recurse: bool = True) -> TeLiteModule:
-        self._plan_key = None
+        self._planned = UNPLANNED
         self.clear_caches()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"_plans": (), "_plan_key": None, "_scales": copy.copy(self._scales)}
+        state = self.__dict__ | {"_planned": UNPLANNED, "_scales": copy.copy(self._scales)}
         # Of this process; set_tensor_parallel_group() after loading.
         state.update(tp_group=None, _rng_tracker=None, _wgrad_hooks=[])
         state["_caches"] = tuple(WeightCache() for _ in self.gemm_names)

@@ -50,7 +50,8 @@ def _build_plan(
     reasons = [] if fits else [f"features {shape} are not multiples of {multiple}"]
     group = module.tp_group if state is None or state.group is None else state.group
     calibrating = state is not None and not state.enabled
-    site = Site(index, dtype, tp, partial(module._scales.state, recipe, group, device), group, calibrating)
+    owner = None if state is None else state.one_pass.pools
+    site = Site(index, dtype, tp, partial(module._scales.state, recipe, group, device, owner), group, calibrating)
     layer = module._ub_names[index] or ""
     schedule, alone = schedule_for(tp, module._ub_flags, layer, module.name, device, strict(), str(used))
     operands = operands_for(used, site)

@@ -13,12 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_lite.quantize.delayed import PoolKey, ScaleState
+from te_lite.quantize.delayed import PoolKey, Pools, ScaleState
 from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
 from te_lite.recipe import DelayedScaling
 
 VERSION = 1
 HEADER = 6
+_NAMES = ("history length", "count of forward tensors", "of backward tensors", "forward fp8_max", "backward fp8_max")
+
+
+def _check(name: str, values: Tensor, good: Tensor, rule: str) -> None:
+    """Refuses values that te_lite does not write. good: which of them it may have written."""
+    if not good.all():
+        at = tuple((~good).nonzero()[0].tolist())
+        raise ValueError(
+            f"extra state: {name}{list(at) or ''} is {values[at].item()}, must be {rule}; take another copy of the "
+            "checkpoint, or drop its *_extra_state keys and load with strict=False to start with fresh scales"
+        )
 
 
 def as_tensor(state: Any) -> Tensor:
@@ -31,10 +42,14 @@ def as_tensor(state: Any) -> Tensor:
             "Engine's pickled state is not read); drop the *_extra_state keys and load with strict=False to start with "
             "fresh scales"
         )
-    if state.numel() and (int(state[0]) != VERSION or state.numel() < HEADER):
+    if state.numel() and (state.numel() < HEADER or float(state[0]) != VERSION):
         raise ValueError(
-            f"extra state has version {float(state[0])}: this te_lite reads version {VERSION}; update te_lite"
+            f"extra state of {state.numel()} numbers has version {float(state[0])}: this te_lite reads version "
+            f"{VERSION}, of at least {HEADER} numbers; update te_lite"
         )
+    for name, value in zip(_NAMES, state[1:HEADER], strict=False):
+        whole = (value == value.floor()) | ("fp8_max" in name)
+        _check(name, value, (value > 0) & value.isfinite() & whole, "positive and finite, a count a whole number")
     return state
 
 
@@ -47,26 +62,27 @@ class ScaleStates:
         self._loaded = torch.empty(0)
 
     def state(
-        self, recipe: DelayedScaling, group: dist.ProcessGroup | None, device: torch.device, direction: str
-    ) -> ScaleState:
-        """The live state, remade when the recipe's numbers or the group changed."""
+        self, recipe: DelayedScaling, group: dist.ProcessGroup | None, device: torch.device, owner: Pools,
+        direction: str,
+    ) -> ScaleState:  # fmt: skip
+        """The live state, remade when the recipe's numbers or the group changed, or the thread that runs the module."""
         formats = recipe.fp8_format.value
         fp8_max = (formats.max_fwd if direction == "forward" else formats.max_bwd) * 2.0**-recipe.margin
         if not (recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1):
             group = None
-        key = PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device)
+        key = PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device, owner)
         state = self._live.get(direction)
         if state is None or state.key != key:
             if state is not None and state.pool.fixed:
                 raise RuntimeError(
-                    "a CUDA graph uses this module's scales, or others beside them, so that another recipe, group or "
-                    "device cannot replace them; call copy.deepcopy(module) in its place, whose scales are its own"
+                    "a CUDA graph uses this module's scales or those beside them, so that another thread, another "
+                    "recipe, group or device cannot replace them; call copy.deepcopy(module), whose scales are its own"
                 )
             made = ScaleState(key, self.sizes[direction], like=state)
             if state is None and self._loaded.numel():
                 made.load(*self._parse(self._loaded, direction))
-            self._live[direction] = made
-        return self._live[direction]
+            state = self._live[direction] = made
+        return state
 
     def dump(self) -> Tensor:
         if len(self._live) < len(self.sizes):
@@ -98,11 +114,16 @@ class ScaleStates:
         index = list(self.sizes).index(direction)
         parts = tensor[HEADER:].split([n for size in sizes for n in (length * size, size)])
         history, scale = parts[2 * index : 2 * index + 2]
-        return history.view(length, sizes[index]), scale, tensor[HEADER - 2 + index].item()
+        history = history.view(length, sizes[index])
+        now, past = history[0], history[1:]
+        _check(f"{direction} amax of this step", now, now >= 0, "at least 0")  # inf where a value was inf or nan
+        _check(f"{direction} amax of an earlier step", past, (past >= 0) & past.isfinite(), "finite and at least 0")
+        _check(f"{direction} scale", scale, (scale > 0) & scale.isfinite(), "finite and positive")
+        return history, scale, tensor[HEADER - 2 + index].item()
 
     def fix(self) -> None:
         """Before a CUDA graph captures a call."""
-        for state in self._live.values():
+        for state in list(self._live.values()):
             state.fix()
 
     def __getstate__(self) -> dict[str, Any]:

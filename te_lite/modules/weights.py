@@ -172,20 +172,20 @@ class WeightCache:
         self.clear()
 
     def clear(self) -> None:
-        self._q: QTensor | None = None
-        self._key: tuple | None = None
+        self._kept: tuple[tuple | None, QTensor | None] = None, None  # (key, weight), which other threads replace
 
     def get(self, first: bool, weight: Tensor, version: int, operands: GemmOperands) -> QTensor:
         """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts, each as
         its GEMM takes it (where fprop and dgrad differ in format too, by row alone)."""
         quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b
         key = (version, weight.data_ptr(), quantizer, for_dgrad, torch.is_inference_mode_enabled())
-        if first or self._key != key:
+        kept, q = self._kept
+        if first or kept != key:
             with nvtx_range("te_lite.quantize"):
                 source = plain(weight.detach())
-                self._q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)
+                q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)
                 if for_dgrad is not quantizer and for_dgrad.format == quantizer.format:
                     col, _ = for_dgrad.quantize(source, row=False, col=True)
-                    self._q.col, self._q.col_scale = col.col, col.col_scale
-            self._key = key
-        return self._q
+                    q.col, q.col_scale = col.col, col.col_scale
+            self._kept = key, q
+        return q

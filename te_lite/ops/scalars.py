@@ -21,9 +21,11 @@ def new_scalar(like: Tensor) -> Tensor:
         return like.new_empty((1,), dtype=torch.float32)
     device = like.device
     key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-    block = _blocks.get(key)
-    if not block:
+    try:
+        return _blocks[key].pop()  # one step: threads share streams
+    except (KeyError, IndexError):
         rows = like.new_empty((_PER_BLOCK, 4), dtype=torch.float32)[:, :1].unbind(0)
         # .data: each has a version counter of its own, or a write to one would look like a write to all.
-        block = _blocks[key] = [row.data for row in rows]
-    return block.pop()
+        first, *block = [row.data for row in rows]
+        _blocks[key] = block
+        return first

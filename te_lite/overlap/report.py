@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from typing import Any
@@ -10,6 +11,7 @@ from te_lite.overlap.schedule import Note, Schedule
 from te_lite.tables import aligned
 
 _rows: weakref.WeakKeyDictionary[Any, dict[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # of _rows: a thread may build plans while another reports
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 COLUMNS = ("module", "gemm", "schedule", "recipe", "operands", "shape", "sent", "reason")
@@ -21,11 +23,13 @@ def record(module: Any, linear: str, formats: tuple[str, ...], **shared: Any) ->
     linear: "" for a module that is one linear, "fc1" or "fc2"; a GEMM is then called "fprop" or "fc1_fprop" and so on.
     shared: columns that its GEMMs have in common: schedule (a Schedule), recipe, shape (K, N), reason.
     """
-    rows = _rows.setdefault(module, {})
+    made = {}
     for gemm, operands in zip(GEMMS, formats, strict=True):
         name = f"{linear}_{gemm}" if linear else gemm
         owner = getattr(module, "name", None) or type(module).__name__
-        rows[name] = dict.fromkeys(COLUMNS) | {"module": owner, "gemm": name, "operands": operands, **shared}
+        made[name] = dict.fromkeys(COLUMNS) | {"module": owner, "gemm": name, "operands": operands, **shared}
+    with _lock:
+        _rows.setdefault(module, {}).update(made)
 
 
 def _told(row: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +54,9 @@ def overlap_report() -> list[dict[str, Any]]:
     exchange beside it); recipe and the number formats of the two operands; shape: (M, K, N) of the forward GEMM on this
     rank; sent: bytes that this rank sent to others; reason: where something is not as asked, why.
     """
-    return [_told(row) for rows in _rows.values() for row in rows.values()]
+    with _lock:
+        rows = [row for rows in _rows.values() for row in rows.values()]
+    return [_told(row) for row in rows]
 
 
 def format_report(rows: list[dict[str, Any]]) -> str:

@@ -4,6 +4,9 @@ A ScaleState belongs to one module and direction; states that are updated togeth
 lie side by side in a Pool, so that an update is one all-reduce and one kernel for all modules. An update replaces the
 pool's scale tensor and never writes to the old one: a scale taken by a forward stays what it was.
 
+Pools belong to the thread that runs the forwards, so that no thread takes a step of what another is recording. Backward
+may run on any thread: it steps the pools that its pass was opened with.
+
 A CUDA graph reads scales and writes histories where they lay when it was captured. From then on their pool is fixed,
 for good: it takes no more states, an update writes to the scales where they are, each use takes a copy of its scale.
 """
@@ -11,14 +14,16 @@ for good: it takes no more states, an update writes to the scales where they are
 from __future__ import annotations
 
 import atexit
+import threading
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_lite.ops.delayed import delayed_update
+from te_lite.ops.delayed import FP32_MAX, delayed_update
 from te_lite.ops.registry import capturing
 from te_lite.quantize import replay
 from te_lite.watch import all_reduce_max
@@ -33,6 +38,7 @@ class PoolKey(NamedTuple):
     algorithm: str
     group: dist.ProcessGroup | None  # None: no reduction
     device: torch.device
+    owner: Pools
 
 
 class ScaleState:
@@ -52,12 +58,16 @@ class ScaleState:
         self._amax: list[Tensor] | None = None
         self.join()
         if like is not None:
-            self.load(like.history, like.scale, like.key.fp8_max)
+            with like.key.owner.lock:  # its thread may be at an update that moves it
+                self.load(like.history, like.scale, like.key.fp8_max)
 
     def join(self) -> None:
         """The pool for states like this one, which takes it up at the next update."""
-        self.pool = next((pool for pool in _pools if pool.key == self.key and not pool.fixed), None) or Pool(self.key)
-        self.pool.members.append(weakref.ref(self))
+        owner = self.key.owner
+        with owner.lock:
+            free = (pool for pool in owner.pools if pool.key == self.key and not pool.fixed)
+            self.pool = next(free, None) or Pool(self.key)
+            self.pool.members.append(weakref.ref(self))
 
     def fix(self) -> None:
         """Before a CUDA graph captures a use."""
@@ -99,7 +109,8 @@ class ScaleState:
             self.history[-rows:].copy_(history[-rows:])
         self._scale = torch.empty_like(self._scale).copy_(scale)
         if fp8_max != self.key.fp8_max:  # another format or margin; a scale that was never set stays 1
-            self._scale = torch.where(self._scale == 1, 1.0, self._scale * (self.key.fp8_max / fp8_max))
+            changed = (self._scale * (self.key.fp8_max / fp8_max)).clamp(torch.finfo(torch.float32).tiny, FP32_MAX)
+            self._scale = torch.where(self._scale == 1, 1.0, changed)
         if self.pool.fixed:
             self.scale.copy_(self._scale)
         elif self.offset is not None:
@@ -121,11 +132,13 @@ class Pool:
         self.touched = False  # a member was used since the last update
         self.fixed = False
         self.members: list[weakref.ref[ScaleState]] = []
-        _pools.append(self)
+        self._stepping = threading.Lock()  # two threads may run backwards of one thread's forwards
+        key.owner.pools.append(self)
 
     def fix(self) -> None:
         """From now on all tensors stay where they are; members that lie elsewhere yet go to another pool."""
         self.fixed = True
+        _fixed.add(self)
         for state in self._states():
             if state.offset is None:
                 state.join()
@@ -151,37 +164,76 @@ class Pool:
     def _set(self, scale: Tensor) -> None:
         self.scale, self.scales = scale, scale.unbind(0)  # one unbind is cheaper than a view a use
 
-    def update(self) -> bool:
+    def update(self) -> None:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
-        if not (self.fixed or self._merge()):
-            return False
-        self.touched = False
-        if self.key.group is not None:
-            all_reduce_max(f"amaxes of {self.key.direction} for delayed scaling", self._history[0], self.key.group)
-        scale = self.scale if self.fixed else torch.empty_like(self.scale)
-        delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
-        self._set(scale)
-        return True
+        owner = self.key.owner
+        with self._stepping:  # and not under the owner's lock, for ranks wait for each other below
+            with owner.lock:
+                if not (self.fixed or self._merge()):
+                    owner.pools = [pool for pool in owner.pools if pool is not self]
+                    return
+            self.touched = False
+            if self.key.group is not None:
+                what = f"amaxes of {self.key.direction} for delayed scaling"
+                all_reduce_max(what, self._history[0], self.key.group)
+            scale = self.scale if self.fixed else torch.empty_like(self.scale)
+            delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
+            self._set(scale)
 
 
-_pools: list[Pool] = []
+class Pools:
+    """The pools of the modules that one thread runs forward, and when they take a step of their backward scales."""
+
+    def __init__(self) -> None:
+        self.pools: list[Pool] = []
+        self.lock = threading.RLock()  # of the list, and of what lies in which pool
+        self._pending = False  # a module ran backward and its pass' first one did not, since the last step
+        self._end: Callable[[], Any] = lambda: None  # a weak reference: the engine drops what it queued, on errors
+        _owners.add(self)
+
+    def update(self, direction: str) -> None:
+        """Updates the pools of `direction` that were used since their last update, in the order in which they were
+        made; in a capture, of these only the fixed ones.
+
+        A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
+        """
+        captured = capturing()
+        for pool in [p for p in self.pools if p.key.direction == direction and p.touched and (p.fixed or not captured)]:
+            pool.update()
+
+    def close(self, first: bool) -> None:
+        """After a module's backward. first: of its pass, which is the last to get here, so that all gradients are known
+        and the step is taken; where it gets no backward, the end of backward() takes it."""
+        self._pending = not first
+        if first:
+            self.update("backward")
+        else:
+            self.expect()
+
+    def expect(self) -> None:
+        """In a backward: its end takes the step that may be pending then. In checkpoints' backwards inside of it the
+        engine would call too early, so what is recomputed, which comes before them, expects it already."""
+        if torch._C._current_graph_task_id() == -1 or self._end() is not None:
+            return
+
+        def end() -> None:
+            pending, self._pending, self._end = self._pending, False, lambda: None
+            if pending:
+                self.update("backward")
+
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
-def update(direction: str) -> None:
-    """Updates the pools of `direction` that were used since their last update, in the order in which they were made; in
-    a capture, of these only the fixed ones.
-
-    A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
-    """
-    captured = capturing()
-    for pool in [p for p in _pools if p.key.direction == direction and p.touched and (p.fixed or not captured)]:
-        if not pool.update():
-            _pools.remove(pool)
+_owners: weakref.WeakSet[Pools] = weakref.WeakSet()
+_fixed: set[Pool] = set()  # graphs replay on when thread and modules are gone
 
 
 def reset() -> None:
     """Forgets all pools; states that still live keep their numbers and are not updated any more."""
-    _pools.clear()
+    for owner in list(_owners):
+        owner.pools = []
+    _fixed.clear()
 
 
 atexit.register(reset)  # a pool's key holds a process group, which must not outlive torch.distributed

@@ -6,6 +6,7 @@ device only when somebody asks for the numbers.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from te_lite.tables import aligned
 _ROUNDING = 1 + 2.0**-20
 
 Key = tuple[str, str, str]  # layer, operand, format
+_noting = threading.Lock()  # threads may run modules of one name, or one module
 
 
 class Sums:
@@ -48,9 +50,10 @@ class Sums:
         size, scale, used = v.abs(), largest / limit, v != 0  # the scale of a block of zeros says nothing
         extremes = torch.stack([size.amax(), scale.where(used, 0).amax(), -scale.where(used, torch.inf).amin()])
         counts = torch.stack([(used & (exact.dequantize() == 0)).sum(), (size > limit * _ROUNDING).sum()])
-        self._extremes = extremes if not self.calls else torch.maximum(self._extremes, extremes)
-        self._counts = counts if not self.calls else self._counts + counts
-        self.calls, self.elements = self.calls + 1, self.elements + v.numel()
+        with _noting:
+            self._extremes = extremes if not self.calls else torch.maximum(self._extremes, extremes)
+            self._counts = counts if not self.calls else self._counts + counts
+            self.calls, self.elements = self.calls + 1, self.elements + v.numel()
 
     def read(self) -> dict[str, float]:
         """The numbers of Statistics.rows()."""
@@ -111,7 +114,9 @@ class Statistics:
 
         One wrapper for each quantizer of a tensor: callers compare quantizers with `is`.
         """
-        layer, prefix, made = self._name(module), f"{linear}." if linear else "", {}
+        with _noting:
+            layer = self._name(module)
+        prefix, made = f"{linear}." if linear else "", {}
 
         def of(tensor: str, quantizer: Quantizer | None) -> Quantizer | None:
             if quantizer is None or not quantizer.format.label:
@@ -133,7 +138,7 @@ class Statistics:
         """One dict an operand: layer, operand ("x", "fc1.dy", "x_col" where columns have scales of their own), format,
         calls, amax, scale_min, scale_max (v * scale is what is rounded; of blocks that are not zero), underflow
         (fraction of elements that are not zero and became zero), saturated (fraction beyond the largest value)."""
-        used = {key: sums for key, sums in self._sums.items() if sums.calls}
+        used = {key: sums for key, sums in self._sums.copy().items() if sums.calls}
         return [{"layer": key[0], "operand": key[1], "format": key[2], **sums.read()} for key, sums in used.items()]
 
     def log_line(self) -> str:

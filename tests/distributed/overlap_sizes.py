@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import te_lite as te
 from te_lite.functional import norm
+from te_lite.modules.base import UNPLANNED
 from te_lite.overlap import ring
 from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.group import Group
@@ -83,10 +84,10 @@ def over_capacity(device) -> None:
     refuses(RuntimeError, "give it the largest [tokens, hidden]", lambda: pair.module(wide))
     check_pass(pair, 3, 8)
     # Refused in a backward alone, before anything has begun: the group goes on.
-    pair.module._ub_flags["ub_overlap_rs"], pair.module._plan_key = False, None
+    pair.module._ub_flags["ub_overlap_rs"], pair.module._planned = False, UNPLANNED
     out = pair.module(wide)
     refuses(RuntimeError, "dgrad: overlap by 'ring_exchange' was asked for", lambda: out.sum().backward())
-    pair.module._ub_flags["ub_overlap_rs"], pair.module._plan_key = True, None
+    pair.module._ub_flags["ub_overlap_rs"], pair.module._planned = True, UNPLANNED
     pair.module.zero_grad(set_to_none=True)
     check_pass(pair, 4, 8)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import te_lite as te
 from te_lite.ops.source import Source
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.delayed import PoolKey, ScaleState
+from te_lite.quantize.delayed import PoolKey, Pools, ScaleState
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer, Site, operands_for
 from te_lite.testing.distributed import device_params
@@ -120,7 +120,7 @@ def make_operands(case: Case, dtype: torch.dtype, device: str):
 
     def state(direction: str) -> ScaleState:
         n, largest = (3, 448.0) if direction == "forward" else (2, 57344.0)
-        made = ScaleState(PoolKey(direction, 16, largest, "max", None, torch.device(device)), n)
+        made = ScaleState(PoolKey(direction, 16, largest, "max", None, torch.device(device), Pools()), n)
         made.load(torch.zeros(16, n), torch.tensor([3.7, 16.0, 1.0][:n]), largest)
         return made
 

@@ -114,7 +114,7 @@ def test_one_wrapper_for_each_quantizer(recipe):
     """A linear asks by identity whether two GEMMs read the same quantized tensor."""
 
     def same(module):
-        p, d, w = (getattr(module._plans[0].operands, gemm) for gemm in ("fprop", "dgrad", "wgrad"))
+        p, d, w = (getattr(module._planned[1][0].operands, gemm) for gemm in ("fprop", "dgrad", "wgrad"))
         return p.a is w.b, p.b is d.b, d.a is w.a
 
     module = make("Linear", "cpu")
@@ -124,10 +124,10 @@ def test_one_wrapper_for_each_quantizer(recipe):
     with te.collect_statistics():
         step(module, x, dy, recipe)
         assert same(module) == expected
-        watched = module._plans
+        watched = module._planned
     step(module, x, dy, recipe)
-    assert module._plans is not watched
-    assert not isinstance(module._plans[0].operands.fprop.a, statistics.Watched)
+    assert module._planned is not watched
+    assert not isinstance(module._planned[1][0].operands.fprop.a, statistics.Watched)
 
 
 @pytest.mark.parametrize("device", rank_device_params(2))
