@@ -6,6 +6,7 @@ device only when somebody asks for the numbers.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -32,9 +33,13 @@ _noting = threading.Lock()  # threads may run modules of one name, or one module
 
 
 class Sums:
-    """One operand in one layout: extremes and counts over all calls, as tensors on its device."""
+    """One operand in one layout: extremes and counts over all calls, as tensors on its device.
 
-    def __init__(self) -> None:
+    delayed: its scale comes from earlier steps, and is 1 before the first of them.
+    """
+
+    def __init__(self, delayed: bool = False) -> None:
+        self.delayed = delayed
         self.calls = self.elements = 0
         self._extremes = self._counts = None
 
@@ -55,11 +60,16 @@ class Sums:
             self._counts = counts if not self.calls else self._counts + counts
             self.calls, self.elements = self.calls + 1, self.elements + v.numel()
 
-    def read(self) -> dict[str, float]:
-        """The numbers of Statistics.rows()."""
+    def read(self) -> dict[str, Any]:
+        """The numbers and the note of Statistics.rows()."""
         (amax, scale_max, scale_min), counts = self._extremes.tolist(), self._counts.tolist()
+        # A scale_max of 0: all values were zero, so that nothing was scaled.
+        found = {"amax": amax, "scale_min": -scale_min, "scale_max": scale_max or math.inf}
+        found |= {name: None for name, value in found.items() if not math.isfinite(value)}
         lost = {name: n / self.elements for name, n in zip(("underflow", "saturated"), counts, strict=True)}
-        return {"calls": self.calls, "amax": amax, "scale_min": -scale_min, "scale_max": scale_max, **lost}
+        odd = "all zero" if amax == 0 else "" if math.isfinite(amax) else f"amax {amax}"
+        note = odd or "initial scale 1" * (self.delayed and scale_max == -scale_min == 1)
+        return {"calls": self.calls, **found, **lost, "note": note}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,8 @@ class Statistics:
             if quantizer is None or not quantizer.format.label:
                 return quantizer
             key = (layer, prefix + tensor, quantizer.format.label)
-            self._sums.setdefault(key, Sums())  # rows come in the order of the table, whatever runs first
+            # Rows come in the order of the table, whatever runs first.
+            self._sums.setdefault(key, Sums(delayed=getattr(quantizer, "state", None) is not None))
             if (tensor, id(quantizer)) not in made:
                 carried = {item.name: getattr(quantizer, item.name) for item in fields(Quantizer)}
                 made[tensor, id(quantizer)] = Watched(**carried, inner=quantizer, all_sums=self._sums, key=key)
@@ -137,7 +148,11 @@ class Statistics:
     def rows(self) -> list[dict[str, Any]]:
         """One dict an operand: layer, operand ("x", "fc1.dy", "x_col" where columns have scales of their own), format,
         calls, amax, scale_min, scale_max (v * scale is what is rounded; of blocks that are not zero), underflow
-        (fraction of elements that are not zero and became zero), saturated (fraction beyond the largest value)."""
+        (fraction of elements that are not zero and became zero), saturated (fraction beyond the largest value), note.
+
+        Numbers are finite; amax and scales that are not, or that nothing had, are None. note, where there is one:
+        "initial scale 1" (each call was scaled by the 1 with which delayed scaling begins), "all zero", "amax inf" or
+        "amax nan"."""
         used = {key: sums for key, sums in self._sums.copy().items() if sums.calls}
         return [{"layer": key[0], "operand": key[1], "format": key[2], **sums.read()} for key, sums in used.items()]
 
@@ -147,18 +162,21 @@ class Statistics:
         line = f"{len(rows)} quantized operands"
         for key in ("underflow", "saturated") if rows else ():
             worst = max(rows, key=lambda row: row[key])
-            line += f", {key} at most {worst[key]:.2%} ({worst['layer']} {worst['operand']})"
+            where = ", ".join(filter(None, (f"{worst['layer']} {worst['operand']}", worst["note"])))
+            line += f", {key} at most {worst[key]:.2%} ({where})"
         return line
 
     def __str__(self) -> str:
-        head = ("layer", "operand", "format", "calls", "amax", "scale_min", "scale_max", "underflow", "saturated")
-        formats = ("", "", "", "", ".4g", ".4g", ".4g", ".3%", ".3%")
-        rows = ([format(row[key], spec) for key, spec in zip(head, formats, strict=True)] for row in self.rows())
-        return aligned([head, *rows])
+        specs = {"layer": "", "operand": "", "format": "", "calls": "", "amax": ".4g", "scale_min": ".4g"}
+        specs |= {"scale_max": ".4g", "underflow": ".3%", "saturated": ".3%", "note": ""}
+        cells = ([(row[key], spec) for key, spec in specs.items()] for row in self.rows())
+        return aligned([[*specs], *(["-" if v is None else format(v, spec) for v, spec in row] for row in cells)])
 
     def plot(self, path: str | Path) -> None:
         """amax, underflow and saturation over the layers, one line an operand, written to `path` (.png, .pdf, .svg).
 
+        An operand of one layer is a point, and so is its entry in the legend. Columns with scales of their own (x_col)
+        are circles in the colour of the rows. amax has no point where it is zero or not finite.
         Raises RuntimeError where matplotlib is not installed.
         """
         try:
@@ -170,16 +188,20 @@ class Statistics:
             ) from error
         rows = self.rows()
         layers = list(dict.fromkeys(row["layer"] for row in rows))
+        tensors = sorted({(row["operand"].removesuffix("_col"), row["format"]) for row in rows})
         figure = Figure(figsize=(max(6.0, 0.3 * len(layers)), 9.0), layout="constrained")
         for axes, key in zip(figure.subplots(3, sharex=True), ("amax", "underflow", "saturated"), strict=True):
-            for line in dict.fromkeys((row["operand"], row["format"]) for row in rows):
+            for line in sorted({(row["operand"], row["format"]) for row in rows}):
                 points = [row for row in rows if (row["operand"], row["format"]) == line]
                 at = [layers.index(row["layer"]) for row in points]
-                axes.plot(at, [row[key] for row in points], marker=".", label=" ".join(line))
-            axes.set_ylabel(key)
+                i, col = tensors.index((line[0].removesuffix("_col"), line[1])), line[0].endswith("_col")
+                style = ("-", "--", ":", "-.")[i // 10 % 4] if len(points) > 1 else ""
+                look = {"fillstyle": "none" if col else "full", "label": " ".join(line), "clip_on": False}
+                axes.plot(at, [row[key] for row in points], f"C{i % 10}{'.o'[col]}{style}", **look)
+            axes.set(ylabel=key, **({} if key == "amax" else {"ylim": (0, None)}))
         axes.set_xticks(range(len(layers)), layers, rotation=90)
-        figure.axes[0].set_yscale("log")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+        figure.axes[0].set_yscale("log", nonpositive="mask")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", ncols=1 + len(tensors) // 30)
         figure.savefig(path)
 
 

@@ -1,5 +1,6 @@
 """collect_statistics: the numbers against counts made here, and that collecting changes nothing."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -258,11 +259,18 @@ def test_nothing_nan_and_zeros():
         step(module, torch.zeros_like(x), dy, "current")
     row = by_operand(stats)["x"]
     assert (row["amax"], row["underflow"], row["saturated"]) == (0, 0, 0)
-    bad = x.clone()
-    bad[3, 5] = torch.inf
-    with te.collect_statistics() as stats:
-        step(module, bad, dy, "current")
-    assert by_operand(stats)["x"]["amax"] == torch.inf and by_operand(stats)["x"]["saturated"] > 0
+    assert (row["scale_min"], row["scale_max"], row["note"]) == (None, None, "all zero")
+    assert str(stats).splitlines()[1].split()[4:] == ["0", "-", "-", "0.000%", "0.000%", "all", "zero"]
+    for value in (torch.inf, torch.nan):
+        bad = x.clone()
+        bad[3, 5] = value
+        with te.collect_statistics() as stats:
+            step(module, bad, dy, "current")
+        row = by_operand(stats)["x"]
+        assert (row["amax"], row["note"]) == (None, f"amax {value}") and f"amax {value}" in str(stats)
+        assert row["saturated"] > 0 or value != torch.inf
+        json.dumps(stats.rows(), allow_nan=False)  # loggers refuse inf and nan
+        assert "note" in str(stats)
 
 
 @pytest.mark.gpu
