@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ Filter = Callable[[nn.Module, str], bool]
 # Recipe -> tokens of a step -> in_features * out_features from which on every measured layer gained, in device time and
 # in wall time of forward and backward against torch's bf16 nn.Linear; the four came out alike. benchmarks/layer_gain.py
 # measures and prints this; its rows are in benchmarks/results/layer_gain.json. A recipe that gained nowhere (mxfp8) is
-# not here: it is taken for its numbers, so no layer is too small.
+# not here: it is taken for its numbers, so no layer is too small. It is one machine's: minimum_size comes before it.
 _GAINS = {512: math.inf, 2048: 58720256, 8192: 11534336}
 MINIMUM: dict[str, dict[int, float]] = dict.fromkeys(("current", "rowwise", "rowwise_with_gw_hp", "blockwise"), _GAINS)
 
@@ -62,49 +64,121 @@ class Layer(NamedTuple):
     reason: str
 
 
+def _rule(minimum: float, tokens: int | None) -> str:
+    """Which sizes are converted, in words."""
+    if tokens is None:
+        return f"layers from in * out = {minimum} on" if minimum else "layers of any size"
+    gain = "no layer is known to gain" if minimum == math.inf else f"layers gain from in * out = {minimum} on"
+    return f"at {tokens} tokens {gain}"
+
+
+_ANY_SIZE = "pass minimum_size=0 to convert all"
+
+
 class ConversionReport(NamedTuple):
-    """What convert_to_float8_training did to `module`; str() is a table."""
+    """What convert_to_float8_training did to `module`; str() is a table, repr() its head.
+
+    minimum_size: in_features * out_features from which on layers were converted, inf where none was large enough.
+    tokens: of a step, for which that was looked up; None where it was not.
+    """
 
     module: nn.Module
     recipe: Recipe
     converted: tuple[Layer, ...]
     skipped: tuple[Layer, ...]
+    minimum_size: float
+    tokens: int | None
+
+    def _head(self) -> tuple[str, str]:
+        """How many layers were converted, and by which rule about sizes."""
+        converted = f"{len(self.converted)} of {len(self.converted) + len(self.skipped)} linears converted"
+        source = "" if self.tokens is None else f" (measured on one H200 by GPU and wall time; {_ANY_SIZE})"
+        return f"{converted} to {self.recipe.name}", f"{_rule(self.minimum_size, self.tokens)}{source}"
+
+    def __repr__(self) -> str:
+        return f"<ConversionReport: {'; '.join(self._head())}>"
 
     def __str__(self) -> str:
         layers = (*self.converted, *self.skipped)
         rows = [(name or "(root)", str(k), str(n), reason or "converted") for name, k, n, reason in layers]
-        table = aligned([("layer", "in", "out", ""), *rows])
-        return f"{len(self.converted)} of {len(layers)} linears converted to {self.recipe.name}\n{table}"
+        return "\n".join((*self._head(), aligned([("layer", "in", "out", ""), *rows])))
 
 
-def _too_small(recipe: Recipe, size: int, tokens: int) -> str:
-    """Why MINIMUM says no; empty where it does not."""
-    table = MINIMUM.get(recipe.name, {0: 0})
-    smallest = table.get(max((row for row in table if row <= tokens), default=-1), math.inf)
-    if size >= smallest:
-        return ""
-    gains = "no layer is known to gain" if smallest == math.inf else f"layers gain from in * out = {smallest} on"
-    return f"in * out = {size}, and at {tokens} tokens {gains}"
+class _Stays(NamedTuple):
+    """Why a layer stays as it is. kind, remedy: for a warning about many layers; reason: of this layer, else the kind.
+
+    chosen: the caller's wish, no failure of the conversion.
+    """
+
+    kind: str
+    remedy: str = ""
+    reason: str = ""
+    chosen: bool = False
 
 
-def _why_not(linear: nn.Linear, name: str, keep: Filter | None, recipe: Recipe, tokens: int | None) -> str:
-    """Why a layer must stay as it is; empty when it is to be converted."""
+def _minimum_size(
+    given: int | Literal["measured"] | None, recipe: Recipe, tokens: int | None
+) -> tuple[float, int | None]:
+    """minimum_size and tokens of the report."""
+    if given != "measured" or tokens is None or recipe.name not in MINIMUM:
+        return (given if type(given) is int else 0), None
+    table = MINIMUM[recipe.name]
+    return table.get(max((row for row in table if row <= tokens), default=-1), math.inf), tokens
+
+
+def _why_not(
+    linear: nn.Linear, name: str, keep: Filter | None, recipe: Recipe, minimum: float, tokens: int | None
+) -> _Stays | None:
+    """Why a layer must stay as it is; None when it is to be converted."""
     weight, shape = linear._parameters.get("weight"), (linear.out_features, linear.in_features)
-    if isinstance(linear, ConvertedLinear):
-        return "converted before"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear, whose weight may be used in other ways"
-    if "forward" in vars(linear):
-        return "its forward was replaced on the instance"
-    if linear._parameters.keys() != {"weight", "bias"} or type(weight) is not nn.Parameter or weight.shape != shape:
-        return f"its weight is not a plain parameter of shape {shape}"
-    if weight.dtype not in DTYPES:
-        return f"{weight.dtype} is not bfloat16, float16 or float32"
+    size, multiple = math.prod(shape), recipe.feature_multiple
     if keep is not None and not keep(linear, name):
-        return "module_filter_fn"
-    if any(size < 1 or size % recipe.feature_multiple for size in shape):
-        return f"features must be multiples of {recipe.feature_multiple}"
-    return "" if tokens is None else _too_small(recipe, math.prod(shape), tokens)
+        return _Stays("module_filter_fn", chosen=True)
+    if isinstance(linear, ConvertedLinear):
+        if linear._default.recipe == recipe:
+            return _Stays("converted before", chosen=True)
+        return _Stays(
+            f"converted before, to {linear._default.recipe}", "that recipe stays; te.autocast(recipe=...) runs another"
+        )
+    if isinstance(getattr(weight, "placements", None), tuple):  # before the class: fully_shard changes that too
+        remedy = "convert before fully_shard or another parallelism that makes DTensors"
+        return _Stays("its weight is sharded", remedy, f"its weight is a DTensor, not a plain parameter; {remedy}")
+    if type(linear) is not nn.Linear:
+        kind = f"{type(linear).__name__} is a subclass of nn.Linear, whose weight may be used in other ways"
+        return _Stays(kind, "put an nn.Linear in its place")
+    if "forward" in vars(linear):
+        return _Stays("its forward was replaced on the instance", "convert first, then replace it")
+    if linear._parameters.keys() != {"weight", "bias"} or type(weight) is not nn.Parameter or weight.shape != shape:
+        kind = "its weight is not a plain parameter"
+        remedy = "convert before FSDP, weight_norm or pruning puts something else there"
+        return _Stays(kind, remedy, f"{kind} of shape {shape}; {remedy}")
+    if weight.dtype not in DTYPES:
+        return _Stays(f"{weight.dtype} is not bfloat16, float16 or float32", "cast the model first")
+    if any(features < 1 or features % multiple for features in shape):
+        return _Stays(f"features must be multiples of {multiple}", "pad them")
+    if size < minimum:
+        rule = _rule(minimum, tokens)
+        return _Stays(f"too small, {rule}", _ANY_SIZE, f"in * out = {size}, and {rule}")
+    return None
+
+
+def _warn(report: ConversionReport, stays: list[_Stays]) -> None:
+    """One warning where fewer than half of the linears that the caller wanted were converted, or there is none at all.
+
+    What an earlier call converted to another recipe counts only where this call converts nothing.
+    """
+    head = f"convert_to_float8_training({type(report.module).__name__})"
+    if not (report.converted or report.skipped):
+        text = f"{head} found no nn.Linear: other layers stay as they are, te_lite's run under te.autocast"
+        warnings.warn(text, stacklevel=3)
+    done = len(report.converted)
+    left = [stay for stay in stays if not stay.chosen and not (done and stay.kind.startswith("converted before"))]
+    if len(left) <= done:
+        return
+    groups = Counter((stay.kind, stay.remedy) for stay in left).most_common()
+    reasons = "; ".join(f"{count} x {kind} ({remedy})" for (kind, remedy), count in groups)
+    text = f"{head} converted {done} of {done + len(left)} linears to {report.recipe.name}: {reasons}"
+    warnings.warn(f"{text}; the report names them", stacklevel=3)
 
 
 def _convert(linear: nn.Linear, name: str, recipe: Recipe) -> None:
@@ -122,6 +196,7 @@ def _convert(linear: nn.Linear, name: str, recipe: Recipe) -> None:
 def convert_to_float8_training(
     module: nn.Module, recipe: Recipe | str = "current", module_filter_fn: Filter | None = None, *,
     config: Recipe | str | None = None, tokens: int | None = 8192,
+    minimum_size: int | Literal["measured"] | None = "measured",
 ) -> ConversionReport:  # fmt: skip
     """Turns the nn.Linear layers of `module`, itself included, into te_lite linears that run by `recipe`, in place.
 
@@ -131,9 +206,13 @@ def convert_to_float8_training(
 
     recipe: object or name of a stateless recipe; delayed scaling needs an autocast to take its steps.
     module_filter_fn(layer, name): False leaves the layer alone. config: the recipe under torchao's name for it.
-    tokens: of one step and rank; layers that do not gain at so many are left alone (MINIMUM). None: whatever its size.
+    minimum_size: in_features * out_features below which a layer is left alone; 0 or None: no layer is too small.
+    "measured": the size from which on layers gained at `tokens` tokens of one step and rank (MINIMUM, of one machine);
+    tokens=None: no layer is too small.
 
-    Raises TypeError and ValueError for arguments that are none of these, before anything is changed.
+    Warns where fewer than half of the nn.Linear layers that module_filter_fn lets through were converted, and of what
+    kept how many of them. Raises TypeError and ValueError for arguments that are none of these, before anything is
+    changed.
     """
     recipe = as_recipe(recipe if config is None else config)
     if not isinstance(module, nn.Module):
@@ -142,12 +221,19 @@ def convert_to_float8_training(
         raise ValueError(f"recipe {recipe.name!r}: must quantize, and without state; use for instance 'current'")
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise ValueError(f"tokens={tokens!r}: must be an integer, at least 1; None converts layers of any size")
+    if minimum_size not in ("measured", None) and (type(minimum_size) is not int or minimum_size < 0):
+        raise ValueError(f"minimum_size={minimum_size!r}: must be 'measured' or an integer, at least 0; {_ANY_SIZE}")
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    minimum, looked_up = _minimum_size(minimum_size, recipe, tokens)
+    stays = {name: _why_not(part, name, module_filter_fn, recipe, minimum, looked_up) for name, part in linears.items()}
     layers = []
-    for name, linear in linears.items():
-        reason = _why_not(linear, name, module_filter_fn, recipe, tokens)
-        layers.append(Layer(name, linear.in_features, linear.out_features, reason))
+    for name, stay in stays.items():
+        reason = "" if stay is None else stay.reason or stay.kind
+        layers.append(Layer(name, linears[name].in_features, linears[name].out_features, reason))
     converted = tuple(layer for layer in layers if not layer.reason)
     for layer in converted:
         _convert(linears[layer.name], layer.name, recipe)
-    return ConversionReport(module, recipe, converted, tuple(layer for layer in layers if layer.reason))
+    skipped = tuple(layer for layer in layers if layer.reason)
+    report = ConversionReport(module, recipe, converted, skipped, minimum, looked_up)
+    _warn(report, [stay for stay in stays.values() if stay is not None])
+    return report

@@ -200,6 +200,10 @@ def test_torchaos_names():
         ({"config": object()}, TypeError, "te.recipe object"),
         ({"tokens": 0}, ValueError, "tokens=0"),
         ({"tokens": 2.0}, ValueError, "tokens=2.0"),
+        ({"minimum_size": -1}, ValueError, "minimum_size=-1"),
+        ({"minimum_size": 1e6}, ValueError, "minimum_size=1000000.0"),
+        ({"minimum_size": True}, ValueError, "minimum_size=True"),
+        ({"minimum_size": "large"}, ValueError, "minimum_size='large'"),
     ],
 )
 def test_bad_arguments_change_nothing(kwargs, error, says):
