@@ -15,13 +15,15 @@ from te_lite.quantize import delayed, replay
 from te_lite.quantize.params import weight_quantizer
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import DelayedScaling, Recipe, as_recipe
+from te_lite.tables import warn_once
 
 
 class Pass:
     """One forward through the outermost autocast: remembers whether a module has claimed to be its first, and whether
-    it began in the capture of a CUDA graph. pools: of the thread that opened it; None where no scale takes a step."""
+    it began in the capture of a CUDA graph. pools: of the thread that opened it; None where no scale takes a step.
+    any_module: of the class; a linear of te_lite has run in this process."""
 
-    claimed = False
+    claimed = any_module = False
 
     def __init__(self, pools: delayed.Pools | None = None) -> None:
         self.captured, self.pools = capturing(), pools
@@ -101,6 +103,8 @@ class autocast(ContextDecorator):
             raise TypeError(f"amax_reduction_group={amax_reduction_group!r}: must be a process group or None")
         self.enabled = bool(enabled) and self.recipe.is_fp8
         self.calibrating = bool(calibrating) and not self.enabled
+        if self.calibrating and not self.recipe.delayed():
+            warn_once("autocast", f"calibrating=True does nothing: recipe {self.recipe.name!r} keeps no amaxes")
         self.group = amax_reduction_group
 
     def __enter__(self) -> autocast:
@@ -117,6 +121,8 @@ class autocast(ContextDecorator):
         state, _ = _open.stack.pop()
         if state is None or exc_type is not None or any(outer.state is not None for outer in _open.stack):
             return
+        if not Pass.any_module:
+            warn_once("autocast", "no te_lite linear ran in te.autocast; for nn.Linear: te.convert_to_float8_training")
         # The first run of a reentrant checkpoint has gradients disabled although a backward will follow.
         recomputed = replay.replaying() or replay.in_foreign_recomputation()
         if not recomputed and (torch.is_grad_enabled() or replay.is_open()):

@@ -300,7 +300,7 @@ def required_multiple(recipe: Recipe | str, tp_size: int = 1) -> int:
     A multiple on each rank: 16 where scales are per tensor or row (and for custom recipes), 32 for mxfp8, 128 for
     blockwise, 1 for bf16. Other numbers of tokens give the same results: they are padded inside. Features are never
     padded: a linear whose features on a rank are not multiples of recipe.feature_multiple runs in high precision, and
-    overlap_report() says so.
+    a warning and overlap_report() say so.
     """
     if type(tp_size) is not int or tp_size < 1:
         raise ValueError(f"tp_size={tp_size!r}: must be an integer, at least 1; pass the tensor-parallel group's size")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from te_lite.autocast import State, strict
+from te_lite.autocast import Pass, State, strict
 from te_lite.functional.plan import LinearPlan
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
@@ -19,6 +20,7 @@ from te_lite.quantize import statistics
 from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import HighPrecision, Recipe
+from te_lite.tables import warn_once
 
 if TYPE_CHECKING:
     from te_lite.modules.base import TeLiteModule
@@ -35,6 +37,7 @@ def build_plans(
     for name, spec in module._specs.items():
         check_param(type(module).__name__, spec, name, getattr(module, name))
     module._quantized = any(isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False))
+    Pass.any_module = True
     return tuple(_build_plan(module, index, recipe, state, dtype, weight) for index, weight in enumerate(weights))
 
 
@@ -50,6 +53,9 @@ def _build_plan(
     reasons = [] if fits else [f"features {shape} are not multiples of {multiple}"]
     group = module.tp_group if state is None or state.group is None else state.group
     calibrating = state is not None and not state.enabled
+    if not (fits or calibrating):
+        what = f"{type(module).__name__}(name={module.name!r}){gemm_name and '.' + gemm_name} runs in {dtype}, not by"
+        warn_once(ref(module), f"{what} {recipe.name!r}: {reasons[0]}; pad them, or use te.autocast(enabled=False)")
     owner = None if state is None else state.one_pass.pools
     site = Site(index, dtype, tp, partial(module._scales.state, recipe, group, device, owner), group, calibrating)
     layer = module._ub_names[index] or ""

@@ -182,10 +182,7 @@ class Statistics:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise RuntimeError(
-                f"stats.plot({str(path)!r}) needs matplotlib, which is not installed; pip install matplotlib, or take "
-                "the numbers from stats.rows()"
-            ) from error
+            raise RuntimeError("stats.plot() needs matplotlib: pip install matplotlib, or take stats.rows()") from error
         rows = self.rows()
         layers = list(dict.fromkeys(row["layer"] for row in rows))
         tensors = sorted({(row["operand"].removesuffix("_col"), row["format"]) for row in rows})
@@ -222,9 +219,7 @@ def collect_statistics(model: nn.Module | None = None) -> Iterator[Statistics]:
     """
     global _collecting
     if _collecting is not None:
-        raise RuntimeError(
-            "collect_statistics() inside of another: modules report to one at a time; leave the outer block first"
-        )
+        raise RuntimeError("collect_statistics() inside of another: leave the outer block first, or use its statistics")
     _collecting = Statistics(model)
     try:
         yield _collecting
