@@ -103,7 +103,13 @@ class QuantizedTensor(torch.Tensor):
         """The numbers of `src` in self's memory, in every layout that is held; bytes where the formats agree."""
         q, new = self.q, src.q if isinstance(src, QuantizedTensor) else None
         if src.shape != self.shape or not _fits(new, q):
-            values = (src if new is None else src._values(src.dtype)).to(self.device).expand(self.shape)
+            values = (src if new is None else src._values(src.dtype)).to(self.device)
+            try:
+                values = values.expand(self.shape)
+            except RuntimeError:
+                raise RuntimeError(
+                    f"copy_ of {tuple(src.shape)} into {self._summary()}: must expand to its shape; reshape the source"
+                ) from None
             new, _ = self.quantizer.quantize(source_of(values), row=q.row is not None, col=q.col is not None)
         new = replace(new)  # src is not to keep what operand() may make
         for layout, held in (("row", q.row), ("col", q.col)):
@@ -289,6 +295,8 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is aten.detach_.default:
+            return args[0]  # autograd's alone
         written = cls._written(func, args, kwargs)
         if written and func is aten.copy_.default:
             written[0]._store(args[1])
@@ -306,6 +314,13 @@ class QuantizedTensor(torch.Tensor):
             return plains[id(value)] if id(value) in plains else value._values(value.dtype)
 
         out = func(*tree_map(as_plain, args), **tree_map(as_plain, kwargs))
+        for t in written:
+            shape = tuple(plains[id(t)].shape)
+            if shape != t.shape or torch.Tag.inplace_view in func.tags:
+                raise RuntimeError(
+                    f"{func} would leave {t._summary()} with the shape {shape} or in other memory: it keeps both; take "
+                    "the result of an operation that writes to nothing, as in x = x.squeeze()"
+                )
         for t in written:
             t._store(plains[id(t)])
             torch.autograd.graph.increment_version(t)  # torch does not do it for foreach ops here

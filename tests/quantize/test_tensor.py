@@ -131,6 +131,61 @@ def test_a_write_of_another_shape_is_refused():
     assert_bitwise_equal("untouched", x.dequantize(), before)
 
 
+# name -> (what would change the shape or the memory, the operator that the error names)
+RESHAPING_WRITES = {
+    "squeeze_": (lambda x: x.squeeze_(), "squeeze_"),
+    "squeeze_ dim": (lambda x: x.squeeze_(0), "squeeze_"),
+    "squeeze_ dims": (lambda x: x.squeeze_((0,)), "squeeze_"),
+    "unsqueeze_": (lambda x: x.unsqueeze_(0), "unsqueeze_"),
+    "transpose_": (lambda x: x.transpose_(0, 1), "transpose_"),
+    "transpose_ same shape": (lambda x: x.transpose_(1, 2), "transpose_"),
+    "t_": (lambda x: x.view(32, 32).t_(), "t_"),
+    "swapaxes_": (lambda x: x.swapaxes_(0, 2), "transpose_"),
+    "swapdims_": (lambda x: x.swapdims_(0, 2), "transpose_"),
+    "as_strided_": (lambda x: x.as_strided_((4, 4), (4, 1)), "as_strided_"),
+    "resize_": (lambda x: x.resize_(4, 4), "resize_"),
+    "resize_as_": (lambda x: x.resize_as_(values(3, 3)), "resize_as_"),
+    "set_": (lambda x: x.set_(values(1, 32, 32, seed=1)), "set_"),
+    "set_ nothing": (lambda x: x.set_(), "set_"),
+    "out= fewer": (lambda x: torch.add(values(32, 32), 1, out=x), "add"),
+    "out= more": (lambda x: torch.add(values(2, 32, 32), 1, out=x), "add"),
+    "out= of a reduction": (lambda x: torch.sum(values(4, 32), 0, out=x), "sum"),
+    "out= of two": (lambda x: torch.max(values(4, 32), 0, out=(x, torch.empty(0, dtype=torch.long))), "max"),
+    "copy_": (lambda x: x.copy_(values(1, 1, 32, 32)), "copy_"),
+}
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "mxfp8"])
+@pytest.mark.parametrize("how", RESHAPING_WRITES)
+def test_a_write_that_would_change_the_shape_is_refused(how, kind):
+    """Aloud and by name; the numbers stay."""
+    write, name = RESHAPING_WRITES[how]
+    x = made(kind, values(1, 32, 32))
+    before = x.dequantize()
+    with pytest.raises(RuntimeError, match=rf"\b{name}.*QuantizedTensor\(.*; (take|reshape)"):
+        write(x)
+    assert_holds("untouched", x, before)
+
+
+def test_data_of_another_shape_is_taken():
+    x, y = made("e4m3", values(32, 64)), made("mxfp8", values(2, 4, 32, seed=1))
+    x.data = y
+    assert_holds("data", x, y.dequantize())
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_detach_touches_no_number(read_only):
+    """A scale that the numbers' own amax would not give stays as it is."""
+    x = made("e4m3", values(32, 64).requires_grad_())
+    x.q.row_scale.mul_(0.75)
+    want = copy.deepcopy(x.detach())
+    x.quantizer = None if read_only else x.quantizer
+    assert x.requires_grad and x.detach_() is x and not x.requires_grad
+    with torch.inference_mode():  # where it reaches the tensor itself
+        assert x.detach_() is x
+    same_bytes("detached", x, want)
+
+
 def test_plain_data_is_refused():
     x = made("e4m3", values(32, 64))
     with pytest.raises(TypeError, match="quantize_"):
