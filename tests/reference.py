@@ -205,13 +205,8 @@ class Quantization:
             gemm.update()
 
     def fuses(self, gemm: int) -> bool:
-        """The operand is quantized as it is computed: an activation's output is not written first."""
+        """The operand is quantized as it is computed: the output of a norm or an activation is not written first."""
         return self.gemms[gemm].quantized
-
-    @property
-    def fuses_norm(self) -> bool:
-        """Nor is a norm's, unless the weight gradient reads it unquantized."""
-        return self.gemms[0].wgrad_quantized
 
 
 def quantization(recipe: str, spec: Spec, **options) -> Quantization:
@@ -230,7 +225,7 @@ def forward(spec: Spec, p: dict[str, Tensor], x: Tensor, q: Quantization, arith:
     hidden = store(x)  # x is exact already: this stores its gradient
     if spec.kind != LINEAR:
         hidden = norm(hidden, p["layer_norm_weight"], p.get("layer_norm_bias"), spec, arith)
-        hidden = store(hidden, value=spec.returns_norm or not q.fuses_norm)
+        hidden = store(hidden, value=spec.returns_norm or not q.fuses(0))
     if spec.kind in ("LayerNorm", "RMSNorm"):
         return hidden, hidden
     if spec.kind != LN_MLP:

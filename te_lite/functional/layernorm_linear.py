@@ -21,11 +21,11 @@ class LayerNormLinearFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         (plan,), (gamma, beta, weight, bias, residual) = call.plans, params
         need_w = call.grad and weight.requires_grad
-        made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
+        made, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
         needs = bool(norm_saved), need_w
         saved = plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1], need_w and not spec.returned)
         keeps_w = plan.keeps_weight(saved, weight, call.cached[0], needs[0])
-        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], keeps_w=keeps_w, residual=residual)
+        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], None, keeps_w, residual, for_dw)
         if call.grad:
             save(ctx, *kept, weight if any(needs) else None, bias, *norm_saved)
             ctx.call, ctx.spec, ctx.needs, ctx.x_shape, ctx.x_dtype = call, spec, needs, x.shape, x.dtype

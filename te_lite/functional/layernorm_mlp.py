@@ -38,7 +38,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         (plan1, plan2), (gamma, beta, w1, b1, w2, b2, residual) = call.plans, params
         need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad
-        made, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
+        made, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         need_ln = bool(norm_saved)
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
         then = _then(plan2, plan2.operands.fprop.a, plan2.operands.wgrad.b, activation, need_w2)
@@ -47,7 +47,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         saved += plan2.bytes_saved(tokens * ranks, w2.shape[1], need_w2)
         keeps_w1 = plan1.keeps_weight(saved, w1, call.cached[0], need_ln)
         keeps_w2 = plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1], need_h)
-        h, kept1 = linear_forward(plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], then, keeps_w1)
+        h, kept1 = linear_forward(plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], then, keeps_w1, None, for_dw)
         a = act(h, activation) if then is None or then.result is None else then.result
         y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual)
         if call.grad:

@@ -32,12 +32,12 @@ def keeps_rows(plan: LinearPlan) -> bool:
     return plan.tp.gathers_input and plan.operands.wgrad.b.format.col_from_row
 
 
-def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QTensor | None]:
-    """(x for fprop, what is kept of it for wgrad)."""
+def _quantize_input(plan: LinearPlan, x: Input, keep: bool, for_dw: Source | None) -> tuple[QTensor, QTensor | None]:
+    """(x for fprop, what is kept of it for wgrad). for_dw: as of linear_forward."""
     quantizer, for_wgrad = plan.operands.fprop.a, plan.operands.wgrad.b
     keep, shard = keep and not plan.keep_original, keeps_rows(plan)
     if keep and for_wgrad is not quantizer and not isinstance(x, QTensor):
-        kept, _ = for_wgrad.quantize(x, row=shard, col=not shard)
+        kept, _ = for_wgrad.quantize(x if for_dw is None else for_dw, row=shard, col=not shard)
         return quantizer.quantize(x)[0], kept
     q = x if isinstance(x, QTensor) else quantizer.quantize(x, row=True, col=keep and not shard)[0]
     return q, q.only("row" if shard else "col") if keep else None
@@ -45,16 +45,17 @@ def _quantize_input(plan: LinearPlan, x: Input, keep: bool) -> tuple[QTensor, QT
 
 def linear_forward(
     plan: LinearPlan, x: Input, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None,
-    then: Activated | None = None, keeps_w: bool = False, residual: Tensor | None = None,
+    then: Activated | None = None, keeps_w: bool = False, residual: Tensor | None = None, for_dw: Source | None = None,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N] + residual, communication by the plan's schedule.
 
     needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None. then: what may be
-    computed of y with it. keeps_w: by plan.keeps_weight. residual[..., N]: of M rows.
+    computed of y with it. keeps_w: by plan.keeps_weight. residual[..., N]: of M rows. for_dw: x as wgrad's quantizer is
+    to read it, where that is another than fprop's and x is written for it.
     """
     (need_x, need_w), fprop = needs, plan.operands.fprop
     with nvtx_range("te_lite.quantize"):
-        xq, kept = _quantize_input(plan, x, need_w)
+        xq, kept = _quantize_input(plan, x, need_w, for_dw)
         wq = cached if cached is not None else fprop.b.quantize(plain(weight), row=True, col=keeps_w)[0]
     if bias is not None:
         bias = bias.to(plan.dtype).contiguous()

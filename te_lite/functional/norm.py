@@ -15,6 +15,7 @@ from te_lite.functional.saved import backward_method, forward_method
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
 from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.source import Source
 from te_lite.overlap.collective import all_gather, reduce_scatter
 
 
@@ -34,30 +35,34 @@ class NormSpec:
 
 def norm_source(
     spec: NormSpec, call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None, need_w: bool
-) -> tuple[Input, tuple[Tensor | None, ...], Tensor | None]:
-    """(what the linear reads, what norm_grad needs, y[..., K] where it is an output, of this rank) of x[..., K].
+) -> tuple[Input, Source | None, tuple[Tensor | None, ...], Tensor | None]:
+    """(what the linear reads, what its wgrad reads where y is written for that alone, what norm_grad needs, y[..., K]
+    where it is an output, of this rank) of x[..., K].
 
     A fused quantizer normalises as it reads, so y is made only when somebody wants it; where it can and rows are all
-    that is needed, it computes the statistics in the same read. The linear reads a view of the y that is returned:
-    autograd then notices when the caller writes to it before backward. need_w: whether dw of the linear will be wanted.
+    that is needed, it computes the statistics in the same read. Beside a y that only wgrad wants it reads x as well, of
+    as many bytes. The linear reads a view of the y that is returned: autograd then notices when the caller writes to it
+    before backward. need_w: whether dw of the linear will be wanted.
     """
-    plan, out = call.plans[0], None
+    plan, out, written = call.plans[0], None, None
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
     formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
     rows_alone = not need_w or (plan.operands.wgrad.b is quantizer and keeps_rows(plan))
     with nvtx_range("te_lite.norm"):
-        if spec.returned or not (quantizer.fused and plan.operands.wgrad.b.fused):
+        if spec.returned or not quantizer.fused or (need_w and not plan.operands.wgrad.b.fused):
             y, mean, rstd = norm_forward(flat, *formula)
             y = as_output(y, x.shape)
             made = source.plain(y.view(flat.shape))
             out = y if spec.returned else None
+            if out is None and quantizer.fused:
+                made, written = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered), made
         elif rows_alone and (normed := quantizer.norm_rows(flat, *formula)) is not None:
             made, mean, rstd = normed
         else:
             mean, rstd, amax = norm_stats(flat, *formula, quantizer.needs_amax)
             made = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered, amax)
     wanted = call.grad and any(t is not None and t.requires_grad for t in (x, gamma, beta))
-    return made, (flat, mean, rstd, gamma, beta) if wanted else (), out
+    return made, written, (flat, mean, rstd, gamma, beta) if wanted else (), out
 
 
 def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:
