@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from te_lite.ops.cublaslt import TENSOR, product
 from te_lite.ops.registry import Op, register
@@ -98,10 +100,17 @@ def _product_fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dt
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
+def product_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """What FlopCounterMode counts for a[M, K] @ b[N, K]^T."""
+    return 2 * a[0] * a[1] * b[0]
+
+
 def register_product(name: str, cpu: Callable[..., Tensor], cuda: Callable[..., Tensor], more: str = "") -> Op:
     """The op of a product of scaled operands. more: arguments after those that all have."""
     scaled = "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, Tensor? bias"
-    return register(f"{name}({scaled}{more}) -> Tensor", cpu=cpu, cuda=cuda, fake=_product_fake)
+    op = register(f"{name}({scaled}{more}) -> Tensor", cpu=cpu, cuda=cuda, fake=_product_fake)
+    register_flop_formula(op.overload.overloadpacket)(product_flops)
+    return op
 
 
 def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, out=None):
@@ -185,6 +194,7 @@ def _gemm_accumulate_cuda(out: Tensor, dy: Tensor, x: Tensor) -> None:
 _gemm_accumulate_op = register(
     "gemm_accumulate_(Tensor(a!) out, Tensor dy, Tensor x) -> ()", cpu=gemm_accumulate_ref_, cuda=_gemm_accumulate_cuda
 )
+register_flop_formula(_gemm_accumulate_op.overload.overloadpacket)(lambda out, dy, x, **_: 2 * dy[0] * dy[1] * x[1])
 
 
 def gemm_accumulate_(out: Tensor, dy: Tensor, x: Tensor) -> None:

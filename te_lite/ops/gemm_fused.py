@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from te_lite import _C, kept
 from te_lite.ops.flags import signed
-from te_lite.ops.gemm import FP8, _check_fp8
+from te_lite.ops.gemm import FP8, _check_fp8, product_flops
+from te_lite.ops.registry import register, unwatched
 
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
@@ -132,12 +134,22 @@ def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
         return _C.FusedGemm(compiled(kind), kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow)
 
 
+def _nothing(a: Tensor, b: Tensor) -> None:
+    """A launch as dispatch modes see it: that a[M, K] @ b[N, K]^T is computed."""
+
+
+_product_op = register("gemm_fused(Tensor a, Tensor b) -> ()", cpu=_nothing, cuda=_nothing)
+register_flop_formula(_product_op.overload.overloadpacket)(product_flops)
+
+
 def launch(
     kind: Kind, clusters: int, a: Tensor, b: Tensor, other: Tensor, to: Sequence[int], arrived: Sequence[int],
     tensors: Sequence[Tensor | None], numbers: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
     h: Tensor | None = None, scales_to: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first. h: as in its FusedMaps."""
+    if not unwatched():
+        _product_op(a, b)
     index = a.device.index
     delta, *rest = numbers
     padding = (0,) * _C.MOST_FUSED_RANKS
