@@ -29,6 +29,11 @@ class Given(Quantizer):
     amax: Tensor | None = None
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+        if self.scale.device != source.device or self.amax.device != source.device:
+            raise ValueError(
+                f"a tensor on {source.device}, scale on {self.scale.device}, amax on {self.amax.device}: must be on "
+                "one device; move scale and amax to the tensor's"
+            )
         wanted = {"row": row, "col": col, "bias_grad": bias_grad}
         return per_tensor_cast(self.format, source, self.scale, scale=self.scale, amax_out=self.amax, **wanted)
 
@@ -41,6 +46,7 @@ class CallerQuantizer:
 
     def quantize(self, tensor: Tensor) -> QuantizedTensor:
         """`tensor` quantized; its gradient is that of the result. The result may be written to."""
+        _check_tensor(type(self).__name__, "tensor", tensor)
         layouts = {"row": self.rowwise_usage, "col": self.columnwise_usage}
         return SameToAutograd.apply(tensor, lambda values: quantized(values, self._value, **layouts))
 
@@ -49,9 +55,12 @@ class CallerQuantizer:
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Writes `src`, quantized, into the memory of `dst`, in every layout that it holds. Returns dst."""
         if not isinstance(dst, QuantizedTensor) or dst.q.format != self._value.format:
+            given = dst._summary() if isinstance(dst, QuantizedTensor) else type(dst).__name__
             raise TypeError(
-                f"update_quantized into {dst!r}: must be a QuantizedTensor in {self._value.format}; use make_empty()"
+                f"update_quantized got dst {given}: "
+                f"must be a QuantizedTensor of format {self._value.format.label}; use make_empty()"
             )
+        _check_tensor("update_quantized", "src", src)
         layouts = {"row": dst.q.row is not None, "col": dst.q.col is not None}
         return dst.quantize_(quantized(src.expand(dst.shape), self._value, **layouts))
 
@@ -78,6 +87,19 @@ class CallerQuantizer:
         """Records what a scale would be taken from; only Float8Quantizer records anything."""
 
 
+def _check_tensor(owner: str, name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{owner} got {name} of type {type(value).__name__}: must be a torch.Tensor; make it one")
+    if not value.is_floating_point():
+        raise TypeError(f"{owner} got {name} of {value.dtype}: must be of a floating-point type; cast it first")
+
+
+def _check_scalar(name: str, value: Tensor | None) -> None:
+    if not isinstance(value, Tensor) or (value.dtype, value.numel()) != (torch.float32, 1):
+        given = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"Float8Quantizer(scale, amax): {name} is {given}; must be a tensor of one fp32 element")
+
+
 def _check_dtype(owner: str, fp8_dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
     if fp8_dtype not in allowed:
         raise TypeError(f"{owner}(fp8_dtype={fp8_dtype!r}): must be {' or '.join(map(str, allowed))}; pass one")
@@ -90,11 +112,14 @@ class Float8Quantizer(CallerQuantizer):
         self, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True
     ) -> None:
         _check_dtype("Float8Quantizer", fp8_dtype, tuple(FP8_MAX))
+        _check_scalar("scale", scale)
+        _check_scalar("amax", amax)
         self.scale, self.amax = scale, amax
         super().__init__(Given(FORMATS[fp8_dtype], scale=scale, amax=amax), rowwise, columnwise)
 
     def calibrate(self, tensor: Tensor) -> None:
         """amax = max(amax, |tensor|.max())."""
+        _check_tensor("calibrate", "tensor", tensor)
         torch.maximum(self.amax, amax(source_of(tensor.detach())).amax(), out=self.amax)
 
 

@@ -216,7 +216,7 @@ def convert_to_float8_training(
     """
     recipe = as_recipe(recipe if config is None else config)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"convert_to_float8_training({module!r}): must be an nn.Module; pass the model")
+        raise TypeError(f"convert_to_float8_training of a {type(module).__name__}: must be an nn.Module; pass one")
     if recipe.delayed() or not recipe.is_fp8:
         raise ValueError(f"recipe {recipe.name!r}: must quantize, and without state; use for instance 'current'")
     if tokens is not None and (type(tokens) is not int or tokens < 1):

@@ -25,11 +25,15 @@ class CudaRNGStatesTracker:
 
     def get_states(self) -> dict[str, Tensor]:
         """A copy: name -> generator state (uint8)."""
-        return dict(self._states)
+        return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Replaces all states."""
-        self._states = dict(states)
+        """Replaces all states by copies of what get_states gave. TypeError for anything else."""
+        parts = states.values() if isinstance(states, dict) else [states]
+        wrong = [type(s).__name__ for s in parts if not (isinstance(s, Tensor) and s.dtype == torch.uint8 and s.is_cpu)]
+        if wrong or not isinstance(states, dict):
+            raise TypeError(f"states hold {wrong}: must be a dict, name -> uint8 tensor; pass what get_states() gave")
+        self._states = {name: state.clone() for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
         """A new state `name` started from `seed`; both must be new."""

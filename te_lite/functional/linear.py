@@ -56,7 +56,7 @@ def linear_forward(
     (need_x, need_w), fprop = needs, plan.operands.fprop
     with nvtx_range("te_lite.quantize"):
         xq, kept = _quantize_input(plan, x, need_w, for_dw)
-        wq = cached if cached is not None else fprop.b.quantize(plain(weight), row=True, col=keeps_w)[0]
+        wq = cached if cached is not None else fprop.b.quantize(plain(weight, name="weight"), row=True, col=keeps_w)[0]
     if bias is not None:
         bias = bias.to(plan.dtype).contiguous()
 
@@ -99,7 +99,8 @@ def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTenso
     quantizer, same = plan.operands.dgrad.b, plan.operands.dgrad.b is plan.operands.fprop.b
     if kept.col is not None or (same and kept.row is not None):
         return kept
-    return quantizer.again(plain(weight), kept) if same else quantizer.quantize(plain(weight), row=False, col=True)[0]
+    source = plain(weight, name="weight")
+    return quantizer.again(source, kept) if same else quantizer.quantize(source, row=False, col=True)[0]
 
 
 def linear_backward(

@@ -71,7 +71,9 @@ def check_recipe(recipe: Recipe, device: torch.device, keeps_original: bool) -> 
 
 def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype that the activations of this call have."""
-    owner, features = type(module).__name__, weight.shape[1]
+    owner, features = type(module).__name__, weight.shape[-1]
+    if not isinstance(inp, Tensor):
+        raise TypeError(f"{owner} got an input of type {type(inp).__name__}: must be a torch.Tensor; make it one")
     if inp.dim() == 0 or inp.shape[-1] != features:
         raise ValueError(
             f"{owner} got an input of shape {tuple(inp.shape)}: its last dimension must be in_features={features}; "
@@ -123,12 +125,15 @@ def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
     """fuse_wgrad_accumulation has somewhere to accumulate."""
     for weight in weights:
         grad = getattr(weight, "main_grad", None)
-        fits = grad is not None and grad.shape == weight.shape and grad.is_floating_point()
+        fits = isinstance(grad, Tensor) and grad.shape == weight.shape and grad.is_floating_point()
+        fits = fits and grad.device == weight.device and grad.itemsize > 1 and 0 not in grad.stride()
         if weight.requires_grad and not fits:
-            what = "no main_grad" if grad is None else f"a main_grad of {tuple(grad.shape)} {grad.dtype}"
+            what = "no main_grad that is a tensor"
+            if isinstance(grad, Tensor):
+                what = f"a main_grad of {tuple(grad.shape)} {grad.dtype} on {grad.device}, strides {grad.stride()}"
             raise RuntimeError(
                 f"{type(module).__name__} has fuse_wgrad_accumulation=True but a weight of shape {tuple(weight.shape)} "
-                f"has {what}; set weight.main_grad (fp32, the weight's shape) before the forward"
+                f"has {what}; set weight.main_grad (fp32, of the weight's shape and device) before the forward"
             )
 
 

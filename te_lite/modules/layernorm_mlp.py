@@ -48,7 +48,7 @@ class LayerNormMLP(TeLiteModule):
         given = locals()
         if activation_params:
             raise ValueError(
-                f"activation_params={activation_params}: activation {activation!r} takes none; leave it None"
+                f"activation_params has {list(activation_params)}: activation {activation!r} takes none; leave it None"
             )
         modes = ("column", "row") if set_parallel_mode else (None, None)
         super().__init__(given, modes, ("fc1", "fc2"), ("hidden_size", "ffn_hidden_size"))

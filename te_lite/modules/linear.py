@@ -42,7 +42,7 @@ def _split_sizes(split: Split, features: int) -> dict[str, int]:
     if split is None:
         return {"": features}
     if not isinstance(split, (dict, tuple, list)) or not all(isinstance(name, str) for name in split):
-        raise TypeError(f"parameters_split={split!r}: must be a tuple of names or a dict of name to number of rows")
+        raise TypeError(f"parameters_split, a {type(split).__name__}: must be a tuple of names or a dict, name -> rows")
     count = len(split) or 1
     if not isinstance(split, dict) and features % count:
         raise ValueError(f"parameters_split={split}: out_features={features} is not divisible by {count}; use a dict")

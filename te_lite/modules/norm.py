@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_lite.functional.norm import NormFunction, NormSpec
 from te_lite.modules.checks import check_dtype
-from te_lite.modules.weights import ParamSpec, default_device, reset
+from te_lite.modules.weights import ParamSpec, check_param, default_device, reset
 from te_lite.ops.source import DTYPES
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -92,16 +92,22 @@ class _Norm(nn.Module):
     def forward(self, inp: Tensor) -> Tensor:
         """x [..., *normalized_shape] -> the same shape, in x's dtype (the autocast dtype under torch.amp)."""
         owner = type(self).__name__
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"{owner} got an input of type {type(inp).__name__}: must be a torch.Tensor; make it one")
         last = tuple(inp.shape[-len(self.normalized_shape) :])
         if last != self.normalized_shape:
-            raise ValueError(f"{owner} got {tuple(inp.shape)}: must end in {self.normalized_shape}")
+            raise ValueError(f"{owner} got an input of shape {tuple(inp.shape)}: must end in {self.normalized_shape}")
         if inp.dtype not in DTYPES:
-            raise TypeError(f"{owner} got {inp.dtype}: must be bfloat16, float16 or float32; cast it first")
+            raise TypeError(f"{owner} got an input of {inp.dtype}: must be bfloat16, float16 or float32; cast it first")
+        params = self.weight, self.bias
+        for name, param in zip(self._params, params, strict=False):
+            if param.device != inp.device or not param.is_contiguous():
+                check_param(owner, self._params[name], name, param, inp.device, True)
         kind = inp.device.type
         x = inp.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else inp
         x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)
         grad = torch.is_grad_enabled()
-        args = (self._spec, grad, x, self.weight, self.bias)
+        args = (self._spec, grad, x, *params)
         y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
         return y if len(last) == 1 else y.reshape(inp.shape)
 

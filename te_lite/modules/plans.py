@@ -35,7 +35,8 @@ def build_plans(
     recipe = HighPrecision() if state is None else state.recipe
     check_recipe(recipe, weights[0].device, module.save_original_input)
     for name, spec in module._specs.items():
-        check_param(type(module).__name__, spec, name, getattr(module, name))
+        packed = len(spec.shape) == 2 or name.startswith("layer_norm")  # a linear's bias is copied where it is not
+        check_param(type(module).__name__, spec, name, getattr(module, name), weights[0].device, packed)
     module._quantized = any(isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False))
     Pass.any_module = True
     return tuple(_build_plan(module, index, recipe, state, dtype, weight) for index, weight in enumerate(weights))

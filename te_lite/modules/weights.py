@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.ops.nvtx import nvtx_range
-from te_lite.ops.source import plain
+from te_lite.ops.source import DTYPES, plain
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import GemmOperands, Quantizer
 from te_lite.quantize.tensor import QuantizedTensor, quantized
@@ -101,9 +101,9 @@ def reset(module: nn.Module, specs: dict[str, ParamSpec], device: Any, fork: Cal
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def check_param(owner: str, spec: ParamSpec, name: str, param: Tensor) -> None:
-    """A parameter has not become what no GEMM reads, or an ordinary tensor though made quantized, behind the module's
-    back."""
+def check_param(owner: str, spec: ParamSpec, name: str, param: Tensor, device: torch.device, packed: bool) -> None:
+    """A parameter has not become what no kernel reads, or an ordinary tensor though made quantized, behind the module's
+    back. device: of the weights. packed: contiguous."""
     if isinstance(getattr(param, "placements", None), tuple):
         raise RuntimeError(
             f"{owner}.{name} is a DTensor, which the kernels cannot read: shard modules with fully_shard, which hands "
@@ -114,6 +114,12 @@ def check_param(owner: str, spec: ParamSpec, name: str, param: Tensor) -> None:
             f"{owner}.{name} was made under quantized_model_init and is now a {type(param).__name__} that holds no "
             "quantized data (FSDP, to_empty() and load_state_dict(assign=True) replace parameters): build the module "
             "without quantized_model_init, or copy values into the parameter"
+        )
+    fits = (tuple(param.shape), param.device) == (spec.shape, device) and param.dtype in DTYPES
+    if not fits or (packed and not param.is_contiguous()):
+        raise ValueError(
+            f"{owner}.{name} is {tuple(param.shape)} {param.dtype} on {param.device}, strides {param.stride()}: must "
+            f"be contiguous {spec.shape}, bfloat16, float16 or float32, on {device}; replace it by such a parameter"
         )
 
 
@@ -182,7 +188,7 @@ class WeightCache:
         kept, q = self._kept
         if first or kept != key:
             with nvtx_range("te_lite.quantize"):
-                source = plain(weight.detach())
+                source = plain(weight.detach(), name="weight")
                 q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)
                 if for_dgrad is not quantizer and for_dgrad.format == quantizer.format:
                     col, _ = for_dgrad.quantize(source, row=False, col=True)

@@ -61,12 +61,12 @@ class Op:
         return self.overload(*args)
 
 
-def _returns_nothing(*args: Any) -> None:
+def returns_nothing(*args: Any) -> None:
     """The fake of an op that only writes to its arguments."""
 
 
 def register(
-    schema: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any] = _returns_nothing
+    schema: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any] = returns_nothing
 ) -> Op:
     """Define `te_lite::<schema>` and return what to call; the overload is `torch.ops.te_lite.<name>.default`.
 

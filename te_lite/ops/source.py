@@ -96,13 +96,13 @@ def _check_matrix(x: Tensor, name: str) -> None:
     if x.dim() != 2 or not x.is_contiguous():
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, strides {x.stride()}: must be a contiguous matrix [M, K]; "
-            f"pass x.reshape(-1, K).contiguous()"
+            f"pass {name}.reshape(-1, K).contiguous()"
         )
 
 
-def plain(x: Tensor, amax: Tensor | None = None) -> Source:
-    """x [M, N] itself. amax: fp32 [P] partial maxima of |x| where an earlier pass computed them."""
-    _check_matrix(x, "x")
+def plain(x: Tensor, amax: Tensor | None = None, name: str = "x") -> Source:
+    """x [M, N] itself. amax: fp32 [P] partial maxima of |x| where an earlier pass computed them. name: in errors."""
+    _check_matrix(x, name)
     return Source("plain", x, amax=amax)
 
 

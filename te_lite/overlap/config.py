@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from reprlib import repr as brief
 from typing import Any, NamedTuple
 
 
@@ -57,7 +58,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _method(name: str, options: Mapping[str, Any]) -> str:
     """The method that `options`, which are checked, give to the GEMM."""
     if not isinstance(options, Mapping):
-        raise TypeError(f"ub_cfgs[{name!r}]={options!r}: must be a dict of options, such as {{'method': 'auto'}}")
+        raise TypeError(f"ub_cfgs[{name!r}]={brief(options)}: must be a dict of options, such as {{'method': 'auto'}}")
     for option in options:
         if option not in OPTIONS:
             raise ValueError(
@@ -97,7 +98,7 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
     Raises ValueError for unknown layers, options and methods (Transformer Engine passes over an unknown layer).
     """
     if ub_cfgs is not None and (isinstance(ub_cfgs, str) or not isinstance(ub_cfgs, Mapping | Sequence)):
-        raise TypeError(f"ub_cfgs={ub_cfgs!r}: must be a dict, layer -> options, or a list of such dicts")
+        raise TypeError(f"ub_cfgs={brief(ub_cfgs)}: must be a dict, layer -> options, or a list of such dicts")
     configs = [ub_cfgs or {}] if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
     if len(configs) not in (1, modes):
         raise ValueError(f"ub_cfgs is a list of {len(configs)}: must have one entry for each of {modes} modes")
@@ -106,7 +107,7 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
     ignored: list[str] = []
     for config in configs:
         if not isinstance(config, Mapping):
-            raise TypeError(f"ub_cfgs holds {config!r}: each must be a dict, layer -> options")
+            raise TypeError(f"ub_cfgs holds {brief(config)}: each must be a dict, layer -> options")
         found = dict(DEFAULTS)
         for name, options in config.items():
             if name not in DEFAULTS:

@@ -25,7 +25,7 @@ def _ask(recipe: CustomRecipe, role: Role) -> Quantizer:
         return Identity(target=role.site.dtype)
     if not isinstance(made, Quantizer):
         raise TypeError(
-            f"qfactory gave {made!r} for {role.operand} of {role.gemm}: must be a Quantizer of te_lite.quantize, or "
+            f"qfactory gave a {type(made).__name__} for {role.operand} of {role.gemm}: must be a te_lite Quantizer, or "
             "None for high precision; return an instance of a Quantizer subclass"
         )
     return made

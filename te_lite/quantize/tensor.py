@@ -26,7 +26,9 @@ _RESHAPES = {
 
 
 def source_of(values: Tensor) -> Source:
-    """values[..., K] as the matrix [M, K] that a quantizer reads."""
+    """values[..., K] as the matrix [M, K] that a quantizer reads. ValueError without a dimension to scale along."""
+    if not values.dim():
+        raise ValueError("a tensor of shape () to quantize: must have at least one dimension; pass x.reshape(1)")
     values = values if values.dtype in DTYPES else values.float()
     return plain(values.reshape(math.prod(values.shape[:-1]), values.shape[-1]).contiguous())
 
@@ -103,13 +105,7 @@ class QuantizedTensor(torch.Tensor):
         """The numbers of `src` in self's memory, in every layout that is held; bytes where the formats agree."""
         q, new = self.q, src.q if isinstance(src, QuantizedTensor) else None
         if src.shape != self.shape or not _fits(new, q):
-            values = (src if new is None else src._values(src.dtype)).to(self.device)
-            try:
-                values = values.expand(self.shape)
-            except RuntimeError:
-                raise RuntimeError(
-                    f"copy_ of {tuple(src.shape)} into {self._summary()}: must expand to its shape; reshape the source"
-                ) from None
+            values = (src if new is None else src._values(src.dtype)).to(self.device).expand(self.shape)
             new, _ = self.quantizer.quantize(source_of(values), row=q.row is not None, col=q.col is not None)
         new = replace(new)  # src is not to keep what operand() may make
         for layout, held in (("row", q.row), ("col", q.col)):
@@ -205,8 +201,8 @@ class QuantizedTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         if not isinstance(value, QuantizedTensor):
             raise TypeError(
-                f"{self._summary()} got .data of {tuple(value.shape)} {value.dtype}: must be a QuantizedTensor; write "
-                "numbers with quantize_() or copy_(), and build a module of another dtype with params_dtype"
+                f"{self._summary()} got .data of type {type(value).__name__}: must be a QuantizedTensor; write numbers "
+                "with quantize_() or copy_(), and build a module of another dtype with params_dtype"
             )
         torch.Tensor.data.__set__(self, value)
         self.q, self.quantizer = value.q, value.quantizer
@@ -299,7 +295,7 @@ class QuantizedTensor(torch.Tensor):
             return args[0]  # autograd's alone
         written = cls._written(func, args, kwargs)
         if written and func is aten.copy_.default:
-            written[0]._store(args[1])
+            written[0]._store(args[1] if isinstance(args[1], Tensor) else torch.tensor(args[1]))
             return written[0]
         if isinstance(args[0] if args else None, cls) and not written:
             if (same := args[0]._restructured(func, args, kwargs)) is not None:

@@ -85,6 +85,27 @@ def test_get_states_is_a_copy(tracker):
     assert set(tracker.get_states()) == {"model-parallel-rng", "other"}
 
 
+def test_states_are_copies_both_ways(tracker):
+    """What a caller writes into a state, taken or given, changes no draw."""
+    given = tracker.get_states()
+    with tracker.fork():
+        want = draw()
+    tracker.set_states(given)
+    for states in (given, tracker.get_states()):
+        for state in states.values():
+            state.zero_()
+    with tracker.fork():
+        assert_bitwise_equal("draws", draw(), want)
+
+
+@pytest.mark.parametrize("states", [None, [1], "x", torch.zeros(4), {"a": None}, {"a": [1]}, {"a": torch.zeros(4)}])
+def test_states_that_are_none(states, tracker):
+    before = tracker.get_states()
+    with pytest.raises(TypeError, match="get_states"):
+        tracker.set_states(states)
+    assert all(torch.equal(state, before[name]) for name, state in tracker.get_states().items())
+
+
 def test_refusals(tracker):
     with pytest.raises(ValueError, match="other"):
         tracker.add("other", 3)
