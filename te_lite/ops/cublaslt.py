@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_lite import _C
+from te_lite.ops.flops import launched
 
 # How operands are scaled, a's and b's: cublasLtMatmulMatrixScale_t.
 TENSOR, ROWS, BLOCKS, SQUARES = (0, 0), (3, 3), (4, 4), (4, 5)  # SQUARES: of 128 x 128 in b
@@ -60,7 +61,7 @@ def product(
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), or out += that. False where cublasLt does not compute it: nothing is
     written then.
 
-    a, b: fp8 on a GPU. scaled: one of the pairs above, by a_scale and b_scale as cublasLt reads them. bias: of out's
+    a, b: fp8. scaled: one of the pairs above, by a_scale and b_scale as cublasLt reads them. bias: of out's
     dtype. fast: sums are not promoted to fp32 as they grow. accumulate: out is fp32; cublasLt rounds a product that it
     adds to 16 bits before it adds.
     """
@@ -69,7 +70,7 @@ def product(
     low = (at | left | right | last) & 255
     if low & 15 or not (out.is_contiguous() and a.is_contiguous() and b.is_contiguous()):
         return False
-    if device.index != torch._C._cuda_getDevice():
+    if not out.is_cuda or device.index != torch._C._cuda_getDevice():
         return False
     types = a.dtype, b.dtype, out.dtype
     key = (device, a.shape, b.shape, *types, scaled, bias is not None, fast, accumulate, 16 if low else 256)
@@ -87,4 +88,5 @@ def product(
     except RuntimeError:  # the heuristic may accept what the call refuses
         _PLANS[key] = None
         return False
+    launched(a, b)
     return True

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from te_lite.ops.cublaslt import TENSOR, product
+from te_lite.ops.flops import counts_product
 from te_lite.ops.registry import Op, register
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
@@ -100,17 +100,10 @@ def _product_fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dt
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def product_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """What FlopCounterMode counts for a[M, K] @ b[N, K]^T."""
-    return 2 * a[0] * a[1] * b[0]
-
-
 def register_product(name: str, cpu: Callable[..., Tensor], cuda: Callable[..., Tensor], more: str = "") -> Op:
     """The op of a product of scaled operands. more: arguments after those that all have."""
     scaled = "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype, Tensor? bias"
-    op = register(f"{name}({scaled}{more}) -> Tensor", cpu=cpu, cuda=cuda, fake=_product_fake)
-    register_flop_formula(op.overload.overloadpacket)(product_flops)
-    return op
+    return counts_product(register(f"{name}({scaled}{more}) -> Tensor", cpu=cpu, cuda=cuda, fake=_product_fake))
 
 
 def _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, out=None):

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from te_lite import _C, kept
 from te_lite.ops.flags import signed
-from te_lite.ops.gemm import FP8, _check_fp8, product_flops
-from te_lite.ops.registry import register, returns_nothing
+from te_lite.ops.flops import launched
+from te_lite.ops.gemm import FP8, _check_fp8
 
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
@@ -134,18 +133,13 @@ def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
         return _C.FusedGemm(compiled(kind), kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow)
 
 
-# A launch as dispatch modes see it: that a[M, K] @ b[N, K]^T is computed.
-_product_op = register("gemm_fused(Tensor a, Tensor b) -> ()", cpu=returns_nothing, cuda=returns_nothing)
-register_flop_formula(_product_op.overload.overloadpacket)(product_flops)
-
-
 def launch(
     kind: Kind, clusters: int, a: Tensor, b: Tensor, other: Tensor, to: Sequence[int], arrived: Sequence[int],
     tensors: Sequence[Tensor | None], numbers: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
     h: Tensor | None = None, scales_to: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first. h: as in its FusedMaps."""
-    _product_op(a, b)
+    launched(a, b)
     index = a.device.index
     delta, *rest = numbers
     padding = (0,) * _C.MOST_FUSED_RANKS

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from te_lite.ops.block_cast import BLOCK, dequantize_blocks_ref
 from te_lite.ops.cublaslt import BLOCKS, ROWS, SQUARES, TENSOR, product
+from te_lite.ops.flops import product_flops
 from te_lite.ops.gemm import _check_fp8, gemm_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
 from te_lite.ops.registry import register
 
@@ -182,6 +184,7 @@ _accumulate_op = register(
     cpu=gemm_scaled_accumulate_ref_,
     cuda=_accumulate_cuda,
 )
+register_flop_formula(_accumulate_op.overload.overloadpacket)(lambda out, *operands, **_: product_flops(*operands))
 
 
 def gemm_scaled_accumulate_(
