@@ -21,6 +21,7 @@ from triton.language.target_info import cuda_capability_geq
 from te_lite import _C
 
 _COMPILED: dict[tuple, Any] = {}
+_KERNELS: dict[int, Any] = {}  # by id, which no other kernel can get while one is held here
 _MOST = 4096  # entries; each token count makes some, and a run with ever new ones must not fill the memory
 
 
@@ -87,7 +88,7 @@ def launch(
     if key is not None and compiled is not None:  # the interpreter compiles nothing
         if len(_COMPILED) >= _MOST:
             _COMPILED.clear()
-        _COMPILED[key] = _ready(compiled)
+        _COMPILED[key], _KERNELS[id(kernel)] = _ready(compiled), kernel
 
 
 class _ThroughTriton:

@@ -33,6 +33,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(L, "_COMPILED", {})
+    monkeypatch.setattr(L, "_KERNELS", {})
     monkeypatch.setattr(L, "_ready", lambda compiled: compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     return Kernel()
@@ -97,3 +98,12 @@ def test_the_table_stays_small(kernel, monkeypatch):
 
 def test_without_a_gpu_the_sm_count_is_an_h200_s():
     assert L.sm_count(torch.device("cpu")) == 132
+
+
+def test_no_kernel_takes_the_entry_of_one_that_is_gone(kernel):
+    """Entries go by id, which a new object may have from one that was freed."""
+    for _ in range(8):
+        other = Kernel()
+        L.launch(other, 1, (), (_tensor(),), (5,), ("plain",), 4)
+        assert len(other.compiled) == 1
+        del other
