@@ -137,7 +137,8 @@ class Call:
 
     grad: a backward may follow. first: this is the pass's first fp8 module, whose backward closes the pass. pools: of
     a pass under delayed scaling.
-    output, grad_input: quantizers of y and dx when the caller takes them quantized.
+    output, grad_input: quantizers of y and dx when the caller takes them quantized. parts: parameters that the weight
+    was joined from, where it was; versions: theirs in forward.
     """
 
     plans: tuple[LinearPlan, ...]
@@ -148,6 +149,8 @@ class Call:
     output: Quantizer | None = None
     grad_input: Quantizer | None = None
     pools: Pools | None = None
+    parts: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
@@ -164,14 +167,15 @@ def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
 def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Input:
     """x[..., K], or dy[..., N] with grad, as a GEMM's quantizer takes it; what is in its format is used as it is.
 
-    A tensor that will be gathered is quantized anew: its ranks may have chosen different scales.
+    A tensor that will be gathered is quantized anew: its ranks may have chosen different scales. What the caller can
+    write to is copied where it is read after backward.
     """
     if isinstance(x, QuantizedTensor):
         quantizer = plan.operands.dgrad.a if grad else plan.operands.fprop.a
         gathered = plan.tp.gathers_grad if grad else plan.tp.gathers_input
         whole = x.q.row is not None and (x.q.col is not None or x.q.format.col_from_row)
         if x.q.format == quantizer.format and whole and not gathered:
-            return x.q
+            return x.q.map(Tensor.clone) if plan.sink.late and x.quantizer is not None else x.q
     return plain(as_matrix(x, plan.dtype))
 
 
@@ -216,11 +220,12 @@ class LinearFunction(torch.autograd.Function):
         (plan,), (weight, bias, residual) = call.plans, params
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
         operand = as_operand(x, plan, grad=False)
-        y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0], residual=residual)
+        needs = need_x, need_w
+        y, kept = linear_forward(plan, operand, weight, bias, needs, call.cached[0], residual=residual)
         if call.grad:
             original = x if need_w and plan.keep_original else None
             save(ctx, *kept, weight if need_x or need_w else None, bias, original)
-            ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
+            ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, needs, x.shape, x.dtype
         return as_output(y, x.shape, call.output, plan.tp)
 
     @backward_method

@@ -20,7 +20,9 @@ from te_lite.quantize.quantizer import GemmOperands
 
 
 class WgradSink:
-    """What becomes of a weight gradient: returned to autograd, in the weight's dtype."""
+    """What becomes of a weight gradient: returned to autograd, in the weight's dtype. late: after backward."""
+
+    late = False
 
     def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
         """dw[N, K] = dy.col[N, M] @ x.col[K, M]^T, put where it belongs; returns what autograd gets for the weight.
@@ -50,14 +52,20 @@ class MainGrad(WgradSink):
 
 
 class DelayedWgrads(WgradSink):
-    """Weight gradients put off until backward_dw(), first in, first out."""
+    """Weight gradients put off until backward_dw(), first in, first out.
 
-    def __init__(self, sink: WgradSink) -> None:
-        self.sink = sink
+    copies_dy, copies_x: whether it may be the caller's memory where it is not quantized. It is copied then: after
+    backward the caller may write there, and a receive, a collective or `.data` leaves no trace by which to notice.
+    """
+
+    late = True
+
+    def __init__(self, sink: WgradSink, copies_dy: bool, copies_x: bool) -> None:
+        self.sink, self.copies_dy, self.copies_x = sink, copies_dy, copies_x
         self.queue: deque[Callable[[], None]] = deque()
 
     def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
-        dy, x = dy.keep(), x.keep()
+        dy, x = dy.keep(self.copies_dy), x.keep(self.copies_x)
 
         def run() -> None:
             if weight.numel() and not weight.untyped_storage().nbytes():

@@ -59,7 +59,13 @@ def save(ctx: Any, *items: QTensor | Tensor | None) -> None:
 
 def load(ctx: Any) -> list[QTensor | Tensor | None]:
     """The items of save(ctx, ...), in order. Of QTensors, which saved-tensor hooks may have put anywhere, data and
-    scales are where cuBLAS can read them."""
+    scales are where cuBLAS can read them. Autograd checks versions of what it saved; a joined weight has one of its
+    own, whatever is written to its parts."""
+    if ctx.call.parts and any(ctx.needs) and tuple([part._version for part in ctx.call.parts]) != ctx.call.versions:
+        raise RuntimeError(
+            "a split weight was written to between forward and backward, which still needed it; run backward before "
+            "the optimizer's step"
+        )
     tensors = iter(ctx.saved_tensors)
     return [
         next(tensors) if shell is None else QTensor(*shell, *map(placed, islice(tensors, 4)), next(tensors))

@@ -21,7 +21,7 @@ from te_lite.modules.scale_state import ScaleStates
 from te_lite.modules.weights import ParamSpec, WeightCache, default_device, reset
 from te_lite.ops.registry import capturing
 from te_lite.overlap.userbuffers import UB_FLAGS, generation
-from te_lite.parallel import group_size
+from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay, statistics
 from te_lite.quantize.params import parameter_operand
 from te_lite.quantize.tensor import QuantizedTensor
@@ -29,6 +29,7 @@ from te_lite.quantize.tensor import QuantizedTensor
 Each = tuple[str | None, ...]  # one a linear
 Plans = tuple[LinearPlan, ...]
 UNPLANNED: tuple[Any, Plans] = (None, ())  # (key, plans): one value, which another thread may replace at any time
+_PLAIN = (nn.Parameter, Tensor)  # types of weights that a plan takes alike
 
 
 def free_caches(module: nn.Module) -> None:
@@ -76,7 +77,8 @@ class TeLiteModule(nn.Module):
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
         self._planned = UNPLANNED
-        self._sinks = tuple(self._make_sink() for _ in self.gemm_names)
+        self._outer_input = "normalization" not in given or given["return_layernorm_output"]
+        self._sinks = tuple(map(self._make_sink, range(len(self.gemm_names))))
         self._ran_fp8 = self._caching = self._quantized = False
         self._wgrad_hooks: list[Callable[[], None]] = []
 
@@ -96,6 +98,11 @@ class TeLiteModule(nn.Module):
             else:
                 self._specs[name] = spec
                 self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's, which setattr and load_state_dict(assign=True) call too: plans hold for the old parameter."""
+        self._plan_key = None
+        super().register_parameter(name, param)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws all parameters anew; those on the meta device come to life on the module's device."""
@@ -121,9 +128,17 @@ class TeLiteModule(nn.Module):
 
     # weight gradients
 
-    def _make_sink(self) -> WgradSink:
+    def _make_sink(self, index: int) -> WgradSink:
+        """Of the linear of that index. Memory that the caller has too: the last one's dy and, unless a norm makes it
+        for the linear alone, the first one's x; but what is gathered lies in memory of its own."""
         sink = MainGrad() if self.fuse_wgrad_accumulation else WgradSink()
-        return DelayedWgrads(sink) if self.delay_wgrad_compute else sink
+        if not self.delay_wgrad_compute:
+            return sink
+        tp = TensorParallel(self._modes[index], self.tp_size, self.tp_group, self.sequence_parallel)
+        last = index == len(self.gemm_names) - 1
+        return DelayedWgrads(
+            sink, last and not tp.gathers_grad, index == 0 and self._outer_input and not tp.gathers_input
+        )
 
     def need_backward_dw(self) -> bool:
         """True when weight gradients wait for backward_dw()."""
@@ -168,19 +183,16 @@ class TeLiteModule(nn.Module):
 
     # plans
 
-    def _weight_version(self, weight: Tensor) -> int:
-        """What changes when autograd sees a write to `weight`, as forward passes it to _begin."""
-        return weight._version
-
     def _state(self) -> State | None:
         """What the next call follows; ConvertedLinear has a recipe of its own where no autocast is open."""
         return current()
 
     def _begin(
         self, inp: Tensor, weights: tuple[Tensor, ...], first: bool | None, fp8_output: bool, fp8_grad: bool,
-        residual: Tensor | None,
+        residual: Tensor | None, parts: tuple[Tensor, ...] = (),
     ) -> Call:  # fmt: skip
-        """Checks what is given, brings the plans up to date, says what this call does. first: is_first_microbatch."""
+        """Checks what is given, brings the plans up to date, says what this call does. first: is_first_microbatch.
+        parts: what the weight was joined from, where it was."""
         state = self._state()
         dtype = checks.check_input(self, inp, weights[0])
         grad = torch.is_grad_enabled()
@@ -190,7 +202,9 @@ class TeLiteModule(nn.Module):
             backward_on_calling_thread()
         if replay.in_foreign_recomputation():
             checks.check_recomputation(self, state, self._ran_fp8)
-        key = (None if state is None else state.key, dtype, inp.device, statistics.collecting(), generation(), strict())
+        kinds = tuple([None if type(weight) in _PLAIN else type(weight) for weight in weights])
+        recipe = None if state is None else state.key
+        key = (recipe, dtype, inp.device, statistics.collecting(), generation(), strict(), kinds)
         planned = self._planned
         if planned[0] != key:
             planned = self._planned = key, build_plans(self, state, dtype, weights)
@@ -208,7 +222,7 @@ class TeLiteModule(nn.Module):
             cached = tuple(parameter_operand(weight, plan.operands, grad) for weight, plan in together)
         elif first is not None:
             # A recomputed call takes what its first run took, whatever has become of the caches since.
-            cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first, weights, plans))
+            cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first, weights, parts, plans))
         elif self._caching:
             self.clear_caches()
         self._caching = first is not None
@@ -220,11 +234,14 @@ class TeLiteModule(nn.Module):
         pools = state.one_pass.pools if delayed and state.enabled else None
         claims = pools is not None and self._claims_first(state, inp)
         output, grad_input = y_of.output if fp8_output else None, dx_of.grad_input if fp8_grad else None
-        return Call(plans, weights, cached, grad, claims, output, grad_input, pools)
+        versions = tuple([part._version for part in parts]) if grad else ()
+        return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions)
 
-    def _cached_weights(self, first: bool, weights: tuple[Tensor, ...], plans: Plans) -> tuple[Any, ...]:
+    def _cached_weights(
+        self, first: bool, weights: tuple[Tensor, ...], parts: tuple[Tensor, ...], plans: Plans
+    ) -> tuple[Any, ...]:
         together = zip(self._caches, weights, plans, strict=True)
-        return tuple(cache.get(first, w, self._weight_version(w), plan.operands) for cache, w, plan in together)
+        return tuple(cache.get(first, w, parts or (w,), plan.operands) for cache, w, plan in together)
 
     def _claims_first(self, state: State, inp: Tensor) -> bool:
         """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
@@ -270,7 +287,7 @@ class TeLiteModule(nn.Module):
         # Of this process; set_tensor_parallel_group() after loading.
         state.update(tp_group=None, _rng_tracker=None, _wgrad_hooks=[])
         state["_caches"] = tuple(WeightCache() for _ in self.gemm_names)
-        state["_sinks"] = tuple(self._make_sink() for _ in self.gemm_names)
+        state["_sinks"] = tuple(map(self._make_sink, range(len(self.gemm_names))))
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TeLiteModule:

@@ -93,9 +93,6 @@ class _OneLinear(TeLiteModule):
         for name, param in adjacent(specs, self.params_dtype, self._device, self._fork).items():
             self.register_parameter(name, param)
 
-    def _weight_version(self, weight: Tensor) -> int:
-        return sum(getattr(self, name)._version for name in self.weight_names)
-
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False,
         *, residual: Tensor | None = None,
@@ -108,10 +105,12 @@ class _OneLinear(TeLiteModule):
         residual [..., out_features]: added to y, of whose shape, dtype and device it is (else ValueError); where y is
         the sum of a fused or ring reduce-scatter in the same pass, before the only rounding (with fp8_buf after it).
         """
-        weight = join([getattr(self, name) for name in self.weight_names])
-        bias = join([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
+        parts = tuple([getattr(self, name) for name in self.weight_names])
+        weight = join(parts)
+        bias = join(tuple([getattr(self, name) for name in self.bias_names])) if self.use_bias else None
         inp, residual = (self._sequence_first(t, fp8_output or fp8_grad) for t in (inp, residual))
-        call = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad, residual)
+        parts = parts if len(parts) > 1 else ()
+        call = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad, residual, parts)
         out, ln_out = self._compute(call, inp, weight, None if self.return_bias else bias, residual)
         return self._outputs(out, bias, ln_out)
 

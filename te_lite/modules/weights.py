@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -129,7 +130,6 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.sizes = [part.shape[0] for part in parts]
-        ctx.parts, ctx.versions = parts, [part._version for part in parts]
         first = parts[0]
         end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
         for part in parts:  # neighbours in memory may still be allocations of their own
@@ -141,17 +141,20 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        if [part._version for part in ctx.parts] != ctx.versions:
-            raise RuntimeError(
-                "a split weight was written to between forward and backward, which still needed it; run backward "
-                "before the optimizer's step"
-            )
         return grad.split(ctx.sizes)
 
 
-def join(parts: list[Tensor]) -> Tensor:
+def join(parts: tuple[Tensor, ...]) -> Tensor:
     """The parts concatenated along dim 0; without a copy where they lie together."""
-    return parts[0] if len(parts) == 1 else _Join.apply(*parts)
+    if len(parts) == 1:
+        return parts[0]
+    for part in parts:
+        if type(part) is not nn.Parameter and (isinstance(part, QuantizedTensor) or hasattr(part, "placements")):
+            raise RuntimeError(
+                f"a part of parameters_split is a {type(part).__name__} of shape {tuple(part.shape)}: parts are joined "
+                "in memory, so each must be a plain tensor; shard modules with fully_shard, quantize undivided weights"
+            )
+    return _Join.apply(*parts)
 
 
 def adjacent(
@@ -170,28 +173,34 @@ def adjacent(
 class WeightCache:
     """A quantized weight kept across micro-batches.
 
-    Reused only when the caller says is_first_microbatch=False and the parameter was not written to through autograd's
-    eyes since; True and None quantize again (writes through `.data` or a flat buffer leave no trace).
+    Reused only when the caller says is_first_microbatch=False and the weight is the very tensor that was quantized, not
+    written to through autograd's eyes since. A computed weight (of a parametrization) is another one in each forward.
+    True and None quantize again (writes through `.data`, a flat buffer or a fused optimizer leave no trace).
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self._kept: tuple[tuple | None, QTensor | None] = None, None  # (key, weight), which other threads replace
+        # (key, the tensors that it was made of, weak so that a computed one can be freed, the quantized weight): one
+        # value, which other threads replace.
+        self._kept: tuple[tuple | None, tuple[weakref.ref[Tensor], ...], QTensor | None] = None, (), None
 
-    def get(self, first: bool, weight: Tensor, version: int, operands: GemmOperands) -> QTensor:
+    def get(self, first: bool, weight: Tensor, parts: tuple[Tensor, ...], operands: GemmOperands) -> QTensor:
         """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts, each as
-        its GEMM takes it (where fprop and dgrad differ in format too, by row alone)."""
+        its GEMM takes it (where fprop and dgrad differ in format too, by row alone). parts: what it is joined from."""
         quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b
-        key = (version, weight.data_ptr(), quantizer, for_dgrad, torch.is_inference_mode_enabled())
-        kept, q = self._kept
-        if first or kept != key:
+        tracked = not any(part.is_inference() for part in parts)  # or it has no version
+        written = [(part._version, part.data_ptr()) for part in parts if tracked]
+        key = written, quantizer, for_dgrad, torch.is_inference_mode_enabled()
+        kept, of, q = self._kept
+        same = tracked and [id(ref()) for ref in of] == [id(part) for part in parts]
+        if first or not same or kept != key:
             with nvtx_range("te_lite.quantize"):
                 source = plain(weight.detach(), name="weight")
                 q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)
                 if for_dgrad is not quantizer and for_dgrad.format == quantizer.format:
                     col, _ = for_dgrad.quantize(source, row=False, col=True)
                     q.col, q.col_scale = col.col, col.col_scale
-            self._kept = key, q
+            self._kept = key, tuple([weakref.ref(part) for part in parts]), q
         return q

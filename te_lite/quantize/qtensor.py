@@ -149,9 +149,10 @@ class QTensor:
         row = self.row[start:stop]
         return QTensor(self.format, (row.shape[0], self.shape[1]), self.dtype, row, scale, borrowed=self.borrowed)
 
-    def keep(self) -> QTensor:
-        """A tensor that may outlive the call: itself, or a copy where its memory belongs to a userbuffer."""
-        return self.map(Tensor.clone) if self.borrowed else self
+    def keep(self, given: bool = False) -> QTensor:
+        """A tensor that may outlive the call: itself, or a copy where its memory belongs to a userbuffer. given: also
+        where it is not quantized, and so may be what the caller gave."""
+        return self.map(Tensor.clone) if self.borrowed or (given and not self.format.label) else self
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QTensor:
         """change() of each tensor, none of which belongs to a userbuffer any more."""

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 
 import te_lite as te  # noqa: E402
+from te_lite.modules import base  # noqa: E402
 from te_lite.ops.source import is_glu  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from tests.harness import RECIPES, under  # noqa: E402
@@ -126,6 +127,24 @@ def microbatches(mesh: DeviceMesh) -> int:
     )  # fmt: skip
 
 
+def plans(mesh: DeviceMesh) -> int:
+    """FSDP exchanges parameters in each step, which is no reason to decide anything anew: one build a module."""
+    count, build = [], base.build_plans
+    base.build_plans = lambda *args: count.append(1) or build(*args)
+    try:
+        model = shard(Model(mesh.device_type), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for seed in range(3):
+            x, dy = draw(mesh.device_type, seed)
+            with under("current"):
+                model(x).backward(dy)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        base.build_plans = build
+    return len(count) - len(model)
+
+
 def with_tensor_parallelism(mesh: DeviceMesh) -> int:
     """2 x 2 ranks: shards of tensor-parallel shards."""
     grid = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("data", "tensor"))
@@ -194,6 +213,7 @@ def refusals(mesh: DeviceMesh) -> int:
     fused = fully_shard(fused, mesh=mesh)
     wrong += refuses("no main_grad", lambda: fused(x))
     split = te.Linear(K, K, **options)
+    split(x)  # it has plans
     split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh, [Shard(0)]))
     return wrong + refuses("is a DTensor", lambda: split(x))
 
@@ -259,7 +279,7 @@ def _reloaded(mesh: DeviceMesh, activation: str) -> int:
 
 
 OF_TWO = (
-    recipes, recomputation, microbatches, meta_device, mixed_precision, refusals, reload_unsharded,
+    recipes, recomputation, microbatches, plans, meta_device, mixed_precision, refusals, reload_unsharded,
 )  # fmt: skip
 
 
