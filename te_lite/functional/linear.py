@@ -14,6 +14,7 @@ from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
+from te_lite.ops.transpose import padded_rows
 from te_lite.overlap.schedule import Activated, Backward, Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import Pools
@@ -220,8 +221,11 @@ class LinearFunction(torch.autograd.Function):
         (plan,), (weight, bias, residual) = call.plans, params
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
         operand = as_operand(x, plan, grad=False)
+        # Transposed, a frozen weight may stay where it takes no more than the input that a trained one would keep.
+        room = 0 if need_w else padded_rows(x.numel() // x.shape[-1]) * x.shape[-1]
+        keeps_w = not need_w and plan.keeps_weight(room, weight, call.cached[0], need_x)
         needs = need_x, need_w
-        y, kept = linear_forward(plan, operand, weight, bias, needs, call.cached[0], residual=residual)
+        y, kept = linear_forward(plan, operand, weight, bias, needs, call.cached[0], None, keeps_w, residual)
         if call.grad:
             original = x if need_w and plan.keep_original else None
             save(ctx, *kept, weight if need_x or need_w else None, bias, original)
