@@ -101,7 +101,7 @@ class TeLiteModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's, which setattr and load_state_dict(assign=True) call too: plans hold for the old parameter."""
-        self._plan_key = None
+        self._planned = UNPLANNED
         super().register_parameter(name, param)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
