@@ -14,19 +14,20 @@ _requirements.check()
 
 # Public names, one a line; `as` says that they are given on.
 from te_lite import recipe as recipe
-from te_lite.autocast import FP8GlobalStateManager as FP8GlobalStateManager
 from te_lite.autocast import autocast as autocast
-from te_lite.autocast import fp8_autocast as fp8_autocast
-from te_lite.autocast import fp8_model_init as fp8_model_init
-from te_lite.autocast import quantized_model_init as quantized_model_init
 from te_lite.checkpoint import checkpoint as checkpoint
 from te_lite.checkpoint import checkpoint_context_fn as checkpoint_context_fn
 from te_lite.compat.callers import Float8BlockQuantizer as Float8BlockQuantizer
 from te_lite.compat.callers import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
 from te_lite.compat.callers import Float8Quantizer as Float8Quantizer
 from te_lite.compat.callers import MXFP8Quantizer as MXFP8Quantizer
+from te_lite.compat.contexts import FP8GlobalStateManager as FP8GlobalStateManager
+from te_lite.compat.contexts import fp8_autocast as fp8_autocast
+from te_lite.compat.contexts import fp8_model_init as fp8_model_init
+from te_lite.compat.contexts import quantized_model_init as quantized_model_init
 from te_lite.compat.convert import ConversionReport as ConversionReport
 from te_lite.compat.convert import convert_to_float8_training as convert_to_float8_training
+from te_lite.compat.names import missing as _missing
 from te_lite.compat.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from te_lite.modules.base import free_caches as free_caches
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
@@ -48,3 +49,4 @@ from te_lite.watch import reduce_sequence_parallel_grads as reduce_sequence_para
 __version__ = "0.1.0"
 _public = {name: value for name, value in globals().items() if name[0] != "_"}
 __all__ = ["recipe", *(name for name, value in _public.items() if not isinstance(value, _ModuleType))]
+__getattr__ = _missing("te_lite", __all__)

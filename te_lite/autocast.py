@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from te_lite.arguments import flag
 from te_lite.ops.registry import capturing
 from te_lite.quantize import delayed, replay
 from te_lite.quantize.params import weight_quantizer
@@ -91,18 +92,20 @@ class autocast(ContextDecorator):
     strict: a module inside whose communication was to overlap and does not raises RuntimeError with the reason.
 
     Delayed scaling's forward scales take a step when the outermost autocast ends, if gradients are enabled.
+    Raises TypeError for arguments of another kind, ValueError for an unknown name.
     """
 
     def __init__(
         self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | str | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None, *, strict: bool = False,
     ) -> None:  # fmt: skip
-        self.strict = strict
+        self.strict, enabled = flag("autocast", "strict", strict), flag("autocast", "enabled", enabled)
+        calibrating = flag("autocast", "calibrating", calibrating)
         self.recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
             raise TypeError(f"amax_reduction_group={amax_reduction_group!r}: must be a process group or None")
-        self.enabled = bool(enabled) and self.recipe.is_fp8
-        self.calibrating = bool(calibrating) and not self.enabled
+        self.enabled = enabled and self.recipe.is_fp8
+        self.calibrating = calibrating and not self.enabled
         if self.calibrating and not self.recipe.delayed():
             warn_once("autocast", f"calibrating=True does nothing: recipe {self.recipe.name!r} keeps no amaxes")
         self.group = amax_reduction_group
@@ -129,14 +132,6 @@ class autocast(ContextDecorator):
             state.one_pass.pools.update("forward")
 
 
-def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | str | None = None,
-    fp8_group: dist.ProcessGroup | None = None, *, strict: bool = False,
-) -> autocast:  # fmt: skip
-    """autocast under its older name and argument names."""
-    return autocast(enabled, calibrating, fp8_recipe, fp8_group, strict=strict)
-
-
 @contextmanager
 def restored(stack: list[Context]) -> Iterator[None]:
     """Inside, the autocast state is `stack`, as snapshot() took it earlier; leaving takes no step of any scale."""
@@ -152,31 +147,11 @@ def snapshot() -> list[Context]:
     return _open.stack.copy()
 
 
-class FP8GlobalStateManager:
-    """The questions that training frameworks ask about the open autocast."""
-
-    @classmethod
-    def is_fp8_enabled(cls) -> bool:
-        return (state := current()) is not None and state.enabled
-
-    @classmethod
-    def is_fp8_calibration(cls) -> bool:
-        return (state := current()) is not None and not state.enabled
-
-    @classmethod
-    def get_fp8_recipe(cls) -> Recipe:
-        return DelayedScaling() if (state := current()) is None else state.recipe
-
-    @classmethod
-    def get_fp8_group(cls) -> dist.ProcessGroup | None:
-        return None if (state := current()) is None else state.group
-
-    @classmethod
-    def reset(cls) -> None:
-        """Forgets open autocasts and the delayed-scaling pools; for tests and notebooks."""
-        _open.stack.clear()
-        _open.inits.clear()
-        delayed.reset()
+def reset() -> None:
+    """Forgets open autocasts and the delayed-scaling pools."""
+    _open.stack.clear()
+    _open.inits.clear()
+    delayed.reset()
 
 
 @contextmanager
@@ -189,20 +164,18 @@ def quantized_model_init(
     that format. preserve_high_precision_init_val: param.get_high_precision_init_val() is the initial value on the CPU,
     for master weights, until param.clear_high_precision_init_val(). See docs/quantized-tensors.md.
 
-    Raises ValueError for recipes whose GEMMs do not read a weight through one quantizer.
+    Raises ValueError for recipes whose GEMMs do not read a weight through one quantizer, TypeError for what is no bool.
     """
     made = None
-    if enabled:
+    preserve = flag("quantized_model_init", "preserve_high_precision_init_val", preserve_high_precision_init_val)
+    if flag("quantized_model_init", "enabled", enabled):
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
-        made = ModelInit(weight_quantizer(recipe), recipe.feature_multiple, bool(preserve_high_precision_init_val))
+        made = ModelInit(weight_quantizer(recipe), recipe.feature_multiple, preserve)
     _open.inits.append(made)
     try:
         yield
     finally:
         _open.inits.pop()
-
-
-fp8_model_init = quantized_model_init  # the older name
 
 
 def model_init() -> ModelInit | None:

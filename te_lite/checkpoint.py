@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
+from te_lite.arguments import flag
 from te_lite.autocast import restored, snapshot
 from te_lite.quantize.replay import Frame
 
@@ -54,7 +55,8 @@ def checkpoint(
     generators always are. tp_group is accepted and not needed. Other keywords go to `function`, except those of
     torch.utils.checkpoint (context_fn, determinism_check, debug, early_stop), which go there.
     """
-    if distribute_saved_activations:
+    use_reentrant = flag("checkpoint", "use_reentrant", use_reentrant)
+    if flag("checkpoint", "distribute_saved_activations", distribute_saved_activations):
         raise NotImplementedError(
             "distribute_saved_activations=True: te_lite keeps a checkpoint's inputs whole; use sequence_parallel=True, "
             "which shards them by construction"

@@ -7,7 +7,7 @@ Field names, order and defaults are Transformer Engine's; what it has no field f
 
 from __future__ import annotations
 
-import difflib
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_lite.arguments import checked_device, remedy
 from te_lite.recipe_base import Format, MMParams, QParams, Recipe
 
 
@@ -75,9 +76,10 @@ class _PerOperand(Recipe):
     fp8_quant_bwd_grad: QParams | None = field(default=None, kw_only=True)
 
     def _fill_in(self, powers_of_2: bool) -> None:
+        usual = QParams(power_2_scale=powers_of_2)
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, QParams(power_2_scale=powers_of_2))
+                object.__setattr__(self, name, usual)
             elif not isinstance(getattr(self, name), QParams):
                 raise TypeError(f"{name}={getattr(self, name)!r}: must be te.recipe.QParams(...) or None")
 
@@ -236,8 +238,8 @@ _BY_NAME: dict[str, Recipe | str] = {
 def from_name(name: str) -> Recipe:
     """The recipe of that name with its defaults, e.g. from_name("delayed")."""
     if name not in _BY_NAME:
-        near = difflib.get_close_matches(str(name).lower(), _BY_NAME, n=2) or sorted(_BY_NAME)
-        raise ValueError(f"recipe {name!r} is not known; nearest: {', '.join(near)}; recipe.available() lists all")
+        near = remedy("recipe", name, _BY_NAME, f"nearest: {', '.join(sorted(_BY_NAME))}")
+        raise ValueError(f"recipe {name!r} is not known; {near}; recipe.available() lists all")
     recipe = _BY_NAME[name]
     return resolve_name(recipe)() if isinstance(recipe, str) else recipe
 
@@ -275,16 +277,15 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
 def check_recipe_support(recipe: Recipe | str, device: torch.device | str | None = None) -> tuple[bool, str]:
     """(True, "") when `recipe` runs on `device` (default: the current GPU, else the CPU), else (False, reason)."""
     recipe = as_recipe(recipe)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = checked_device(device)
+    except ValueError as error:
+        return False, str(error)
     if device.type == "cpu" or not recipe.is_fp8:
         return True, ""
     if device.type != "cuda":
         return False, f"recipe {recipe.name!r} needs a CUDA device or the CPU, not {device.type!r}"
     needs = f"recipe {recipe.name!r} needs {recipe.needs}"
-    if not torch.cuda.is_available():
-        return False, f"{needs}; torch sees no CUDA device for {device}"
     have = torch.cuda.get_device_capability(device)
     if have < recipe.capability or (recipe.below is not None and have >= recipe.below):
         return False, f"{needs}; {torch.cuda.get_device_name(device)} has {have[0]}.{have[1]}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -32,6 +34,16 @@ class Format(Enum):
         return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
 
 
+def _check_types(made: Any) -> None:
+    """A field whose default is a bool, an int ... holds nothing else: True is no length, "no" is no bool."""
+    for item in fields(made):
+        value, kind = getattr(made, item.name), type(item.default)
+        fits = type(value) is kind or kind is float and type(value) is not bool and isinstance(value, Real)
+        if not fits and kind in (bool, int, float, str, MMParams):
+            given = f"{type(made).__name__}({item.name}={reprlib.repr(value)})"
+            raise TypeError(f"{given}: must be {kind.__name__}; the default is {item.default!r}")
+
+
 @dataclass(frozen=True)
 class QParams:
     """How one operand is scaled: powers of two only, and the smallest amax that is believed."""
@@ -40,6 +52,7 @@ class QParams:
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not 0.0 <= self.amax_epsilon < float("inf"):
             raise ValueError(f"amax_epsilon={self.amax_epsilon!r}: must be finite and >= 0; pass 0.0 for none")
 
@@ -53,6 +66,7 @@ class MMParams:
     """How one GEMM accumulates: split (promoted to fp32 as it goes) or fast."""
 
     use_split_accumulator: bool = True
+    __post_init__ = _check_types
 
 
 @dataclass(frozen=True)
@@ -75,28 +89,26 @@ class Recipe:
     capability: ClassVar[tuple[int, int]] = (8, 9)  # fp8 tensor cores
     below: ClassVar[tuple[int, int] | None] = None  # capabilities from here on lack what it needs
     cuda: ClassVar[tuple[int, int]] = (0, 0)
+    _kind: ClassVar[str] = ""  # the name of the first class that has one: what delayed() and the others ask for
+
+    def __init_subclass__(cls) -> None:
+        cls._kind = cls._kind or vars(cls).get("name", "")
 
     def __post_init__(self) -> None:
         """Refuses what no recipe can mean; then by the subclass's own rules."""
-        for item in fields(self):
-            value = getattr(self, item.name)
-            # A field whose default is a bool, an int ... holds nothing else: True is no length, "no" is no bool.
-            if isinstance(item.default, (bool, int, str, MMParams)) and type(value) is not type(item.default):
-                raise TypeError(
-                    f"{type(self).__name__}({item.name}={value!r}): must be {type(item.default).__name__}; the "
-                    f"default is {item.default!r}"
-                )
-            if item.name in ("fp8_dpa", "fp8_mha") and value:
+        _check_types(self)
+        for name in ("fp8_dpa", "fp8_mha"):
+            if getattr(self, name, False):
                 raise ValueError(
-                    f"{type(self).__name__}({item.name}=True): te_lite has no fp8 attention; leave {item.name}=False "
-                    "and run attention in bf16 between the modules"
+                    f"{type(self).__name__}({name}=True): te_lite has no fp8 attention; leave {name}=False and run "
+                    "attention in bf16 between the modules"
                 )
-            if item.name == "fp8_format" and value not in self.formats:
-                names = " or ".join(f"Format.{one.name}" for one in self.formats)
-                raise ValueError(
-                    f"{type(self).__name__}(fp8_format={value!r}): must be {names} (E5M2 has too few mantissa bits "
-                    "where E4M3 has range enough: for x and w, and for gradients in blocks); leave it out"
-                )
+        if (format := getattr(self, "fp8_format", self.formats[0])) not in self.formats:
+            names = " or ".join(f"te.recipe.Format.{one.name}" for one in self.formats)
+            raise ValueError(
+                f"{type(self).__name__}(fp8_format={format!r}): must be {names} (E5M2 has too few mantissa bits "
+                "where E4M3 has range enough: for x and w, and for gradients in blocks); leave it out"
+            )
         self._check()
 
     def _check(self) -> None:
@@ -111,29 +123,36 @@ class Recipe:
 
     def __str__(self) -> str:
         """In words that are the same in every process: the name, and what differs from the defaults but functions."""
-        usual = self if any(item.default is MISSING for item in fields(self)) else type(self)()
+        usual = self
+        if not any(MISSING is item.default is item.default_factory for item in fields(self)):
+            # Of the fields' defaults and what _check makes of them. A subclass may have another constructor.
+            usual = object.__new__(next(one for one in type(self).__mro__ if "__dataclass_fields__" in vars(one)))
+            for item in fields(self):
+                made = item.default if item.default_factory is MISSING else item.default_factory()
+                object.__setattr__(usual, item.name, made)
+            usual._check()
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         said = [f"{name}={v}" for name, v in given.items() if v != getattr(usual, name) and not callable(v)]
         return f"{self.name}({', '.join(said)})" if said else self.name
 
     @property
     def is_fp8(self) -> bool:
-        return self.name != "bf16"
+        return self._kind != "bf16"
 
     def delayed(self) -> bool:
-        return self.name == "delayed"
+        return self._kind == "delayed"
 
     def float8_current_scaling(self) -> bool:
-        return self.name == "current"
+        return self._kind == "current"
 
     def float8_per_tensor_scaling(self) -> bool:
-        return self.name in ("delayed", "current")
+        return self._kind in ("delayed", "current")
 
     def mxfp8(self) -> bool:
-        return self.name == "mxfp8"
+        return self._kind == "mxfp8"
 
     def float8_block_scaling(self) -> bool:
-        return self.name == "blockwise"
+        return self._kind == "blockwise"
 
     def custom(self) -> bool:
-        return self.name == "custom"
+        return self._kind == "custom"

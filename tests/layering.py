@@ -22,6 +22,7 @@ LEVELS = {
     "parallel": 0,
     "tables": 0,
     "kept": 0,
+    "arguments": 0,
     "_C": 1,
     "_requirements": 1,
     "ops": 2,

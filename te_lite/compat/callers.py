@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_lite.arguments import flag
 from te_lite.ops.cast import FP8_MAX, amax
 from te_lite.ops.source import Source
 from te_lite.quantize.params import operands_of
@@ -42,7 +43,11 @@ class CallerQuantizer:
     """Tensor [..., K] -> QuantizedTensor of the same shape. rowwise, columnwise: the layouts that it holds."""
 
     def __init__(self, value: Quantizer, rowwise: bool, columnwise: bool) -> None:
-        self._value, self.rowwise_usage, self.columnwise_usage = value, rowwise, columnwise
+        self._value = value
+        self.rowwise_usage, self.columnwise_usage = self._flag("rowwise", rowwise), self._flag("columnwise", columnwise)
+
+    def _flag(self, name: str, value: object) -> bool:
+        return flag(type(self).__name__, name, value)
 
     def quantize(self, tensor: Tensor) -> QuantizedTensor:
         """`tensor` quantized; its gradient is that of the result. The result may be written to."""
@@ -76,8 +81,8 @@ class CallerQuantizer:
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Which layouts later results hold; None leaves one as it is."""
-        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
-        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else self._flag("rowwise", rowwise)
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else self._flag("columnwise", columnwise)
 
     def copy(self) -> CallerQuantizer:
         """The same quantizer with a usage of its own; scale and amax are shared."""
@@ -135,12 +140,13 @@ class Float8CurrentScalingQuantizer(CallerQuantizer):
         force_pow_2_scales: bool = False, amax_epsilon: float = 0.0,
     ) -> None:  # fmt: skip
         _check_dtype("Float8CurrentScalingQuantizer", fp8_dtype, tuple(FP8_MAX))
-        if with_amax_reduction and amax_reduction_group is None:
+        if self._flag("with_amax_reduction", with_amax_reduction) and amax_reduction_group is None:
             raise ValueError(
                 "with_amax_reduction=True without amax_reduction_group: te_lite assumes no group; pass one"
             )
         group = amax_reduction_group if with_amax_reduction else None
-        value = Current(FORMATS[fp8_dtype], pow2=force_pow_2_scales, eps=amax_epsilon, amax_group=group)
+        params = QParams(power_2_scale=self._flag("force_pow_2_scales", force_pow_2_scales), amax_epsilon=amax_epsilon)
+        value = Current(FORMATS[fp8_dtype], pow2=params.power_2_scale, eps=params.amax_epsilon, amax_group=group)
         super().__init__(value, rowwise, columnwise)
 
 
@@ -162,6 +168,6 @@ class Float8BlockQuantizer(CallerQuantizer):
         _check_dtype("Float8BlockQuantizer", fp8_dtype, (torch.float8_e4m3fn,))
         if block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim={block_scaling_dim!r}: must be 1 (1x128) or 2 (128x128); pass one")
-        params = QParams(power_2_scale=force_pow_2_scales, amax_epsilon=amax_epsilon)
+        params = QParams(power_2_scale=self._flag("force_pow_2_scales", force_pow_2_scales), amax_epsilon=amax_epsilon)
         fprop = operands_of(Float8BlockScaling(fp8_quant_fwd_inp=params, fp8_quant_fwd_weight=params)).fprop
         super().__init__(fprop.a if block_scaling_dim == 1 else fprop.b, rowwise, columnwise)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_lite.arguments import flag
 from te_lite.autocast import State, current, strict
 from te_lite.functional.linear import Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
@@ -60,7 +61,8 @@ class TeLiteModule(nn.Module):
         self.tp_group = given["tp_group"]
         self.tp_size = group_size(self.tp_group, given["tp_size"])
         self._modes = modes
-        self.sequence_parallel = bool(given["sequence_parallel"]) and self.tp_size > 1
+        parallel = self.tp_size > 1 and given.get("set_parallel_mode", True)
+        self.sequence_parallel = bool(given["sequence_parallel"] and parallel)
         self.sequence_dim = given["sequence_dim"]
         if type(self.sequence_dim) is not int or self.sequence_dim < 0:
             raise ValueError(f"sequence_dim={self.sequence_dim!r}: must be 0 or count a later dimension of the input")
@@ -106,7 +108,7 @@ class TeLiteModule(nn.Module):
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws all parameters anew; those on the meta device come to life on the module's device."""
-        if defer_init:
+        if flag("reset_parameters", "defer_init", defer_init):
             return
         reset(self, self._specs, self._device, self._fork)
         self.clear_caches()
@@ -195,6 +197,8 @@ class TeLiteModule(nn.Module):
         parts: what the weight was joined from, where it was."""
         state = self._state()
         dtype = checks.check_input(self, inp, weights[0])
+        if first is not None and type(first) is not bool:
+            first = flag(type(self).__name__, "is_first_microbatch", first)
         grad = torch.is_grad_enabled()
         if grad and self.fuse_wgrad_accumulation:
             checks.check_main_grad(self, weights)
@@ -228,9 +232,9 @@ class TeLiteModule(nn.Module):
         self._caching = first is not None
         dx_of, y_of = plans[0].operands, plans[-1].operands
         if fp8_output:
-            checks.check_offered(self, state, "fp8_output", y_of.output, y_of.fprop.a)
+            checks.check_offered(self, state, "fp8_output", fp8_output, y_of.output, y_of.fprop.a)
         if fp8_grad:
-            checks.check_offered(self, state, "fp8_grad", dx_of.grad_input, dx_of.dgrad.a)
+            checks.check_offered(self, state, "fp8_grad", fp8_grad, dx_of.grad_input, dx_of.dgrad.a)
         pools = state.one_pass.pools if delayed and state.enabled else None
         claims = pools is not None and self._claims_first(state, inp)
         output, grad_input = y_of.output if fp8_output else None, dx_of.grad_input if fp8_grad else None

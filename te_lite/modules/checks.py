@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_lite.arguments import flag, remedy
 from te_lite.autocast import State
 from te_lite.functional.linear import output_shape
 from te_lite.functional.plan import LinearPlan
@@ -49,9 +50,13 @@ def check_dtype(owner: str, params_dtype: torch.dtype | None) -> None:
 def check_construction(owner: str, modes: Iterable[str | None], given: Mapping[str, Any], sizes: Iterable[str]) -> None:
     """Arguments of a constructor that no layer could be built from. sizes: those that count features."""
     check_dtype(owner, given["params_dtype"])
+    for name, kind in given["__class__"].__init__.__annotations__.items():
+        if kind == "bool":
+            flag(owner, name, given[name])
     for mode in modes:
         if mode not in MODES:
-            raise ValueError(f"{owner}(parallel_mode={mode!r}): must be one of {MODES}")
+            near = remedy("parallel_mode", mode, MODES[1:])
+            raise ValueError(f"{owner}(parallel_mode={mode!r}): must be one of {MODES}; {near}")
     for name in ("tp_size", *sizes):
         if type(given[name]) is not int or given[name] < 1:
             raise ValueError(f"{owner}({name}={given[name]!r}): must be an integer, at least 1")
@@ -163,12 +168,13 @@ def check_capture(module: nn.Module, state: State) -> None:
 
 
 def check_offered(
-    module: nn.Module, state: State | None, flag: str, quantizer: Quantizer | None, operand: Quantizer
+    module: nn.Module, state: State | None, name: str, asked: bool, quantizer: Quantizer | None, operand: Quantizer
 ) -> None:
     """A quantized result is asked for only where there is a quantizer for it. operand: of the same GEMM; a linear in
-    high precision, whatever the reason, gives high precision."""
+    high precision, whatever the reason, gives high precision. name, asked: of the argument that asks."""
+    flag(type(module).__name__, name, asked)
     if quantizer is None and operand.format.label:
         raise ValueError(
-            f"{type(module).__name__} got {flag}=True under recipe {state.recipe.name!r}: only 'delayed' and 'current' "
-            f"give results whose one scale fits every reader; leave out {flag}"
+            f"{type(module).__name__} got {name}=True under recipe {state.recipe.name!r}: only 'delayed' and 'current' "
+            f"give results whose one scale fits every reader; leave out {name}"
         )

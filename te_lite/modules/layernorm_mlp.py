@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_lite.arguments import flag
 from te_lite.checkpoint import checkpoint as recompute
 from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
 from te_lite.modules.base import TeLiteModule
@@ -44,13 +45,12 @@ class LayerNormMLP(TeLiteModule):
         ub_bulk_wgrad: bool = False, delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         checkpoint: bool = False, *, sequence_dim: int = 0,
     ) -> None:  # fmt: skip
-        sequence_parallel = sequence_parallel and set_parallel_mode
         given = locals()
         if activation_params:
             raise ValueError(
                 f"activation_params has {list(activation_params)}: activation {activation!r} takes none; leave it None"
             )
-        modes = ("column", "row") if set_parallel_mode else (None, None)
+        modes = ("column", "row") if flag("LayerNormMLP", "set_parallel_mode", set_parallel_mode) else (None, None)
         super().__init__(given, modes, ("fc1", "fc2"), ("hidden_size", "ffn_hidden_size"))
         self.activation, self.checkpoint = activation, checkpoint
         self.hidden_size, self.use_bias, self.return_bias = hidden_size, bias, return_bias

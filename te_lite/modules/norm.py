@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_lite.arguments import flag, remedy
 from te_lite.functional.norm import NormFunction, NormSpec
 from te_lite.modules.checks import check_dtype
 from te_lite.modules.weights import ParamSpec, check_param, default_device, reset
@@ -20,10 +21,11 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
     if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization={normalization!r}: must be one of {NORMALIZATIONS}")
+        near = remedy("normalization", normalization, NORMALIZATIONS)
+        raise ValueError(f"normalization={normalization!r}: must be one of {NORMALIZATIONS}; {near}")
     if not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r}: must be finite and >= 0; 1e-5 is usual")
-    return NormSpec(eps, normalization == "RMSNorm", zero_centered_gamma)
+    return NormSpec(eps, normalization == "RMSNorm", bool(zero_centered_gamma))
 
 
 def norm_params(spec: NormSpec, features: int, sequence_parallel: bool | None) -> dict[str, ParamSpec]:
@@ -63,21 +65,20 @@ class _Norm(nn.Module):
         sequence_parallel: bool | None = None, params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False, hidden_size: int | None = None, device: Any = None, **kwargs: Any,
     ) -> None:  # fmt: skip
+        owner = type(self).__name__
         if kwargs:
-            raise TypeError(
-                f"{type(self).__name__} got unknown arguments {sorted(kwargs)}; see help(te.{type(self).__name__})"
-            )
+            raise TypeError(f"{owner} got unknown arguments {sorted(kwargs)}; see help(te.{owner})")
         super().__init__()
         shape = normalized_shape if normalized_shape is not None else hidden_size
         shape = tuple(shape) if isinstance(shape, (tuple, list, torch.Size)) else (shape,)
         if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
             raise ValueError(f"normalized_shape={normalized_shape!r}: must be a positive size or a tuple of them")
-        check_dtype(type(self).__name__, params_dtype)
+        check_dtype(owner, params_dtype)
         self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
         self._features = torch.Size(shape).numel()
-        self._spec = norm_spec(self.normalization, eps, zero_centered_gamma)
+        self._spec = norm_spec(self.normalization, eps, flag(owner, "zero_centered_gamma", zero_centered_gamma))
         self._device = device = default_device(device)
-        self.sequence_parallel = bool(sequence_parallel)
+        self.sequence_parallel = flag(owner, "sequence_parallel", sequence_parallel)
         self._params = norm_params(self._spec, self._features, self.sequence_parallel)
         for name, spec in self._params.items():
             self.register_parameter(name, spec.make(params_dtype or torch.get_default_dtype(), device, nullcontext))
@@ -86,7 +87,7 @@ class _Norm(nn.Module):
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """The identity again; parameters on the meta device come to life."""
-        if not defer_init:
+        if not flag("reset_parameters", "defer_init", defer_init):
             reset(self, self._params, self._device, nullcontext)
 
     def forward(self, inp: Tensor) -> Tensor:

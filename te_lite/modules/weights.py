@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_lite.arguments import checked_device
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import DTYPES, plain
 from te_lite.quantize.qtensor import QTensor
@@ -24,7 +25,7 @@ def default_device(device: Any) -> Any:
     """The device asked for; None and "cuda" (the constructors' default) mean the CPU where there is no GPU."""
     if device is None or str(device) == "cuda":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+    return checked_device(device)
 
 
 def default_init(weight: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_lite.arguments import remedy
+
 # TE's names; the gated one takes h = [gate | up] halves and computes act(gate) * up.
 _GATED = {"gelu": "geglu", "qgelu": "qgeglu", "relu": "reglu", "srelu": "sreglu", "silu": "swiglu"}
 # Name -> (the activation without its gate, gated).
@@ -84,9 +86,9 @@ def of_source(oracle: Callable[..., Any]) -> Callable[..., Any]:
 def is_glu(activation: str) -> bool:
     """True where h holds [gate | up] halves."""
     if activation not in ACTIVATIONS or not activation:
-        raise ValueError(
-            f"activation {activation!r}: must be one of {', '.join(a for a in ACTIVATIONS if a)}; choose one"
-        )
+        known = [name for name in ACTIVATIONS if name]
+        near = remedy("activation", activation, known)
+        raise ValueError(f"activation {activation!r}: must be one of {', '.join(known)}; {near}")
     return ACTIVATIONS[activation][1]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from reprlib import repr as brief
 from typing import Any, NamedTuple
+
+from te_lite.arguments import remedy
 
 
 class UserBufferQuantizationMode(enum.Enum):
@@ -50,11 +51,6 @@ class LayerMethods(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, n=2, cutoff=0.5)
-    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
-
-
 def _method(name: str, options: Mapping[str, Any]) -> str:
     """The method that `options`, which are checked, give to the GEMM."""
     if not isinstance(options, Mapping):
@@ -62,11 +58,13 @@ def _method(name: str, options: Mapping[str, Any]) -> str:
     for option in options:
         if option not in OPTIONS:
             raise ValueError(
-                f"ub_cfgs[{name!r}] has the option {option!r}{_nearest(str(option), OPTIONS)}: must be one of {OPTIONS}"
+                f"ub_cfgs[{name!r}] has the option {option!r}: must be one of {OPTIONS}; "
+                + remedy("option", option, OPTIONS)
             )
     method = options.get("method", DEFAULTS[name])
     if method not in METHODS:
-        raise ValueError(f"ub_cfgs[{name!r}]: method {method!r}{_nearest(str(method), METHODS)} is none of {METHODS}")
+        near = remedy("method", method, METHODS)
+        raise ValueError(f"ub_cfgs[{name!r}]: method {method!r} is none of {METHODS}; {near}")
     if method not in OFFERED[name]:
         raise ValueError(
             f"ub_cfgs[{name!r}]: method {method!r} does not fit this GEMM; choose one of {OFFERED[name]}"
@@ -112,8 +110,8 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
         for name, options in config.items():
             if name not in DEFAULTS:
                 raise ValueError(
-                    f"ub_cfgs names the layer {name!r}{_nearest(str(name), list(DEFAULTS))}: must be one of "
-                    f"{tuple(DEFAULTS)}"
+                    f"ub_cfgs names the layer {name!r}: must be one of {tuple(DEFAULTS)}; "
+                    + remedy("layer", name, DEFAULTS)
                 )
             found[name] = _method(name, options)
             ignored += [f"{name}.{option}" for option in options if option in IGNORED]

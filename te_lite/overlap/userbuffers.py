@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from te_lite.arguments import checked_device, flag
 from te_lite.ops.source import DTYPES
 from te_lite.overlap.bootstrap import BootstrapError, Exchange, check_agreement
 from te_lite.overlap.collective import Collective
@@ -40,13 +41,9 @@ def initialised() -> bool:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = checked_device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r}: must be 'cpu' or 'cuda', where the activations are")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r}: there is no CUDA device here; pass device='cpu'")
     return torch.empty(0, device=device).device  # as tensors say it: an index on CUDA, none on the CPU
 
 
@@ -88,6 +85,8 @@ def initialize_ub(
     global _generation
     wrong = None
     try:
+        for name, value in (("use_fp8", use_fp8), ("strict", strict), ("cuda_graphs", cuda_graphs)):
+            flag("initialize_ub", name, value)
         place = _device(device)
         modes = UserBufferQuantizationMode.NONE if quantization_modes is None else quantization_modes
         layers = _checked(shape, dtype, ub_cfgs, modes)

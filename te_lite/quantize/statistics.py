@@ -215,9 +215,12 @@ def collect_statistics(model: nn.Module | None = None) -> Iterator[Statistics]:
     """Inside, every te_lite module notes what quantization does to its GEMM operands; results stay the same bits.
 
     model: its module names name the layers; otherwise each module's own `name`, or its class, does. Read at any time,
-    also afterwards: stats.rows(), print(stats), stats.log_line(), stats.plot(path). RuntimeError inside of another.
+    also afterwards: stats.rows(), print(stats), stats.log_line(), stats.plot(path). RuntimeError inside of another,
+    TypeError where model is no nn.Module.
     """
     global _collecting
+    if not isinstance(model, nn.Module | None):
+        raise TypeError(f"collect_statistics({type(model).__name__}): must be an nn.Module or None; pass the model")
     if _collecting is not None:
         raise RuntimeError("collect_statistics() inside of another: leave the outer block first, or use its statistics")
     _collecting = Statistics(model)
