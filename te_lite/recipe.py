@@ -270,7 +270,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     """`recipe`, or the one of that name. TypeError for anything else."""
     recipe = from_name(recipe) if isinstance(recipe, str) else recipe
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe, a {type(recipe).__name__}: must be a te_lite.recipe object or a name like 'delayed'")
+        raise TypeError(f"recipe={reprlib.repr(recipe)}: must be a te_lite.recipe object or a name such as 'delayed'")
     return recipe
 
 

@@ -105,7 +105,7 @@ def quantizations(monkeypatch):
     """How many times a weight was quantized to be kept."""
     count = []
     plain = base.WeightCache.get.__globals__["plain"]
-    monkeypatch.setitem(base.WeightCache.get.__globals__, "plain", lambda w: count.append(1) or plain(w))
+    monkeypatch.setitem(base.WeightCache.get.__globals__, "plain", lambda w, **named: count.append(1) or plain(w, **named))
     return count
 
 
