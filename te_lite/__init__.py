@@ -29,6 +29,7 @@ from te_lite.compat.convert import ConversionReport as ConversionReport
 from te_lite.compat.convert import convert_to_float8_training as convert_to_float8_training
 from te_lite.compat.names import missing as _missing
 from te_lite.compat.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
+from te_lite.compat.state import plain_state_dict as plain_state_dict
 from te_lite.modules.base import free_caches as free_caches
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP as LayerNormMLP

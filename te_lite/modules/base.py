@@ -19,8 +19,8 @@ from te_lite.modules import checks, scale_state
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
-from te_lite.modules.weights import ParamSpec, WeightCache, default_device, reset
-from te_lite.ops.registry import capturing
+from te_lite.modules.weights import ParamSpec, SpecModule, WeightCache, default_device, reset
+from te_lite.ops.registry import capturing, makes_data
 from te_lite.overlap.userbuffers import UB_FLAGS, generation
 from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay, statistics
@@ -44,7 +44,7 @@ def free_caches(module: nn.Module) -> None:
             param.free_caches()
 
 
-class TeLiteModule(nn.Module):
+class TeLiteModule(SpecModule):
     """Base of the modules that hold linears.
 
     Subclasses set `gemm_names`, one a linear.
@@ -75,7 +75,7 @@ class TeLiteModule(nn.Module):
         self._device = default_device(given["device"])
         self._rng_tracker = given["get_rng_state_tracker"]
         self._rng_name = given.get("rng_tracker_name") or "model-parallel-rng"
-        self._specs: dict[str, ParamSpec] = {}
+        self._specs = {}
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
         self._planned = UNPLANNED
@@ -100,6 +100,7 @@ class TeLiteModule(nn.Module):
             else:
                 self._specs[name] = spec
                 self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
+        self._renewed()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's, which setattr and load_state_dict(assign=True) call too: plans hold for the old parameter."""
@@ -108,10 +109,8 @@ class TeLiteModule(nn.Module):
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws all parameters anew; those on the meta device come to life on the module's device."""
-        if flag("reset_parameters", "defer_init", defer_init):
-            return
-        reset(self, self._specs, self._device, self._fork)
-        self.clear_caches()
+        if not flag("reset_parameters", "defer_init", defer_init):
+            reset(self, self._device, self._fork)
 
     def clear_caches(self) -> None:
         """Forgets quantized weights kept for is_first_microbatch=False."""
@@ -211,7 +210,8 @@ class TeLiteModule(nn.Module):
         key = (recipe, dtype, inp.device, statistics.collecting(), generation(), strict(), kinds)
         planned = self._planned
         if planned[0] != key:
-            planned = self._planned = key, build_plans(self, state, dtype, weights)
+            planned = key, build_plans(self, state, dtype, weights)
+            self._planned = planned if makes_data(inp.device) else UNPLANNED
             self.clear_caches()
         plans, delayed = planned[1], state is not None and state.recipe.delayed()
         if delayed and capturing():
@@ -281,10 +281,10 @@ class TeLiteModule(nn.Module):
         self._scales.load(scale_state.as_tensor(state))
         self._planned = UNPLANNED
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> TeLiteModule:
+    def _renewed(self) -> None:
+        super()._renewed()
         self._planned = UNPLANNED
         self.clear_caches()
-        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_planned": UNPLANNED, "_scales": copy.copy(self._scales)}
@@ -299,6 +299,4 @@ class TeLiteModule(nn.Module):
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.tp_group, made._rng_tracker = self.tp_group, self._rng_tracker  # shared, not copied
-        for name, spec in made._specs.items():
-            spec.mark(getattr(made, name))  # a copied Parameter has lost its attributes
         return made

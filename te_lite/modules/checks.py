@@ -12,6 +12,7 @@ from te_lite.arguments import flag, remedy
 from te_lite.autocast import State
 from te_lite.functional.linear import output_shape
 from te_lite.functional.plan import LinearPlan
+from te_lite.ops.registry import makes_data
 from te_lite.ops.source import DTYPES
 from te_lite.overlap import userbuffers
 from te_lite.overlap.config import LAYERS
@@ -64,7 +65,7 @@ def check_construction(owner: str, modes: Iterable[str | None], given: Mapping[s
 
 def check_recipe(recipe: Recipe, device: torch.device, keeps_original: bool) -> None:
     """The recipe runs on this device and with this module's options."""
-    supported, reason = check_recipe_support(recipe, device)
+    supported, reason = check_recipe_support(recipe, device) if makes_data(device) else (True, "")
     if not supported:
         raise RuntimeError(f"{reason}; te.check_recipe_support(recipe, device) tells beforehand; use recipe 'bf16'")
     if keeps_original and recipe.delayed():
@@ -87,7 +88,7 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
     if inp.device != weight.device:
         raise ValueError(f"{owner} got an input on {inp.device}, its weight is on {weight.device}; move one of them")
     kind = inp.device.type
-    autocasts = torch.is_autocast_enabled(kind)
+    autocasts = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocasts else inp.dtype
     if not autocasts and inp.dtype != weight.dtype:
         raise TypeError(

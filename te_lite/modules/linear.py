@@ -92,6 +92,7 @@ class _OneLinear(TeLiteModule):
         self._specs.update(specs)
         for name, param in adjacent(specs, self.params_dtype, self._device, self._fork).items():
             self.register_parameter(name, param)
+        self._renewed()
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False,

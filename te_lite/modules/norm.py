@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from te_lite.arguments import flag, remedy
 from te_lite.functional.norm import NormFunction, NormSpec
 from te_lite.modules.checks import check_dtype
-from te_lite.modules.weights import ParamSpec, check_param, default_device, reset
+from te_lite.modules.scale_state import as_tensor
+from te_lite.modules.weights import ParamSpec, SpecModule, check_param, default_device, reset
 from te_lite.ops.source import DTYPES
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -57,7 +58,7 @@ def spec_of(module: nn.Module) -> NormSpec:
     return module._norm
 
 
-class _Norm(nn.Module):
+class _Norm(SpecModule):
     normalization: str
 
     def __init__(
@@ -79,16 +80,17 @@ class _Norm(nn.Module):
         self._spec = norm_spec(self.normalization, eps, flag(owner, "zero_centered_gamma", zero_centered_gamma))
         self._device = device = default_device(device)
         self.sequence_parallel = flag(owner, "sequence_parallel", sequence_parallel)
-        self._params = norm_params(self._spec, self._features, self.sequence_parallel)
-        for name, spec in self._params.items():
+        self._specs = norm_params(self._spec, self._features, self.sequence_parallel)
+        for name, spec in self._specs.items():
             self.register_parameter(name, spec.make(params_dtype or torch.get_default_dtype(), device, nullcontext))
         if self._spec.rms:
             self.register_parameter("bias", None)
+        self._renewed()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """The identity again; parameters on the meta device come to life."""
         if not flag("reset_parameters", "defer_init", defer_init):
-            reset(self, self._params, self._device, nullcontext)
+            reset(self, self._device, nullcontext)
 
     def forward(self, inp: Tensor) -> Tensor:
         """x [..., *normalized_shape] -> the same shape, in x's dtype (the autocast dtype under torch.amp)."""
@@ -101,16 +103,25 @@ class _Norm(nn.Module):
         if inp.dtype not in DTYPES:
             raise TypeError(f"{owner} got an input of {inp.dtype}: must be bfloat16, float16 or float32; cast it first")
         params = self.weight, self.bias
-        for name, param in zip(self._params, params, strict=False):
+        for name, param in zip(self._specs, params, strict=False):
             if param.device != inp.device or not param.is_contiguous():
-                check_param(owner, self._params[name], name, param, inp.device, True)
+                check_param(owner, self._specs[name], name, param, inp.device, True)
         kind = inp.device.type
-        x = inp.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else inp
+        x = inp.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else inp
         x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)
         grad = torch.is_grad_enabled()
         args = (self._spec, grad, x, *params)
         y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
         return y if len(last) == 1 else y.reshape(inp.shape)
+
+    def get_extra_state(self) -> Tensor:
+        """Empty: a norm has no state, but in Transformer Engine's norms, too, the key must be there."""
+        return torch.empty(0, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what says that there is no state; anything else raises TypeError or ValueError."""
+        if as_tensor(state).numel():
+            raise ValueError(f"extra state of {state.numel()} numbers for {type(self).__name__}, which has none")
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -1,23 +1,28 @@
 """A module's delayed-scaling state: made when a recipe needs it, kept in checkpoints as one plain tensor.
 
-Layout of the tensor (fp32, 1-D): [version, history length, forward tensors nf, backward tensors nb, forward fp8_max,
+Layout of the tensor (fp32, 1-D): [VERSION, history length, forward tensors nf, backward tensors nb, forward fp8_max,
 backward fp8_max], then forward history [L, nf], forward scale [nf], backward history [L, nb], backward scale [nb].
 Empty where there is no state. fp8_max is what the scales were made for, 2^-margin included.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_lite.ops.registry import FakeTensor, makes_data
 from te_lite.quantize.delayed import PoolKey, Pools, ScaleState
 from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
 from te_lite.recipe import DelayedScaling
 
-VERSION = 1
+# A little over 1, which int() reads. Transformer Engine's modules unpickle a state's bytes, up to the opcode "."; "N."
+# is None, no state, so they load this one strictly and begin with fresh scales. Little endian, as GPUs' hosts are.
+VERSION = struct.unpack("<f", b"N.\x80?")[0]
 HEADER = 6
 _NAMES = ("history length", "count of forward tensors", "of backward tensors", "forward fp8_max", "backward fp8_max")
 
@@ -31,21 +36,26 @@ def _check(name: str, values: Tensor, good: Tensor, rule: str) -> None:
             "checkpoint, or drop its *_extra_state keys and load with strict=False to start with fresh scales"
         )
 
+# What others write for no state; each says whether it is that. compat/ knows Transformer Engine's.
+NO_STATE: list[Callable[[Any], bool]] = []
+
 
 def as_tensor(state: Any) -> Tensor:
-    """What a checkpoint holds, as the tensor described above; anything else is refused."""
-    if state is None:
-        return torch.empty(0)
-    if not isinstance(state, Tensor) or state.dim() != 1 or (state.numel() and state.dtype != torch.float32):
+    """What a checkpoint holds, as the tensor described above; empty for no state, and for a tensor without data (meta,
+    fake); anything else is refused."""
+    empty = isinstance(state, Tensor) and (state.is_meta or isinstance(state, FakeTensor) or not state.numel())
+    if state is None or empty or any(says_so(state) for says_so in NO_STATE):
+        return torch.empty(0, device="cpu")
+    if not isinstance(state, Tensor) or state.dim() != 1 or state.dtype != torch.float32:
         raise TypeError(
             f"extra state is {type(state).__name__}: must be the 1-D fp32 tensor that te_lite writes (Transformer "
-            "Engine's pickled state is not read); drop the *_extra_state keys and load with strict=False to start with "
-            "fresh scales"
+            "Engine's pickled state is not read); drop the *_extra_state keys from the state dict to start with fresh "
+            "scales"
         )
-    if state.numel() and (state.numel() < HEADER or float(state[0]) != VERSION):
+    if int(state[0]) != int(VERSION) or state.numel() < HEADER:
         raise ValueError(
             f"extra state of {state.numel()} numbers has version {float(state[0])}: this te_lite reads version "
-            f"{VERSION}, of at least {HEADER} numbers; update te_lite"
+            f"{int(VERSION)}, of at least {HEADER} numbers; update te_lite"
         )
     for name, value in zip(_NAMES, state[1:HEADER], strict=False):
         whole = (value == value.floor()) | ("fp8_max" in name)
@@ -59,18 +69,22 @@ class ScaleStates:
     def __init__(self, gemms: int) -> None:
         self.sizes = {"forward": INPUTS_PER_GEMM * gemms, "backward": GRADS_PER_GEMM * gemms}
         self._live: dict[str, ScaleState] = {}
-        self._loaded = torch.empty(0)
+        self._loaded = torch.empty(0, device="cpu")
 
     def state(
         self, recipe: DelayedScaling, group: dist.ProcessGroup | None, device: torch.device, owner: Pools,
         direction: str,
     ) -> ScaleState:  # fmt: skip
-        """The live state, remade when the recipe's numbers or the group changed, or the thread that runs the module."""
+        """The live state, remade when the recipe's numbers or the group changed, or the thread that runs the module.
+        Where tensors have no data (meta, fake) one of its own, which leaves the live ones and what a checkpoint said
+        alone."""
         formats = recipe.fp8_format.value
         fp8_max = (formats.max_fwd if direction == "forward" else formats.max_bwd) * 2.0**-recipe.margin
         if not (recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1):
             group = None
         key = PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device, owner)
+        if not makes_data(device):
+            return ScaleState(key._replace(direction="none"), self.sizes[direction])
         state = self._live.get(direction)
         if state is None or state.key != key:
             if state is not None and state.pool.fixed:
@@ -89,7 +103,7 @@ class ScaleStates:
             return self._loaded.clone()
         states = [self._live[direction] for direction in self.sizes]
         sizes, largest = [state.n for state in states], [state.key.fp8_max for state in states]
-        header = torch.tensor([VERSION, states[0].key.length, *sizes, *largest], dtype=torch.float32)
+        header = torch.tensor([VERSION, states[0].key.length, *sizes, *largest], dtype=torch.float32, device="cpu")
         numbers = [part for state in states for part in (state.history.reshape(-1), state.scale)]
         return torch.cat([header.to(numbers[0].device), *numbers])
 
@@ -97,9 +111,10 @@ class ScaleStates:
         """From dump(); kept until a recipe needs it. Empty (another recipe's checkpoint): fresh scales."""
         parsed = {direction: self._parse(tensor, direction) for direction in self.sizes if tensor.numel()}
         self._loaded = tensor.detach().clone()
+        self._loaded[:1] = VERSION  # older files have 1
         self._live = {direction: state for direction, state in self._live.items() if state.pool.fixed}
         for direction, state in self._live.items():  # a CUDA graph reads them where they lie
-            fresh = torch.zeros(1, state.n), torch.ones(state.n), state.key.fp8_max
+            fresh = torch.zeros_like(state.history[:1]), torch.ones_like(state.scale), state.key.fp8_max
             state.load(*parsed.get(direction, fresh))
 
     def _parse(self, tensor: Tensor, direction: str) -> tuple[Tensor, Tensor, float]:

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from te_lite.arguments import checked_device
 from te_lite.ops.nvtx import nvtx_range
+<<<<<<< HEAD
 from te_lite.ops.source import DTYPES, plain
+=======
+from te_lite.ops.registry import FakeTensor
+from te_lite.ops.source import plain
+>>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import GemmOperands, Quantizer
 from te_lite.quantize.tensor import QuantizedTensor, quantized
@@ -22,10 +27,21 @@ Init = Callable[[Tensor], Any]
 
 
 def default_device(device: Any) -> Any:
+<<<<<<< HEAD
     """The device asked for; None and "cuda" (the constructors' default) mean the CPU where there is no GPU."""
     if device is None or str(device) == "cuda":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return checked_device(device)
+=======
+    """The device asked for. None and "cuda" (the constructors' default) leave it open: they mean that of an open
+    device context (`with torch.device("meta")`, torch.set_default_device), else the GPU, or the CPU where is none."""
+    if device is not None and str(device) != "cuda":
+        return device
+    # torch.get_default_device() says cpu for an open context of the CPU and for none.
+    modes = torch.overrides._get_current_function_mode_stack()
+    opened = [mode.device for mode in modes if isinstance(mode, torch.utils._device.DeviceContext)]
+    return opened[-1] if opened else "cuda" if torch.cuda.is_available() else "cpu"
+>>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -66,14 +82,14 @@ class ParamSpec:
             param._high_precision_init_val = value.detach().cpu()
 
     def make(self, dtype: torch.dtype, device: torch.device | str, fork: Callable[[], Any]) -> nn.Parameter:
-        """A new parameter, initialised unless `device` is meta. fork: context in which random ones are drawn."""
+        """A new parameter, initialised unless `device` is meta; not marked yet. fork: context in which random ones are
+        drawn."""
         param = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=device))
         if param.device.type != "meta":
             self.fill(param, fork)
             if self.quantizer is not None:
                 value, param = param, nn.Parameter(quantized(param, self.quantizer))
                 self._keep_init(param, value)
-        self.mark(param)
         return param
 
     def mark(self, param: nn.Parameter) -> None:
@@ -87,20 +103,50 @@ class ParamSpec:
             param.skip_backward_post_hook = True
 
 
-def reset(module: nn.Module, specs: dict[str, ParamSpec], device: Any, fork: Callable[[], Any]) -> None:
-    """Draws the parameters of `specs` anew; those on the meta device come to life on `device`, the module's."""
+class SpecModule(nn.Module):
+    """A module with the parameters `_specs`. They keep their attributes, whatever makes new Parameters of them: copies,
+    to_empty(), load_state_dict(assign=True). `_extra_state` may be absent from what it loads, as from torch's modules.
+    """
+
+    _specs: dict[str, ParamSpec]
+
+    def _renewed(self) -> None:
+        """After parameters may have been replaced; what stands for an absent bias follows them to their device."""
+        params = {name: param for name in self._specs if (param := self._parameters.get(name)) is not None}
+        for name, param in params.items():
+            if not hasattr(param, "tensor_model_parallel"):
+                self._specs[name].mark(param)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and not buffer.numel() and params:
+                self._buffers[name] = torch.empty_like(buffer, device=next(iter(params.values())).device)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> SpecModule:
+        super()._apply(fn, recurse)
+        self._renewed()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._renewed()
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *others) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
+        self._renewed()
+        if f"{prefix}_extra_state" in missing:
+            missing.remove(f"{prefix}_extra_state")
+
+
+def reset(module: SpecModule, device: Any, fork: Callable[[], Any]) -> None:
+    """Draws the parameters anew; those on the meta device come to life on `device`, the module's."""
     device = default_device(None) if str(device) == "meta" else device
-    for name, spec in specs.items():
+    for name, spec in module._specs.items():
         old = getattr(module, name)
         if old.device.type == "meta" or (spec.quantizer is not None and not isinstance(old, QuantizedTensor)):
             made = spec.make(old.dtype, device, fork)
             module.register_parameter(name, made.requires_grad_(old.requires_grad))
         else:  # the optimizer may hold it
             spec.fill(old, fork)
-            spec.mark(old)  # to_empty() makes new parameters without the attributes
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffer.device.type == "meta":
-            setattr(module, name, torch.empty_like(buffer, device=device))
+    module._renewed()
 
 
 def check_param(owner: str, spec: ParamSpec, name: str, param: Tensor, device: torch.device, packed: bool) -> None:
@@ -147,6 +193,7 @@ class _Join(torch.autograd.Function):
 
 def join(parts: tuple[Tensor, ...]) -> Tensor:
     """The parts concatenated along dim 0; without a copy where they lie together."""
+<<<<<<< HEAD
     if len(parts) == 1:
         return parts[0]
     for part in parts:
@@ -156,6 +203,9 @@ def join(parts: tuple[Tensor, ...]) -> Tensor:
                 "in memory, so each must be a plain tensor; shard modules with fully_shard, quantize undivided weights"
             )
     return _Join.apply(*parts)
+=======
+    return parts[0] if len(parts) == 1 else (torch.cat(parts) if type(parts[0]) is FakeTensor else _Join.apply(*parts))
+>>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
 
 
 def adjacent(
@@ -191,12 +241,18 @@ class WeightCache:
         """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts, each as
         its GEMM takes it (where fprop and dgrad differ in format too, by row alone). parts: what it is joined from."""
         quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b
+<<<<<<< HEAD
         tracked = not any(part.is_inference() for part in parts)  # or it has no version
         written = [(part._version, part.data_ptr()) for part in parts if tracked]
         key = written, quantizer, for_dgrad, torch.is_inference_mode_enabled()
         kept, of, q = self._kept
         same = tracked and [id(ref()) for ref in of] == [id(part) for part in parts]
         if first or not same or kept != key:
+=======
+        address = isinstance(weight, FakeTensor) or weight.data_ptr()
+        key = (version, address, quantizer, for_dgrad, torch.is_inference_mode_enabled())
+        if first or self._key != key:
+>>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
             with nvtx_range("te_lite.quantize"):
                 source = plain(weight.detach(), name="weight")
                 q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)

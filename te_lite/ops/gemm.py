@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+<<<<<<< HEAD
 from te_lite.ops.cublaslt import TENSOR, product
 from te_lite.ops.flops import counts_product
 from te_lite.ops.registry import Op, register
+=======
+from te_lite.ops.registry import FakeTensor, Op, register
+>>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -25,7 +29,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 def placed(t: Tensor | None) -> Tensor | None:
     """t, as it lies, where cuBLAS and the tensor-copy unit can read it: on a GPU at a multiple of 16 bytes."""
-    return t if t is None or not t.is_cuda or t.data_ptr() % 16 == 0 else t.clone()
+    return t if t is None or not t.is_cuda or type(t) is FakeTensor or t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _check_fp8(a: Tensor, b: Tensor) -> None:

@@ -165,7 +165,7 @@ def norm_backward_ref(
 
 def _cpu_outputs(*values: Tensor | None) -> tuple[Tensor, ...]:
     """An op returns contiguous tensors, whatever strides its inputs have; what is not there is an empty one."""
-    return tuple(torch.empty(0) if v is None else v.contiguous() for v in values)
+    return tuple(torch.empty(0, device="cpu") if v is None else v.contiguous() for v in values)
 
 
 def _stats_outputs(x, gamma, beta, eps, rms, zero_centered, want_amax):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 NAMESPACE = "te_lite"
 
@@ -31,6 +32,11 @@ def unwatched() -> bool:
 def capturing() -> bool:
     """Whether what the current stream is given now goes into a CUDA graph."""
     return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
+
+
+def makes_data(device: torch.device) -> bool:
+    """Whether a tensor made now on `device` has data: it is not meta, and no FakeTensorMode is open."""
+    return device.type != "meta" and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
