@@ -123,8 +123,9 @@ class Linear(_OneLinear):
     side are split along their dimension sequence_dim (default the first): a column-parallel linear gathers its input,
     a row-parallel one scatters its sum.
 
-    params_dtype: bf16, fp16 or fp32 (default: torch's). device: default the GPU, or the CPU where there is none; "meta"
-    puts initialisation off until reset_parameters(). return_bias: the bias is returned and not added.
+    params_dtype: bf16, fp16 or fp32 (default: torch's). device: "cuda" and None mean an open device context's, else the
+    GPU, or the CPU where there is none; "meta" puts initialisation off until reset_parameters().
+    return_bias: the bias is returned and not added.
     init_method(tensor) fills the weight (default: normal, 0.023), under get_rng_state_tracker's state rng_tracker_name.
     parameters_split: names (or name -> rows) under which weight and bias are registered in parts.
     fuse_wgrad_accumulation: weight.main_grad += dw. delay_wgrad_compute: dw waits for backward_dw().

@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 
 from te_lite.arguments import checked_device
 from te_lite.ops.nvtx import nvtx_range
-<<<<<<< HEAD
-from te_lite.ops.source import DTYPES, plain
-=======
 from te_lite.ops.registry import FakeTensor
-from te_lite.ops.source import plain
->>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
+from te_lite.ops.source import DTYPES, plain
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import GemmOperands, Quantizer
 from te_lite.quantize.tensor import QuantizedTensor, quantized
@@ -27,21 +24,14 @@ Init = Callable[[Tensor], Any]
 
 
 def default_device(device: Any) -> Any:
-<<<<<<< HEAD
-    """The device asked for; None and "cuda" (the constructors' default) mean the CPU where there is no GPU."""
-    if device is None or str(device) == "cuda":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return checked_device(device)
-=======
     """The device asked for. None and "cuda" (the constructors' default) leave it open: they mean that of an open
     device context (`with torch.device("meta")`, torch.set_default_device), else the GPU, or the CPU where is none."""
     if device is not None and str(device) != "cuda":
-        return device
+        return checked_device(device)
     # torch.get_default_device() says cpu for an open context of the CPU and for none.
     modes = torch.overrides._get_current_function_mode_stack()
     opened = [mode.device for mode in modes if isinstance(mode, torch.utils._device.DeviceContext)]
     return opened[-1] if opened else "cuda" if torch.cuda.is_available() else "cpu"
->>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -157,7 +147,7 @@ def check_param(owner: str, spec: ParamSpec, name: str, param: Tensor, device: t
             f"{owner}.{name} is a DTensor, which the kernels cannot read: shard modules with fully_shard, which hands "
             "them plain tensors, or with the modules' own parallel_mode"
         )
-    if spec.quantizer is not None and not isinstance(param, QuantizedTensor):
+    if spec.quantizer is not None and not (isinstance(param, QuantizedTensor) or param.is_meta):
         raise RuntimeError(
             f"{owner}.{name} was made under quantized_model_init and is now a {type(param).__name__} that holds no "
             "quantized data (FSDP, to_empty() and load_state_dict(assign=True) replace parameters): build the module "
@@ -193,7 +183,6 @@ class _Join(torch.autograd.Function):
 
 def join(parts: tuple[Tensor, ...]) -> Tensor:
     """The parts concatenated along dim 0; without a copy where they lie together."""
-<<<<<<< HEAD
     if len(parts) == 1:
         return parts[0]
     for part in parts:
@@ -202,10 +191,7 @@ def join(parts: tuple[Tensor, ...]) -> Tensor:
                 f"a part of parameters_split is a {type(part).__name__} of shape {tuple(part.shape)}: parts are joined "
                 "in memory, so each must be a plain tensor; shard modules with fully_shard, quantize undivided weights"
             )
-    return _Join.apply(*parts)
-=======
-    return parts[0] if len(parts) == 1 else (torch.cat(parts) if type(parts[0]) is FakeTensor else _Join.apply(*parts))
->>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
+    return torch.cat(parts) if type(parts[0]) is FakeTensor else _Join.apply(*parts)
 
 
 def adjacent(
@@ -241,18 +227,12 @@ class WeightCache:
         """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts, each as
         its GEMM takes it (where fprop and dgrad differ in format too, by row alone). parts: what it is joined from."""
         quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b
-<<<<<<< HEAD
         tracked = not any(part.is_inference() for part in parts)  # or it has no version
         written = [(part._version, part.data_ptr()) for part in parts if tracked]
         key = written, quantizer, for_dgrad, torch.is_inference_mode_enabled()
         kept, of, q = self._kept
         same = tracked and [id(ref()) for ref in of] == [id(part) for part in parts]
         if first or not same or kept != key:
-=======
-        address = isinstance(weight, FakeTensor) or weight.data_ptr()
-        key = (version, address, quantizer, for_dgrad, torch.is_inference_mode_enabled())
-        if first or self._key != key:
->>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
             with nvtx_range("te_lite.quantize"):
                 source = plain(weight.detach(), name="weight")
                 q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)

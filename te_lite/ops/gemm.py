@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-<<<<<<< HEAD
 from te_lite.ops.cublaslt import TENSOR, product
 from te_lite.ops.flops import counts_product
-from te_lite.ops.registry import Op, register
-=======
 from te_lite.ops.registry import FakeTensor, Op, register
->>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

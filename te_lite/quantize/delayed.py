@@ -23,13 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-<<<<<<< HEAD
 from te_lite.ops.delayed import FP32_MAX, delayed_update
-from te_lite.ops.registry import capturing
-=======
-from te_lite.ops.delayed import delayed_update
 from te_lite.ops.registry import capturing, makes_data
->>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
 from te_lite.quantize import replay
 from te_lite.watch import all_reduce_max
 
@@ -203,7 +198,9 @@ class Pools:
         A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
         """
         captured = capturing()
-        for pool in [p for p in self.pools if p.key.direction == direction and p.touched and (p.fixed or not captured)]:
+        # Under a FakeTensorMode fake scales would take the place of real ones.
+        used = [p for p in self.pools if p.key.direction == direction and p.touched and makes_data(p.key.device)]
+        for pool in [p for p in used if p.fixed or not captured]:
             pool.update()
 
     def close(self, first: bool) -> None:
@@ -230,23 +227,8 @@ class Pools:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
-<<<<<<< HEAD
 _owners: weakref.WeakSet[Pools] = weakref.WeakSet()
 _fixed: set[Pool] = set()  # graphs replay on when thread and modules are gone
-=======
-def update(direction: str) -> None:
-    """Updates the pools of `direction` that were used since their last update, in the order in which they were made; in
-    a capture, of these only the fixed ones.
-
-    A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
-    """
-    captured = capturing()
-    # Under a FakeTensorMode fake scales would take the place of real ones.
-    used = [p for p in _pools if p.key.direction == direction and p.touched and makes_data(p.key.device)]
-    for pool in [p for p in used if p.fixed or not captured]:
-        if not pool.update():
-            _pools.remove(pool)
->>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
 
 
 def reset() -> None:

@@ -306,11 +306,7 @@ def norms(mesh: DeviceMesh) -> int:
 
 
 OF_TWO = (
-<<<<<<< HEAD
-    recipes, recomputation, microbatches, plans, meta_device, mixed_precision, refusals, reload_unsharded,
-=======
-    recipes, recomputation, microbatches, meta_device, mixed_precision, refusals, reload_unsharded, norms,
->>>>>>> 63d7d7d (Other libraries' state dicts load strictly and ours into theirs; modules follow an open device context, run without data and come to life with their parameters' attributes)
+    recipes, recomputation, microbatches, plans, meta_device, mixed_precision, refusals, reload_unsharded, norms,
 )  # fmt: skip
 
 

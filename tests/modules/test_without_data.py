@@ -102,6 +102,29 @@ def test_weight_gradients_without_data(mode, recipe, option):
         assert option[0] == "f" or module.fc1_weight.grad.shape == module.fc1_weight.shape
 
 
+@pytest.mark.parametrize("mode", ["meta", "fake"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+def test_quantized_and_converted_modules_without_data(recipe, mode):
+    device = "meta" if mode == "meta" else "cpu"
+    with on_fakes(mode):
+        with te.quantized_model_init(recipe=recipe):
+            modules = [make("LayerNormMLP", device=device)]
+        if recipe != "delayed":
+            modules.append(torch.nn.Linear(64, 64, dtype=BF16, device=device))
+            te.convert_to_float8_training(modules[-1], recipe, tokens=None)
+        for module in modules:
+            x = torch.empty(2, 16, 64, dtype=BF16, device=device, requires_grad=True)
+            with under(recipe):
+                y = module(x)
+            y.backward(torch.empty_like(y))
+            assert (y.shape, y.dtype, y.device, x.grad.shape) == (x.shape, BF16, x.device, x.shape)
+            assert all(param.grad.shape == param.shape for param in module.parameters())
+    if mode == "meta":
+        modules[0].reset_parameters()
+        assert isinstance(modules[0].fc1_weight, te.QuantizedTensor)
+        assert run("LayerNormMLP", modules[0].to("cpu"), recipe=recipe)["out"].isfinite().all()
+
+
 @pytest.mark.parametrize("kind", LINEARS)
 def test_runs_without_data_leave_real_scales_alone(kind):
     """A real module with live scales: beside fake ones, as a fake itself, and in a mode that takes real tensors."""
