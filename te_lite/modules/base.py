@@ -20,7 +20,7 @@ from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
 from te_lite.modules.weights import ParamSpec, SpecModule, WeightCache, default_device, reset
-from te_lite.ops.registry import capturing, makes_data
+from te_lite.ops.registry import FakeTensor, capturing, makes_data
 from te_lite.overlap.userbuffers import UB_FLAGS, generation
 from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay, statistics
@@ -205,9 +205,10 @@ class TeLiteModule(SpecModule):
             backward_on_calling_thread()
         if replay.in_foreign_recomputation():
             checks.check_recomputation(self, state, self._ran_fp8)
+        where = inp.device, type(inp) is FakeTensor  # which takes no real scales
         kinds = tuple([None if type(weight) in _PLAIN else type(weight) for weight in weights])
         recipe = None if state is None else state.key
-        key = (recipe, dtype, inp.device, statistics.collecting(), generation(), strict(), kinds)
+        key = (recipe, dtype, where, statistics.collecting(), generation(), strict(), kinds)
         planned = self._planned
         if planned[0] != key:
             planned = key, build_plans(self, state, dtype, weights)

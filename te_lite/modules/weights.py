@@ -228,7 +228,7 @@ class WeightCache:
         its GEMM takes it (where fprop and dgrad differ in format too, by row alone). parts: what it is joined from."""
         quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b
         tracked = not any(part.is_inference() for part in parts)  # or it has no version
-        written = [(part._version, part.data_ptr()) for part in parts if tracked]
+        written = [(part._version, isinstance(part, FakeTensor) or part.data_ptr()) for part in parts if tracked]
         key = written, quantizer, for_dgrad, torch.is_inference_mode_enabled()
         kept, of, q = self._kept
         same = tracked and [id(ref()) for ref in of] == [id(part) for part in parts]

@@ -104,8 +104,9 @@ def test_false_quantizes_again_for_functional_call(device):
 def quantizations(monkeypatch):
     """How many times a weight was quantized to be kept."""
     count = []
-    plain = base.WeightCache.get.__globals__["plain"]
-    monkeypatch.setitem(base.WeightCache.get.__globals__, "plain", lambda w, **named: count.append(1) or plain(w, **named))
+    names = base.WeightCache.get.__globals__
+    plain = names["plain"]
+    monkeypatch.setitem(names, "plain", lambda w, **named: count.append(1) or plain(w, **named))
     return count
 
 
