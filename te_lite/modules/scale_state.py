@@ -52,7 +52,7 @@ def as_tensor(state: Any) -> Tensor:
             "Engine's pickled state is not read); drop the *_extra_state keys from the state dict to start with fresh "
             "scales"
         )
-    if int(state[0]) != int(VERSION) or state.numel() < HEADER:
+    if state.numel() < HEADER or float(state[0]) not in (1.0, VERSION):  # 1.0: written before
         raise ValueError(
             f"extra state of {state.numel()} numbers has version {float(state[0])}: this te_lite reads version "
             f"{int(VERSION)}, of at least {HEADER} numbers; update te_lite"

@@ -14,7 +14,7 @@ from torch.utils._device import DeviceContext
 
 from te_lite.arguments import checked_device
 from te_lite.ops.nvtx import nvtx_range
-from te_lite.ops.registry import FakeTensor
+from te_lite.ops.registry import FakeTensor, makes_data
 from te_lite.ops.source import DTYPES, plain
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import GemmOperands, Quantizer
@@ -27,10 +27,10 @@ def default_device(device: Any) -> Any:
     """The device asked for. None and "cuda" (the constructors' default) leave it open: they mean that of an open
     device context (`with torch.device("meta")`, torch.set_default_device), else the GPU, or the CPU where is none."""
     if device is not None and str(device) != "cuda":
-        return checked_device(device)
+        return checked_device(device) if makes_data(torch.device("cpu")) else device  # fake tensors need no GPU
     # torch.get_default_device() says cpu for an open context of the CPU and for none.
     modes = torch.overrides._get_current_function_mode_stack()
-    opened = [mode.device for mode in modes if isinstance(mode, torch.utils._device.DeviceContext)]
+    opened = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
     return opened[-1] if opened else "cuda" if torch.cuda.is_available() else "cpu"
 
 
