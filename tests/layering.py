@@ -33,14 +33,15 @@ LEVELS = {
     "modules": 6,
     "autocast": 6,
     "checkpoint": 6,
-    "compat": 7,  # above the core, of which nothing imports it
+    "compat": 7,  # these two stand above the core, of which nothing imports them
+    "diagnostics": 7,
     "": 8,  # te_lite/__init__.py: public names
     "testing": 9,  # these import everything and nothing imports them
     "doctor": 9,
     "tune": 9,
 }
 TOP = LEVELS["testing"]
-NOT_CORE = ("compat", "testing", "doctor.py", "tune.py")
+NOT_CORE = ("compat", "diagnostics", "testing", "doctor.py", "tune.py")
 
 
 def module_name(path: Path, package: Path) -> str:

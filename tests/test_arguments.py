@@ -41,6 +41,7 @@ CALLS = {
     "LayerNorm": lambda **kw: te.LayerNorm(64, device="cpu", **kw),
     "RMSNorm": lambda **kw: te.RMSNorm(64, device="cpu", **kw),
     "checkpoint": lambda **kw: te.checkpoint(torch.sin, torch.randn(3), **kw),
+    "plain_state_dict": lambda **kw: te.plain_state_dict(torch.nn.Linear(2, 2), **kw),
     "initialize_ub": lambda **kw: te.initialize_ub([64, 64], 1, device="cpu", **kw),
     "Float8Quantizer": lambda **kw: te.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3, **kw),
     "Float8CurrentScalingQuantizer": lambda **kw: te.Float8CurrentScalingQuantizer(E4M3, **kw),
@@ -225,6 +226,7 @@ BUILDERS = {
     "LayerNormMLP": lambda device: te.LayerNormMLP(64, 64, device=device),
     "LayerNorm": lambda device: te.LayerNorm(64, device=device),
     "RMSNorm": lambda device: te.RMSNorm(64, device=device),
+    "plain_state_dict": lambda **kw: te.plain_state_dict(torch.nn.Linear(2, 2), **kw),
     "initialize_ub": lambda device: te.initialize_ub([64, 64], 1, device=device),
 }
 

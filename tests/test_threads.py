@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import te_lite as te
+from te_lite.diagnostics.statistics import Sums
 from te_lite.ops import scalars
 from te_lite.quantize import delayed
 from te_lite.quantize.per_tensor import FORMATS
 from te_lite.quantize.qtensor import QTensor
-from te_lite.quantize.statistics import Sums
 from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.cpu_graph import CpuGraph

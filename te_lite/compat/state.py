@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_lite.arguments import flag
 from te_lite.modules.scale_state import NO_STATE
 from te_lite.modules.weights import SpecModule
 
@@ -43,6 +44,7 @@ def plain_state_dict(module: nn.Module, *, prefix: str = "", keep_vars: bool = F
     It loads strictly into the same model of nn.Linear, nn.LayerNorm and nn.RMSNorm. The tensors are the module's own,
     as in state_dict(); other modules' extra states stay. Delayed scaling's histories and scales are left out.
     """
+    keep_vars = flag("plain_state_dict", "keep_vars", keep_vars)
     with ExitStack() as hooks:
         # Each module drops its own, so that names which wrappers change on the way up do not matter.
         for child in {child for child in module.modules() if isinstance(child, SpecModule)}:

@@ -23,8 +23,9 @@ from te_lite.modules.weights import ParamSpec, SpecModule, WeightCache, default_
 from te_lite.ops.registry import FakeTensor, capturing, makes_data
 from te_lite.overlap.userbuffers import UB_FLAGS, generation
 from te_lite.parallel import TensorParallel, group_size
-from te_lite.quantize import replay, statistics
+from te_lite.quantize import replay
 from te_lite.quantize.params import parameter_operand
+from te_lite.quantize.quantizer import observer
 from te_lite.quantize.tensor import QuantizedTensor
 
 Each = tuple[str | None, ...]  # one a linear
@@ -208,7 +209,7 @@ class TeLiteModule(SpecModule):
         where = inp.device, type(inp) is FakeTensor  # which takes no real scales
         kinds = tuple([None if type(weight) in _PLAIN else type(weight) for weight in weights])
         recipe = None if state is None else state.key
-        key = (recipe, dtype, where, statistics.collecting(), generation(), strict(), kinds)
+        key = (recipe, dtype, where, observer(), generation(), strict(), kinds)
         planned = self._planned
         if planned[0] != key:
             planned = key, build_plans(self, state, dtype, weights)

@@ -16,8 +16,7 @@ from te_lite.modules.weights import check_param
 from te_lite.overlap import report
 from te_lite.overlap.userbuffers import schedule_for
 from te_lite.parallel import TensorParallel
-from te_lite.quantize import statistics
-from te_lite.quantize.quantizer import Site, operands_for
+from te_lite.quantize.quantizer import Site, observer, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import HighPrecision, Recipe
 from te_lite.tables import warn_once
@@ -62,8 +61,8 @@ def _build_plan(
     layer = module._ub_names[index] or ""
     schedule, alone = schedule_for(tp, module._ub_flags, layer, module.name, device, strict(), str(used))
     operands = operands_for(used, site)
-    if (stats := statistics.collecting()) is not None:
-        operands = stats.watch(operands, module, gemm_name)
+    if (watching := observer()) is not None:
+        operands = watching.watch(operands, module, gemm_name)
     plain = SHORT_NAMES[dtype]
     gathered = operands.wgrad.b if tp.gathers_input else operands.wgrad.a if tp.gathers_grad else None
     if gathered is not None and gathered.format.shard_multiple > 1:

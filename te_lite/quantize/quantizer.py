@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,27 @@ class Site:
     state: Callable[[str], ScaleState]
     amax_group: dist.ProcessGroup | None
     calibrating: bool = False
+
+
+class Observer(Protocol):
+    """Is shown the quantizers of every linear when its plan is built."""
+
+    def watch(self, operands: GemmOperands, module: Any, linear: str) -> GemmOperands:
+        """What is used in their place, with the same results. linear: its name in `module`."""
+
+
+_observer: Observer | None = None
+
+
+def observer() -> Observer | None:
+    """Who observes this process just now."""
+    return _observer
+
+
+def observe(by: Observer | None) -> None:
+    """From now on `by` observes, or nobody does; plans are built again."""
+    global _observer
+    _observer = by
 
 
 def operands_for(recipe: Recipe, site: Site) -> GemmOperands:

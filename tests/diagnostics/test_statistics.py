@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import te_lite as te
-from te_lite.quantize import statistics
+from te_lite.diagnostics import statistics
 from te_lite.testing.distributed import device_params, launch, rank_device_params
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.harness import under

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from te_lite.ops.cast import transform
 from te_lite.ops.source import Source
 from te_lite.quantize.qtensor import Layout, QTensor
-from te_lite.quantize.quantizer import GemmOperands, Quantized, Quantizer
+from te_lite.quantize.quantizer import GemmOperands, Quantized, Quantizer, observe, observer
 from te_lite.tables import aligned
 
 # A scale of amax / largest is rounded to fp32, so is its inverse, and so are products with them (2^-24 each): current
@@ -202,14 +202,6 @@ class Statistics:
         figure.savefig(path)
 
 
-_collecting: Statistics | None = None
-
-
-def collecting() -> Statistics | None:
-    """Where this process collects just now; None: nowhere."""
-    return _collecting
-
-
 @contextmanager
 def collect_statistics(model: nn.Module | None = None) -> Iterator[Statistics]:
     """Inside, every te_lite module notes what quantization does to its GEMM operands; results stay the same bits.
@@ -218,13 +210,13 @@ def collect_statistics(model: nn.Module | None = None) -> Iterator[Statistics]:
     also afterwards: stats.rows(), print(stats), stats.log_line(), stats.plot(path). RuntimeError inside of another,
     TypeError where model is no nn.Module.
     """
-    global _collecting
     if not isinstance(model, nn.Module | None):
         raise TypeError(f"collect_statistics({type(model).__name__}): must be an nn.Module or None; pass the model")
-    if _collecting is not None:
+    if observer() is not None:
         raise RuntimeError("collect_statistics() inside of another: leave the outer block first, or use its statistics")
-    _collecting = Statistics(model)
+    collected = Statistics(model)
+    observe(collected)
     try:
-        yield _collecting
+        yield collected
     finally:
-        _collecting = None
+        observe(None)

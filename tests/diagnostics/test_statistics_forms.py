@@ -5,7 +5,7 @@ import torch
 
 import te_lite as te
 from te_lite.testing.distributed import device_params
-from tests.quantize.test_statistics import BF16, by_operand, data, make, step
+from tests.diagnostics.test_statistics import BF16, by_operand, data, make, step
 
 
 @pytest.mark.parametrize("device", device_params())
