@@ -226,7 +226,6 @@ BUILDERS = {
     "LayerNormMLP": lambda device: te.LayerNormMLP(64, 64, device=device),
     "LayerNorm": lambda device: te.LayerNorm(64, device=device),
     "RMSNorm": lambda device: te.RMSNorm(64, device=device),
-    "plain_state_dict": lambda **kw: te.plain_state_dict(torch.nn.Linear(2, 2), **kw),
     "initialize_ub": lambda device: te.initialize_ub([64, 64], 1, device=device),
 }
 
