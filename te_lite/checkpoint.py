@@ -15,6 +15,12 @@ from te_lite.autocast import restored, snapshot
 from te_lite.quantize.replay import Frame
 
 
+def _own(output: Any) -> Any:
+    """What a reentrant checkpoint may make an output of its own, the very tensor: no parameter, which would be in the
+    graph from then on, above itself."""
+    return output.detach() if isinstance(output, torch.nn.Parameter) else output
+
+
 class CheckpointedCall(AbstractContextManager):
     """What belongs to one checkpointed call: its frame of scales, the open autocasts, the RNG tracker's states.
 
@@ -67,6 +73,9 @@ def checkpoint(
 
     def run(*inputs: Any) -> Any:
         with call:
-            return function(*inputs, **kwargs)
+            outputs = function(*inputs, **kwargs)
+        if not use_reentrant or torch.is_grad_enabled():
+            return outputs
+        return tuple(map(_own, outputs)) if isinstance(outputs, tuple) else _own(outputs)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

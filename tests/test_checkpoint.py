@@ -272,3 +272,75 @@ def test_inference_needs_no_checkpoint():
     x = reference.make_tokens(16, 32, dtype=torch.bfloat16)
     with torch.no_grad(), under("current"):
         assert_bitwise_equal("out", te.checkpoint(block, x, use_reentrant=False), block(x))
+
+
+# ---- a returned bias, as Megatron's MLP returns (out, bias) ----
+
+BIASED = {
+    "Linear": lambda **o: te.Linear(32, 32, **o),
+    "Linear row": lambda **o: te.Linear(32, 32, parallel_mode="row", **o),
+    "Linear split": lambda **o: te.Linear(32, 32, parameters_split=("q", "k"), **o),
+    "Linear without bias": lambda **o: te.Linear(32, 32, bias=False, **o),
+    "LayerNormLinear": lambda **o: te.LayerNormLinear(32, 32, return_layernorm_output=True, **o),
+    "LayerNormLinear split": lambda **o: te.LayerNormLinear(32, 32, parameters_split={"q": 24, "k": 8}, **o),
+    "LayerNormMLP": lambda **o: te.LayerNormMLP(32, 48, set_parallel_mode=True, **o),
+    "LayerNormMLP checkpoint": lambda **o: te.LayerNormMLP(32, 48, checkpoint=True, **o),
+}
+
+
+def train_biased(kind, call, recipe, frozen, device):
+    """(outputs and gradients of three steps, the module); the bias is added outside of what `call` checkpoints."""
+    torch.manual_seed(0)
+    module = BIASED[kind](return_bias=True, params_dtype=torch.bfloat16, device=device)
+    biases = [p for name, p in module.named_parameters() if name.endswith("bias") and "norm" not in name]
+    for p in biases:
+        nn.init.normal_(p).requires_grad_(not frozen)
+    results = {}
+    for i in range(3):
+        module.zero_grad()
+        x = leaf(reference.make_tokens(16, 32, seed=i, dtype=torch.bfloat16), device)
+        with under(recipe_for(recipe)):
+            out, bias, *rest = call(module, x)
+        assert all(p.is_leaf for p in module.parameters()), "a checkpoint took a parameter for its own"
+        y = sum((t for t in (bias, *rest) if t is not None), start=out) * 2
+        y.backward(reference.make_tokens(16, 32, seed=50 + i, dtype=torch.bfloat16).to(device))
+        grads = {f"{i} {n}": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        results |= {f"{i} y": y.detach(), f"{i} x": x.grad} | grads
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(p if p.grad is None else p.grad, alpha=-0.01)
+    assert any(name.endswith("bias") and "norm" not in name for name in results) == bool(biases and not frozen)
+    return results | states(module)
+
+
+def direct(function, *args):
+    return function(*args)
+
+
+@pytest.mark.parametrize("device", device_params())
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+@pytest.mark.parametrize("kind", BIASED)
+def test_a_returned_bias(kind, recipe, frozen, device):
+    """A reentrant checkpoint runs the module without gradients and makes what it returns an output of its own. A
+    parameter among them would become a part of the graph, and its gradient a loop."""
+    want = train_biased(kind, direct, recipe, frozen, device)
+    calls = {**CALLS, **(OWN_CALLS if recipe == "bf16" else {})}
+    for how, call in calls.items():
+        got = train_biased(kind, call, recipe, frozen, device)
+        assert got.keys() == want.keys()
+        for name in want:
+            assert_bitwise_equal(f"{how}: {name}", got[name], want[name])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_function_that_returns_a_parameter(use_reentrant):
+    """Of any module, te_lite's or not, alone or among other outputs."""
+    scale = nn.Parameter(torch.randn(32))
+    x = leaf(torch.randn(16, 32))
+    for function in (lambda x: (x * 2, scale, None), lambda x: scale):
+        scale.grad = None
+        out = te.checkpoint(function, x, use_reentrant=use_reentrant)
+        assert scale.is_leaf
+        (out[1] if isinstance(out, tuple) else out).sum().backward()
+        assert_bitwise_equal("gradient", scale.grad, torch.ones(32))

@@ -180,6 +180,8 @@ class TeLiteModule(SpecModule):
         if self.sequence_dim and self.sequence_parallel:
             back = (t if t is None else t.movedim(0, self.sequence_dim) for t in (out, ln_out))
             out, ln_out = (t if t is None else t.clone(memory_format=torch.contiguous_format) for t in back)
+        if bias is not None and not torch.is_grad_enabled():
+            bias = bias.detach()  # a reentrant checkpoint makes what it returns its own, the very tensor: no parameter
         outputs = (out, *((bias,) if self.return_bias else ()), *(() if ln_out is None else (ln_out,)))
         return outputs if len(outputs) > 1 else out
 
