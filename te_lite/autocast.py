@@ -111,6 +111,10 @@ class autocast(ContextDecorator):
         self.group = amax_reduction_group
 
     def __enter__(self) -> autocast:
+        if torch.compiler.is_dynamo_compiling():
+            from te_lite.ops.untraced import untraced
+
+            return untraced(autocast.__enter__, self)
         state = None
         if self.enabled or self.calibrating:
             passes = (context.state.one_pass for context in reversed(_open.stack) if context.state is not None)
@@ -121,6 +125,10 @@ class autocast(ContextDecorator):
         return self
 
     def __exit__(self, exc_type: Any, *_: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            from te_lite.ops.untraced import untraced
+
+            return untraced(autocast.__exit__, self, exc_type)
         state, _ = _open.stack.pop()
         if state is None or exc_type is not None or any(outer.state is not None for outer in _open.stack):
             return

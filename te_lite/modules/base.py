@@ -269,9 +269,6 @@ class TeLiteModule(SpecModule):
         """function(call, *args), noted by autograd where a backward may follow."""
         if not call.grad:
             return function.forward(None, call, *args)
-        if self._quantized and torch.compiler.is_compiling():
-            # Dynamo would go on without the weight's gradient; an error makes it leave this call to Python.
-            raise RuntimeError("torch.compile traces no quantized parameters; leave out fullgraph=True")
         return function.apply(call, *args)
 
     # state

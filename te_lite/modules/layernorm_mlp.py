@@ -66,6 +66,10 @@ class LayerNormMLP(TeLiteModule):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, *, residual: Tensor | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the
         norm's output comes last. is_first_microbatch and residual are Linear's."""
+        if torch.compiler.is_dynamo_compiling():
+            from te_lite.ops.untraced import untraced
+
+            return untraced(LayerNormMLP.forward, self, inp, is_first_microbatch, residual=residual)
         inp, residual = self._sequence_first(inp), self._sequence_first(residual)
         if self.checkpoint and torch.is_grad_enabled():
             out, ln_out = recompute(self._forward, inp, is_first_microbatch, residual, use_reentrant=False)

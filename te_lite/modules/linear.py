@@ -106,6 +106,11 @@ class _OneLinear(TeLiteModule):
         residual [..., out_features]: added to y, of whose shape, dtype and device it is (else ValueError); where y is
         the sum of a fused or ring reduce-scatter in the same pass, before the only rounding (with fp8_buf after it).
         """
+        if torch.compiler.is_dynamo_compiling():
+            from te_lite.ops.untraced import untraced
+
+            args = self, inp, is_first_microbatch, fp8_output, fp8_grad
+            return untraced(_OneLinear.forward, *args, residual=residual)
         parts = tuple([getattr(self, name) for name in self.weight_names])
         weight = join(parts)
         bias = join(tuple([getattr(self, name) for name in self.bias_names])) if self.use_bias else None
