@@ -41,10 +41,13 @@ class State:
 
 
 class Context(NamedTuple):
-    """What an open autocast says: of quantization (None: neither enabled nor calibrating) and of overlap."""
+    """What an open autocast says: of quantization (None: neither enabled nor calibrating) and of overlap.
+
+    in_backward: it was opened there, by a function that is computed again."""
 
     state: State | None
     strict: bool
+    in_backward: bool
 
 
 class ModelInit(NamedTuple):
@@ -81,6 +84,11 @@ def strict() -> bool:
     return bool(_open.stack) and _open.stack[-1].strict
 
 
+def opened_in_backward() -> bool:
+    """Whether the innermost autocast was."""
+    return bool(_open.stack) and _open.stack[-1].in_backward
+
+
 class autocast(ContextDecorator):
     """Modules inside quantize their GEMMs by `recipe`.
 
@@ -111,17 +119,13 @@ class autocast(ContextDecorator):
         self.group = amax_reduction_group
 
     def __enter__(self) -> autocast:
-        if torch.compiler.is_dynamo_compiling():
-            from te_lite.ops.untraced import untraced
-
-            return untraced(autocast.__enter__, self)
         state = None
         if self.enabled or self.calibrating:
             passes = (context.state.one_pass for context in reversed(_open.stack) if context.state is not None)
             # A recomputed call, perhaps on autograd's thread, goes on with the pools of its first run.
             one_pass = next(passes, None) or Pass(replay.recall("pools", lambda: _open.pools))
             state = State(self.enabled, self.recipe, self.group, one_pass)
-        _open.stack.append(Context(state, self.strict))
+        _open.stack.append(Context(state, self.strict, torch._C._current_graph_task_id() != -1))
         return self
 
     def __exit__(self, exc_type: Any, *_: Any) -> None:
@@ -129,7 +133,7 @@ class autocast(ContextDecorator):
             from te_lite.ops.untraced import untraced
 
             return untraced(autocast.__exit__, self, exc_type)
-        state, _ = _open.stack.pop()
+        state = _open.stack.pop().state
         if state is None or exc_type is not None or any(outer.state is not None for outer in _open.stack):
             return
         if not Pass.any_module:

@@ -9,16 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch.utils._pytree import tree_map_only
 
 from te_lite.arguments import flag
 from te_lite.autocast import restored, snapshot
 from te_lite.quantize.replay import Frame
-
-
-def _own(output: Any) -> Any:
-    """What a reentrant checkpoint may make an output of its own, the very tensor: no parameter, which would be in the
-    graph from then on, above itself."""
-    return output.detach() if isinstance(output, torch.nn.Parameter) else output
 
 
 class CheckpointedCall(AbstractContextManager):
@@ -70,12 +65,12 @@ def checkpoint(
     own = {"determinism_check", "debug", "early_stop", "context_fn", "preserve_rng_state"}
     options = {name: kwargs.pop(name) for name in own & kwargs.keys()}
     call = CheckpointedCall(get_rng_state_tracker)
+    call.frame.alone = use_reentrant and torch._C._is_fwd_grad_enabled()
 
     def run(*inputs: Any) -> Any:
         with call:
             outputs = function(*inputs, **kwargs)
-        if not use_reentrant or torch.is_grad_enabled():
-            return outputs
-        return tuple(map(_own, outputs)) if isinstance(outputs, tuple) else _own(outputs)
+        # A reentrant checkpoint makes what it returns its own, the very tensor: no parameter.
+        return outputs if torch.is_grad_enabled() else tree_map_only(torch.nn.Parameter, torch.Tensor.detach, outputs)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -202,12 +202,14 @@ class CustomRecipe(Recipe):
 
     qfactory(role) -> Quantizer, or None for high precision; asked once for each operand of each GEMM when a module
     builds its plan. role: te_lite.quantize.custom.Role. Recipes are equal when their qfactory is: define it once, not
-    as a new lambda at each step, or plans are built at each step.
+    as a new lambda at each step, or plans are built at each step. stateless: the quantizers keep nothing from call to
+    call, so that torch's checkpoints may compute a call again outside of its autocast.
     """
 
     qfactory: Callable[[Any], Any]
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    stateless: bool = field(default=False, kw_only=True)
     name: ClassVar[str] = "custom"
     factory: ClassVar[str] = "te_lite.quantize.custom:operands"
     summary: ClassVar[str] = "quantizers from a factory of your own"

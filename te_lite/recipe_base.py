@@ -139,6 +139,11 @@ class Recipe:
     def is_fp8(self) -> bool:
         return self._kind != "bf16"
 
+    @property
+    def stateless(self) -> bool:
+        """Whether a call computed again later has the same numbers; of a recipe of your own only if it says so."""
+        return self.name in ("bf16", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
+
     def delayed(self) -> bool:
         return self._kind == "delayed"
 

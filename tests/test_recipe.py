@@ -60,8 +60,8 @@ def test_fields(cls, expected):
 
 
 def test_custom_fields():
-    parameters = inspect.signature(CustomRecipe).parameters.values()
-    assert [(p.name, p.default) for p in parameters] == [("qfactory", inspect.Parameter.empty), *ATTENTION]
+    found = [(p.name, p.default) for p in inspect.signature(CustomRecipe).parameters.values()]
+    assert found == [("qfactory", inspect.Parameter.empty), *ATTENTION, ("stateless", False)]
 
 
 # (recipe, power_2_scale of the QParams that were not given)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from te_lite.autocast import Pass, State, current
 from te_lite.modules.linear import Linear
 from te_lite.ops.source import DTYPES
-from te_lite.quantize import replay
 from te_lite.recipe import Recipe, as_recipe
 from te_lite.tables import aligned
 
@@ -39,13 +38,7 @@ class ConvertedLinear(Linear, nn.Linear):
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state  # no key in checkpoints
 
     def _state(self) -> State | None:
-        state, (ran, _) = current(self._default), self._planned
-        if state is self._default and ran is not None and ran[0] != state.key and replay.in_foreign_recomputation():
-            raise RuntimeError(
-                f"{self.name or 'linear'} ran under te.autocast and is recomputed outside of it, by another recipe; "
-                "use te.checkpoint, or open the autocast inside the checkpointed function"
-            )
-        return state
+        return current(self._default)
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., in_features] -> y [..., out_features]."""

@@ -139,7 +139,8 @@ class Call:
     grad: a backward may follow. first: this is the pass's first fp8 module, whose backward closes the pass. pools: of
     a pass under delayed scaling.
     output, grad_input: quantizers of y and dx when the caller takes them quantized. parts: parameters that the weight
-    was joined from, where it was; versions: theirs in forward.
+    was joined from, where it was; versions: theirs in forward. note: of replay.Outstanding, to be held as long as the
+    call's graph.
     """
 
     plans: tuple[LinearPlan, ...]
@@ -152,6 +153,7 @@ class Call:
     pools: Pools | None = None
     parts: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
+    note: Any = None
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base

@@ -82,7 +82,8 @@ class TeLiteModule(SpecModule):
         self._planned = UNPLANNED
         self._outer_input = "normalization" not in given or given["return_layernorm_output"]
         self._sinks = tuple(map(self._make_sink, range(len(self.gemm_names))))
-        self._ran_fp8 = self._caching = self._quantized = False
+        self._outstanding = replay.Outstanding()
+        self._caching = self._quantized = False
         self._wgrad_hooks: list[Callable[[], None]] = []
 
     # parameters
@@ -188,7 +189,7 @@ class TeLiteModule(SpecModule):
     # plans
 
     def _state(self) -> State | None:
-        """What the next call follows; ConvertedLinear has a recipe of its own where no autocast is open."""
+        """What a new call follows; ConvertedLinear has a recipe of its own where no autocast is open."""
         return current()
 
     def _begin(
@@ -197,7 +198,7 @@ class TeLiteModule(SpecModule):
     ) -> Call:  # fmt: skip
         """Checks what is given, brings the plans up to date, says what this call does. first: is_first_microbatch.
         parts: what the weight was joined from, where it was."""
-        state = self._state()
+        state = replay.recall((id(self), "state"), lambda: checks.followed(self, self._state()))
         dtype = checks.check_input(self, inp, weights[0])
         if first is not None and type(first) is not bool:
             first = flag(type(self).__name__, "is_first_microbatch", first)
@@ -206,8 +207,6 @@ class TeLiteModule(SpecModule):
             checks.check_main_grad(self, weights)
         if grad and inp.is_cuda:
             backward_on_calling_thread()
-        if replay.in_foreign_recomputation():
-            checks.check_recomputation(self, state, self._ran_fp8)
         where = inp.device, type(inp) is FakeTensor  # which takes no real scales
         kinds = tuple([None if type(weight) in _PLAIN else type(weight) for weight in weights])
         recipe = None if state is None else state.key
@@ -216,6 +215,7 @@ class TeLiteModule(SpecModule):
         if planned[0] != key:
             planned = key, build_plans(self, state, dtype, weights)
             self._planned = planned if makes_data(inp.device) else UNPLANNED
+            self._outstanding.start(state)
             self.clear_caches()
         plans, delayed = planned[1], state is not None and state.recipe.delayed()
         if delayed and capturing():
@@ -223,7 +223,6 @@ class TeLiteModule(SpecModule):
             self._scales.fix()
         if residual is not None:
             checks.check_residual(residual, inp, weights[-1], plans)
-        self._ran_fp8 |= state is not None and state.enabled
         cached: tuple = (None,) * len(weights)
         if self._quantized:
             together = zip(weights, plans, strict=True)
@@ -243,7 +242,8 @@ class TeLiteModule(SpecModule):
         claims = pools is not None and self._claims_first(state, inp)
         output, grad_input = y_of.output if fp8_output else None, dx_of.grad_input if fp8_grad else None
         versions = tuple([part._version for part in parts]) if grad else ()
-        return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions)
+        note = self._outstanding.note(state, grad)
+        return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions, note)
 
     def _cached_weights(
         self, first: bool, weights: tuple[Tensor, ...], parts: tuple[Tensor, ...], plans: Plans
@@ -269,7 +269,10 @@ class TeLiteModule(SpecModule):
         """function(call, *args), noted by autograd where a backward may follow."""
         if not call.grad:
             return function.forward(None, call, *args)
-        return function.apply(call, *args)
+        out = function.apply(call, *args)
+        if not (out[0] if type(out) is tuple else out).requires_grad:
+            self._outstanding.unheld(call.note.state)
+        return out
 
     # state
 
@@ -290,7 +293,7 @@ class TeLiteModule(SpecModule):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_planned": UNPLANNED, "_scales": copy.copy(self._scales)}
         # Of this process; set_tensor_parallel_group() after loading.
-        state.update(tp_group=None, _rng_tracker=None, _wgrad_hooks=[])
+        state.update(tp_group=None, _rng_tracker=None, _wgrad_hooks=[], _outstanding=replay.Outstanding())
         state["_caches"] = tuple(WeightCache() for _ in self.gemm_names)
         state["_sinks"] = tuple(map(self._make_sink, range(len(self.gemm_names))))
         return state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.arguments import flag, remedy
-from te_lite.autocast import State
+from te_lite.autocast import State, opened_in_backward
 from te_lite.functional.linear import output_shape
 from te_lite.functional.plan import LinearPlan
 from te_lite.ops.registry import makes_data
@@ -17,6 +17,7 @@ from te_lite.ops.source import DTYPES
 from te_lite.overlap import userbuffers
 from te_lite.overlap.config import LAYERS
 from te_lite.parallel import MODES
+from te_lite.quantize import replay
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import Recipe, check_recipe_support
 
@@ -143,20 +144,31 @@ def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
             )
 
 
-def check_recomputation(module: nn.Module, state: State | None, ran_fp8: bool) -> None:
-    """A forward inside a backward that te_lite did not arrange: only stateless recipes can be repeated."""
-    owner = type(module).__name__
+def followed(module: nn.Module, state: State | None) -> State | None:
+    """What a call follows: `state`; where another library's checkpoint computes it again, what its first run followed,
+    which must be known and without state of its own."""
+    if not replay.in_foreign_recomputation():
+        return state
+    inside = opened_in_backward()
+    states = (state,) if inside else module._outstanding.states() or (state,)
+    recomputed = f"{type(module).__name__} is recomputed"
     remedy = "use te.checkpoint, or torch's with use_reentrant=False and context_fn=te.checkpoint_context_fn"
-    if state is None and ran_fp8:
+    if len(states) > 1:
+        names = " and ".join("high precision" if s is None or not s.enabled else str(s.recipe) for s in states)
         raise RuntimeError(
-            f"{owner} ran under fp8_autocast and is recomputed outside of it, so it would be in high precision; "
-            f"{remedy}, or open the autocast inside the checkpointed function"
+            f"{recomputed} outside of its autocast and has run under {names}, each of which this call may have had: "
+            f"open the autocast inside the checkpointed function, or {remedy}"
         )
-    if state is not None and state.enabled and state.recipe.delayed():
+    first = states[0]
+    if first is None or not first.enabled:
+        return first if inside else None  # nothing is calibrated a second time
+    kept = first.recipe.delayed() or (state and state.key) != first.key
+    if kept and not first.recipe.stateless:
         raise RuntimeError(
-            f"{owner} is recomputed with DelayedScaling by a checkpoint that does not carry its scales, which have "
-            f"moved on since; {remedy}"
+            f"{recomputed} with {type(first.recipe).__name__} by a checkpoint that does not carry its scales, which "
+            f"may have moved since; {remedy} (a CustomRecipe that has none says so: stateless=True)"
         )
+    return first
 
 
 def check_capture(module: nn.Module, state: State) -> None:

@@ -109,8 +109,7 @@ class _OneLinear(TeLiteModule):
         if torch.compiler.is_dynamo_compiling():
             from te_lite.ops.untraced import untraced
 
-            args = self, inp, is_first_microbatch, fp8_output, fp8_grad
-            return untraced(_OneLinear.forward, *args, residual=residual)
+            return untraced(_OneLinear.forward, self, inp, is_first_microbatch, fp8_output, fp8_grad, residual=residual)
         parts = tuple([getattr(self, name) for name in self.weight_names])
         weight = join(parts)
         bias = join(tuple([getattr(self, name) for name in self.bias_names])) if self.use_bias else None

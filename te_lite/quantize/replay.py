@@ -6,12 +6,15 @@ pass. These belong to the call, not to the modules, so any number of calls may b
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 
 class _Open(threading.local):
@@ -32,6 +35,7 @@ class Frame:
         self._cursor = 0
         self._making = False
         self.replaying = False
+        self.alone = False  # reentrant, and in no autograd.Function of others: it lives as long as its own
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -86,5 +90,81 @@ def replaying() -> bool:
 
 
 def in_foreign_recomputation() -> bool:
-    """True when a forward runs inside a backward pass and no Frame of ours is open: another library recomputes it."""
-    return not _open.frames and torch._C._current_graph_task_id() != -1
+    """True when a forward runs inside a backward pass and no Frame of ours replays it: another library recomputes it, a
+    first run of a Frame's call in it too."""
+    return torch._C._current_graph_task_id() != -1 and not replaying()
+
+
+class Note:
+    """What the calls of one module followed under one autocast.
+
+    It lives as long as one of them may be computed again. It is held by the call's own node in the graph (by its Call),
+    and by the node of each autograd.Function in whose forward the call ran, as in a reentrant checkpoint's."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+
+def _added(states: tuple, state: Any) -> tuple:
+    """With `state`, where none has its key; two are enough to know that there are several."""
+    known = (state and state.key) in [one and one.key for one in states]
+    return states if known else (*states[-1:], state)
+
+
+def _in_function() -> bool:
+    """Inside the forward of an autograd.Function, which turns forward derivatives off."""
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _functions() -> Iterator[FunctionCtx]:
+    """Those whose forward this thread is in, as the contexts that their backward will be given."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(ctx := frame.f_locals.get("ctx"), FunctionCtx):
+            yield ctx
+        frame = frame.f_back
+
+
+class Outstanding:
+    """What calls of one module followed that another library's checkpoint may compute again, where the autocast around
+    their first run is closed: a State, or None."""
+
+    def __init__(self) -> None:
+        self._notes: list[weakref.ref[Note]] = []
+        self._ever: tuple = ()
+        self._unheld: tuple = ()
+        self._current: Callable[[], Note | None] = type(None)
+
+    def start(self, state: Any) -> None:
+        """From now on calls follow `state`."""
+        self._current, self._ever = type(None), _added(self._ever, state)
+
+    def note(self, state: Any, grad: bool) -> Note | None:
+        """Of a call, for its Call. None where it wants no gradient, as in an evaluation. grad: they are enabled."""
+        inside = _in_function()
+        if not (grad or inside):
+            return None
+        if (note := self._current()) is None:
+            note = Note(state)
+            self._current = weakref.ref(note)
+            self._notes = [ref for ref in self._notes if ref()] + [self._current]
+        if inside:
+            alone = [frame for frame in _open.frames[:1] if frame.alone and not frame.replaying]
+            for holder in (holders := alone or list(_functions())):
+                vars(holder).setdefault("te_lite_notes", set()).add(note)
+            if not holders:
+                self.unheld(state)
+        return note
+
+    def unheld(self, state: Any) -> None:
+        """Of a call that no graph holds, but which may stand in a checkpointed function beside others: kept."""
+        self._unheld = _added(self._unheld, state)
+
+    def states(self) -> tuple:
+        """What a call may have followed that is computed again: one state, or nobody can tell. Empty: none was made."""
+        if len(self._ever) < 2 or not (torch.is_grad_enabled() or _in_function()):  # no_grad in a function: no Note
+            return self._ever
+        found = self._unheld
+        for note in filter(None, [ref() for ref in self._notes]):
+            found = _added(found, note.state)
+        return found or self._ever

@@ -148,14 +148,27 @@ def test_torch_checkpoint(reentrant):
     assert_same(got, expected)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("outside", [{"enabled": False}, {"recipe": POW2}, {"recipe": "delayed"}], ids=str)
-def test_recomputation_by_another_recipe_is_refused(outside):
-    model = net()
+def test_recomputation_by_another_recipe(outside, reentrant):
+    """An autocast outside of torch's checkpoint is that of the second run too; delayed scaling is refused."""
+    model, x, dy = net(), tokens(24, 64), tokens(24, 64)
     convert_all(model)
-    with te.autocast(**outside):
-        out = checkpoint(model, leaf(tokens(24, 64)), use_reentrant=False)
-    with pytest.raises(RuntimeError, match="recomputed outside"):
-        out.sum().backward()
+    run(model, x, dy)  # by its own recipe
+    results = []
+    for call in (lambda leaf: model(leaf), lambda leaf: checkpoint(model, leaf, use_reentrant=reentrant)):
+        model.zero_grad(set_to_none=True)
+        given = leaf(x)
+        with te.autocast(**outside):
+            out = call(given)
+        if results and outside.get("recipe") == "delayed":
+            with pytest.raises(RuntimeError, match="recomputed with DelayedScaling"):
+                out.backward(dy)
+            return
+        out.backward(dy)
+        results.append({"out": out.detach(), "dx": given.grad} | {n: p.grad for n, p in model.named_parameters()})
+        del out
+    assert_same(results[1], results[0])
 
 
 def test_frozen_weights_get_no_gradient():
