@@ -144,7 +144,8 @@ class Outstanding:
         inside = _in_function()
         if not (grad or inside):
             return None
-        if (note := self._current()) is None:
+        note = self._current()
+        if note is None or (note.state and note.state.key) != (state and state.key):  # the second: another thread's
             note = Note(state)
             self._current = weakref.ref(note)
             self._notes = [ref for ref in self._notes if ref()] + [self._current]
