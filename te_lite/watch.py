@@ -2,11 +2,18 @@
 
 gloo waits for a peer that failed, or runs something else, until its process ends, and then names nobody. So the ranks
 of userbuffers agree on a collective before it begins. NCCL's are issued and not waited for: what runs is compared.
+
+Without userbuffers gloo ends the process of a rank that receives more than it expects, by a signal. So ranks on the CPU
+compare what each is about to run, and all raise the same error where that differs. It costs one small all-reduce for
+each collective, 0.5 ms with 2 ranks on 2 cores: under 5% of a step of LayerNormMLP from 256 features and 512 tokens on.
+TE_LITE_CHECK_RANKS: "cpu" (the default), "1" (GPUs too, where each collective then waits for its device) or "0" (off).
 """
 
 from __future__ import annotations
 
+import os
 import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.registry import capturing
 
+CHECK_RANKS = os.environ.get("TE_LITE_CHECK_RANKS", "cpu")
 NAMING_S = 10.0  # how long after a broken connection a rank may still be named: longer than it may show no heartbeat
 
 
@@ -38,12 +47,14 @@ watches: dict[tuple[int, ...], Watch] = {}  # by ranks
 
 
 def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callable[[], Any]) -> None:
-    """run(), a collective over `group` that moves `tensor`; not for an empty one."""
-    if watches:
-        members = dist.get_process_group_ranks(group)
+    """run(), a collective over `group` that moves `tensor`; not for an empty one. RuntimeError, the same on every rank,
+    where ranks have come to different ones and are watched or compared."""
+    if watches or compares(tensor.device):
+        text = f"{what}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         for ranks, watch in watches.items():
-            if all(rank in members for rank in ranks):
-                watch.meet(f"{what}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+            if all(rank in dist.get_process_group_ranks(group) for rank in ranks):
+                watch.meet(text)
+        compare(text, group, tensor.device)
     if not tensor.numel():
         return
     try:
@@ -55,6 +66,35 @@ def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callabl
                 watch.check()
             time.sleep(0.01)
         raise
+
+
+def compares(device: torch.device) -> bool:
+    """Whether ranks compare what they run on `device`; never in the capture of a CUDA graph."""
+    return CHECK_RANKS == "cpu" and device.type == "cpu" or CHECK_RANKS == "1" and not capturing()
+
+
+def compare(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Collective over `group`, where its ranks compare what they run and userbuffers do not: RuntimeError, the same on
+    every rank, with what each runs, unless all run `text`."""
+    if not compares(device) or _watch(group) is not None:
+        return
+    hashed = zlib.crc32(text.encode())
+    extremes = torch.tensor((hashed, -hashed), device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    largest, smallest = extremes.tolist()
+    if largest == -smallest:
+        return
+    texts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group)
+    ranks: dict[str, list[int]] = {}
+    for rank, said in zip(dist.get_process_group_ranks(group), texts, strict=True):
+        ranks.setdefault(said, []).append(rank)
+    found = "; ".join(f"ranks {who}: {said}" for said, who in ranks.items())
+    raise RuntimeError(
+        f"the ranks of a group do not run the same: {found}. "
+        "All must call the same modules in the same order with the same recipe, dtype and shapes: under sequence "
+        "parallelism each rank passes the same number of tokens, the first dimension; pad the shorter ones"
+    )
 
 
 def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:

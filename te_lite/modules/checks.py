@@ -20,6 +20,7 @@ from te_lite.parallel import MODES
 from te_lite.quantize import replay
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import Recipe, check_recipe_support
+from te_lite.watch import compare
 
 
 def check_userbuffers(module: nn.Module, names: tuple[str | None, ...], symmetric_ar_type: str | None) -> None:
@@ -109,10 +110,12 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
         )
     # A row-parallel output is scattered along the input's dimension sequence_dim, which is the first by now.
     if module.sequence_parallel and module._modes == ("row",) and inp.shape[0] % module.tp_size:
-        raise ValueError(
+        refusal = (
             f"{owner} with sequence parallelism got {inp.shape[0]} in dimension {module.sequence_dim} "
             f"of its input, which is scattered over tp_size={module.tp_size} ranks: must be a multiple of that; pad it"
         )
+        compare(refusal, module.tp_group, inp.device)  # ranks that do not refuse are in their reduce-scatter
+        raise ValueError(refusal)
     return dtype
 
 

@@ -51,7 +51,7 @@ def reduce_scatter(summand: Tensor, group: dist.ProcessGroup, what: str = "reduc
     wire = summand.to(_wire_dtype(group, summand.dtype))
     out = wire.new_empty(wire.shape[0] // dist.get_world_size(group), *wire.shape[1:])
     with nvtx_range("te_lite.reduce_scatter"):
-        collective(what, wire, group, partial(_reduce_scatter_into, out, wire, group=group))
+        collective(what, summand, group, partial(_reduce_scatter_into, out, wire, group=group))
     return out.to(summand.dtype)
 
 
@@ -59,7 +59,7 @@ def all_reduce(summand: Tensor, group: dist.ProcessGroup, what: str = "all-reduc
     """[M, N] partial sums on each rank -> [M, N] summed on all; may reuse the input's memory. No autograd."""
     wire = summand.to(_wire_dtype(group, summand.dtype))
     with nvtx_range("te_lite.all_reduce"):
-        collective(what, wire, group, partial(dist.all_reduce, wire, group=group))
+        collective(what, summand, group, partial(dist.all_reduce, wire, group=group))
     return wire.to(summand.dtype)
 
 

@@ -39,8 +39,10 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def start_ranks(fault: str, ranks: int, device: str, *, limit: float, **variables: object) -> list[Ended]:
-    """run_faults.py on `ranks` processes. AssertionError with all outputs unless every one ends within `limit` s."""
+def start_ranks(
+    fault: str, ranks: int, device: str, *, limit: float, script: Path = SCRIPT, **variables: object
+) -> list[Ended]:
+    """`script` on `ranks` processes. AssertionError with all outputs unless every one ends within `limit` s."""
     root = str(SCRIPT.parents[2])
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
     common = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
@@ -50,7 +52,7 @@ def start_ranks(fault: str, ranks: int, device: str, *, limit: float, **variable
     for rank in range(ranks):
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), fault, "--device", device],
+                [sys.executable, str(script), fault, "--device", device],
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -35,6 +35,7 @@ class Recorder:
 def seen(monkeypatch) -> list:
     monkeypatch.setattr(watch, "watches", {})
     monkeypatch.setattr(watch, "NAMING_S", 0.2)
+    monkeypatch.setattr(watch, "CHECK_RANKS", "0")  # groups are tuples here
     monkeypatch.setattr(watch.dist, "get_process_group_ranks", lambda group: group)
     return []
 
@@ -73,6 +74,27 @@ def test_an_empty_one_is_told_and_not_run(seen) -> None:
     watch.watches[0, 1] = Recorder(seen)
     run(seen, shape=(0, 2))
     assert seen == ["amax, bfloat16 [0, 2]"]
+
+
+@pytest.mark.parametrize("variable, device, compares", [
+    ("cpu", "cpu", True), ("cpu", "cuda", False), ("1", "cpu", True), ("1", "cuda", True), ("0", "cpu", False),
+    ("0", "cuda", False),
+])  # fmt: skip
+def test_where_ranks_are_compared(monkeypatch, variable, device, compares) -> None:
+    monkeypatch.setattr(watch, "CHECK_RANKS", variable)
+    assert watch.compares(torch.device(device)) is compares
+
+
+def test_ranks_are_compared_once_before_it_begins(seen, monkeypatch) -> None:
+    """By userbuffers where these have exactly the group's ranks."""
+    monkeypatch.setattr(watch, "CHECK_RANKS", "cpu")
+    monkeypatch.setattr(watch.dist, "all_reduce", lambda extremes, op, group: seen.append("compared"))
+    watch.watches[1, 2] = Recorder(seen)
+    run(seen)
+    run(seen, group=(1, 2))
+    run(seen, shape=(0, 2))
+    told = "amax, bfloat16 [8, 2]"
+    assert seen == [told, "compared", "run", told, "run", "amax, bfloat16 [0, 2]", "compared"]
 
 
 def test_a_rank_that_failed_is_named_in_place_of_the_broken_connection(seen) -> None:
