@@ -26,6 +26,8 @@ from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.registry import capturing
 
 CHECK_RANKS = os.environ.get("TE_LITE_CHECK_RANKS", "cpu")
+if CHECK_RANKS not in ("cpu", "1", "0"):
+    raise ValueError(f"TE_LITE_CHECK_RANKS={CHECK_RANKS!r}: must be cpu (also where it is not set), 1 or 0")
 NAMING_S = 10.0  # how long after a broken connection a rank may still be named: longer than it may show no heartbeat
 
 

@@ -38,11 +38,13 @@ def everywhere(value: torch.Tensor, group=None) -> list[torch.Tensor]:
 
 @contextmanager
 def counted():
-    """A list of (operation, elements) for every all-reduce inside."""
+    """A list of (operation, elements) for every all-reduce inside; not of integers, by which ranks compare what they
+    run."""
     calls, original = [], dist.all_reduce
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
-        calls.append(("max" if op == dist.ReduceOp.MAX else "sum", tensor.numel()))
+        if tensor.is_floating_point():
+            calls.append(("max" if op == dist.ReduceOp.MAX else "sum", tensor.numel()))
         return original(tensor, op, *args, **kwargs)
 
     dist.all_reduce = all_reduce
