@@ -142,6 +142,7 @@ void Control::close() {
     (void)watcher_.release();  // leaked: joining a thread that the fork left behind would hang
     return;
   }
+  std::lock_guard<std::mutex> lock(closing_);
   if (!watcher_) return;
   stop_ = true;
   watcher_->join();

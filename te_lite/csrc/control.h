@@ -90,6 +90,7 @@ class Control {
   ControlBlock& own_;
   std::mutex writing_;  // own_
   std::mutex telling_;  // abort_word_
+  std::mutex closing_;  // watcher_
   uint32_t* abort_word_ = nullptr;
   std::atomic<uint64_t> announced_{0};
   std::atomic<bool> stop_{false};

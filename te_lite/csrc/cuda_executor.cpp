@@ -59,11 +59,14 @@ class CudaExecutor final : public Executor {
   uint64_t abort_address() const override { return host_ ? reinterpret_cast<uint64_t>(abort_word()) : 0; }
 
   void close() override {
-    closed_ = true;
     if (control_.forked()) {
+      closed_ = true;
       (void)watcher_.release();  // leaked, as is what the driver gave, which does not survive a fork
       return;
     }
+    std::lock_guard<std::mutex> closing(closing_);
+    shut();  // the watcher lives on so long: by it a wait that holds a thread in issue() takes too long at last
+    stop_ = true;
     if (watcher_) watcher_->join();
     watcher_.reset();
     control_.set_abort_word(nullptr);
@@ -196,7 +199,7 @@ class CudaExecutor final : public Executor {
     const PrimaryContext::Scope scope(context_);
     int mode = kCaptureModeRelaxed;  // else what this thread does would spoil a capture of another
     TE_LITE_CHECK(cuThreadExchangeStreamCaptureMode, &mode);
-    for (int period = 1; !closed_; ++period) {
+    for (int period = 1; !stop_; ++period) {
       std::this_thread::sleep_for(kPeriod);
       if (period % kLook == 0) look();
     }
@@ -225,6 +228,7 @@ class CudaExecutor final : public Executor {
   }
 
   const PrimaryContext context_;
+  std::atomic<bool> stop_{false};  // the watcher
   void* streams_[2];       // the main one is that of the segment that is issued
   void* event_ = nullptr;  // one is enough: a stream that waits for it keeps to what was recorded by then
   const Kernel& wait_kernel_;

@@ -16,6 +16,7 @@ struct Lane {
   std::deque<Step> queue;
   uint64_t queued = 0;
   uint64_t done = 0;
+  bool stop = false;
   std::thread thread;
 };
 
@@ -33,12 +34,17 @@ class HostExecutor final : public Executor {
   }
 
   void close() override {
-    closed_ = true;
     if (control_.forked()) {
+      closed_ = true;
       (void)lane_.release();  // leaked
       return;
     }
-    { std::lock_guard<std::mutex> lock(lane_->mutex); }  // whoever found closed_ false is waiting by now
+    std::lock_guard<std::mutex> closing(closing_);
+    shut();
+    {
+      std::lock_guard<std::mutex> lock(lane_->mutex);
+      lane_->stop = true;  // not before: who was in issue() may have waited for what it had queued
+    }
     lane_->changed.notify_all();
     if (lane_->thread.joinable()) lane_->thread.join();
   }
@@ -69,7 +75,7 @@ class HostExecutor final : public Executor {
   void serve(Lane& lane) {
     std::unique_lock<std::mutex> lock(lane.mutex);
     for (;;) {
-      lane.changed.wait(lock, [&] { return !lane.queue.empty() || closed_; });
+      lane.changed.wait(lock, [&] { return !lane.queue.empty() || lane.stop; });
       if (lane.queue.empty()) return;
       const Step step = std::move(lane.queue.front());
       lane.queue.pop_front();

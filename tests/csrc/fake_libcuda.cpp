@@ -204,7 +204,11 @@ int cuMemcpy2DAsync_v2(const Copy2D* c, void* stream) {
   }
   return c->from.type == 4 && c->to.type == 4 && !(c->from.x | c->from.y | c->to.x | c->to.y) ? 0 : 1;
 }
-int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void*) { return copy(to, from, bytes); }
+// Of words that others may write meanwhile, as a copy engine reads them.
+int cuMemcpyDtoHAsync_v2(unsigned* to, const unsigned* from, size_t bytes, void*) {
+  for (size_t i = 0; i < bytes / sizeof *to; ++i) to[i] = __atomic_load_n(from + i, __ATOMIC_ACQUIRE);
+  return 0;
+}
 int cuStreamCreateWithPriority(void** stream, unsigned, int) {
   return give("cuStreamCreateWithPriority", stream, at(0x900));
 }
