@@ -1,4 +1,4 @@
-# make setup | test | demo | demo-mpi | gpu-check | bench | lint | clean          (docs/install.md)
+# make setup | test | sanitize | demo | demo-mpi | gpu-check | bench | lint | clean          (docs/install.md)
 #
 # By default everything runs in VENV, which is created and filled when it is missing or stale. With PYTHON=...
 # on the command line that interpreter is used as it is (a GPU machine that has its own torch): nothing but
@@ -17,16 +17,19 @@ TREE ?= $(shell git rev-parse --verify -q HEAD:te_lite)
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
+# pip shows what it does where a person looks, and says nothing in a log.
+QUIET = $(if $(MAKE_TERMOUT),,--quiet)
+
 ifeq ($(origin PYTHON),command line)
 MPIRUN ?= mpirun
 STAMP := build/te_lite-installed
-INSTALL = $(PYTHON) -m pip install --quiet -e . --no-build-isolation --no-deps
+INSTALL = $(PYTHON) -m pip install $(QUIET) -e . --no-build-isolation --no-deps
 else
 PYTHON := $(VENV)/bin/python
 MPIRUN ?= $(VENV)/bin/mpirun
 STAMP := $(VENV)/te_lite-installed
 INSTALL = { test -x $(PYTHON) || $(BASE_PYTHON) -m venv $(VENV); } && \
-	$(PYTHON) -m pip install --quiet -c constraints.txt -e '.[test,demo,mpi]'
+	$(PYTHON) -m pip install $(QUIET) -c constraints.txt -e '.[test,demo,mpi]'
 endif
 
 # The stamp says which checkout was installed for which interpreter: an environment shared by two checkouts
@@ -35,12 +38,12 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR) $(PYTHON))
 STALE := always
 endif
 
-.PHONY: setup test lint demo demo-mpi gpu-check bench clean always
+.PHONY: setup test sanitize lint demo demo-mpi gpu-check bench clean always
 
 setup: $(STAMP)
 
 $(STAMP): setup.py pyproject.toml constraints.txt $(wildcard te_lite/csrc/*) $(STALE)
-	@echo 'installing te_lite and what it needs for $(PYTHON): about a minute, more on a slow network'
+	@echo 'installing te_lite and what it needs for $(PYTHON): 1.5 minutes on 2 cores, more on a slow network'
 	@$(INSTALL)
 	@mkdir -p $(@D) && echo '$(CURDIR) $(PYTHON)' > $@
 
@@ -50,15 +53,22 @@ lint: $(STAMP)
 # One pytest call, so one summary, also after a lint failure. Of the TEST_WORKERS processes
 # one alone runs tests/distributed (tests/conftest.py): ranks never run beside other ranks.
 test: $(STAMP)
+	@echo 'make test: about 30 minutes on 2 cores; TEST_WORKERS=<processes> where there are more'
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=1; \
 	$(PYTHON) -m pytest -n $(TEST_WORKERS) $(TEST_ARGS) || status=1; \
 	exit $$status
 
+# csrc is built twice for this, which is why make test leaves it out.
+sanitize: $(STAMP)
+	@echo 'make sanitize: about 4 minutes on 2 cores'
+	$(PYTHON) tests/csrc/sanitized_extension.py
+
 # GPUs are used when there is one for each rank, else the ranks run on the CPU.
 ENOUGH_GPUS = $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count() < $(RANKS))'
 
 demo: $(STAMP)
+	@echo 'make demo: 2 to 3 minutes on 2 CPU cores, less on GPUs'
 	@$(ENOUGH_GPUS) || export CUDA_VISIBLE_DEVICES=; \
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(DEMO_ARGS)
 
