@@ -83,19 +83,16 @@ def compare(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
     hashed = zlib.crc32(text.encode())
     extremes = torch.tensor((hashed, -hashed), device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-    largest, smallest = extremes.tolist()
-    if largest == -smallest:
+    if not int(extremes.sum()):  # the largest hash and minus the smallest
         return
     texts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text, group)
-    ranks: dict[str, list[int]] = {}
-    for rank, said in zip(dist.get_process_group_ranks(group), texts, strict=True):
-        ranks.setdefault(said, []).append(rank)
-    found = "; ".join(f"ranks {who}: {said}" for said, who in ranks.items())
+    said = list(zip(dist.get_process_group_ranks(group), texts, strict=True))
+    found = (f"ranks {[rank for rank, other in said if other == one]}: {one}" for one in dict.fromkeys(texts))
     raise RuntimeError(
-        f"the ranks of a group do not run the same: {found}. "
-        "All must call the same modules in the same order with the same recipe, dtype and shapes: under sequence "
-        "parallelism each rank passes the same number of tokens, the first dimension; pad the shorter ones"
+        f"the ranks of a group do not run the same: {'; '.join(found)}. All must call the same modules in the same "
+        "order with the same recipe, dtype and shapes: under sequence parallelism each rank passes the same number of "
+        "tokens, the first dimension; pad the shorter ones"
     )
 
 

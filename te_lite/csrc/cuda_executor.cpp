@@ -59,14 +59,13 @@ class CudaExecutor final : public Executor {
   uint64_t abort_address() const override { return host_ ? reinterpret_cast<uint64_t>(abort_word()) : 0; }
 
   void close() override {
+    closed_ = true;
     if (control_.forked()) {
-      closed_ = true;
       (void)watcher_.release();  // leaked, as is what the driver gave, which does not survive a fork
       return;
     }
-    std::lock_guard<std::mutex> closing(closing_);
-    shut();  // the watcher lives on so long: by it a wait that holds a thread in issue() takes too long at last
-    stop_ = true;
+    const std::unique_lock<std::shared_mutex> alone(using_);
+    stop_ = true;  // not before: the watcher ends a wait that holds a thread in issue(), by the time-out
     if (watcher_) watcher_->join();
     watcher_.reset();
     control_.set_abort_word(nullptr);

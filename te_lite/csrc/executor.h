@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <shared_mutex>
 #include <vector>
 
 #include "control.h"
@@ -25,7 +26,7 @@ class Executor {
   void issue(const Program& program, int segment, uint32_t epoch, uint64_t main_stream,
              const std::vector<uint64_t>& arguments, uint64_t epoch_word) {
     control_.check();
-    const Inside inside(inside_);
+    const std::shared_lock<std::shared_mutex> use(using_);
     if (closed_) throw std::runtime_error("program " + program.name() + " is issued to an executor that is closed");
     if (segment < 0 || segment >= program.segments() || static_cast<size_t>(program.arguments()) > arguments.size()) {
       throw std::invalid_argument("program " + program.name() + " has segments 0 to " +
@@ -80,26 +81,14 @@ class Executor {
     std::this_thread::sleep_for(std::chrono::microseconds((bits ^ (bits >> 31)) % (most + 1)));
   }
 
-  // From here on issue() refuses, and nobody is in it any more: close() then frees what it uses, and its caller the
-  // memory. Whoever is in it leaves: its waits end by closed_ (host) or by the time-out (CUDA). Not in a forked child.
-  // inside_ and closed_ are sequentially consistent, so that issue(), which counts itself and then reads closed_, and
-  // this, which sets closed_ and then reads the count, cannot both miss the other.
-  void shut() {
-    closed_ = true;
-    while (inside_) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-
   Control& control_;
   std::atomic<bool> closed_{false};
-  std::mutex closing_;  // of threads that close at once: one does, the others find it done
+  // issue() shares it and reads closed_ under it; close() sets closed_ and then takes it alone. So nobody is in issue()
+  // any more when close() frees what that uses, and its caller the memory. Whoever is in issue() leaves: its waits end by
+  // closed_ (host) or by the time-out (CUDA). Of threads that close at once one does, the others find it done.
+  std::shared_mutex using_;
 
  private:
-  struct Inside {
-    explicit Inside(std::atomic<int>& count) : count(count) { ++count; }
-    ~Inside() { --count; }
-    std::atomic<int>& count;
-  };
-  std::atomic<int> inside_{0};  // threads in issue()
   std::atomic<bool> ignore_free_{false};
   std::atomic<uint64_t> random_{0};
   std::atomic<int> most_delay_{0};  // microseconds

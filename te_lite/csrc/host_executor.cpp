@@ -34,17 +34,14 @@ class HostExecutor final : public Executor {
   }
 
   void close() override {
+    closed_ = true;
     if (control_.forked()) {
-      closed_ = true;
       (void)lane_.release();  // leaked
       return;
     }
-    std::lock_guard<std::mutex> closing(closing_);
-    shut();
-    {
-      std::lock_guard<std::mutex> lock(lane_->mutex);
-      lane_->stop = true;  // not before: who was in issue() may have waited for what it had queued
-    }
+    const std::unique_lock<std::shared_mutex> alone(using_);
+    // Not before: who was in issue() may have waited for what it had queued.
+    { std::lock_guard<std::mutex> lock(lane_->mutex); lane_->stop = true; }
     lane_->changed.notify_all();
     if (lane_->thread.joinable()) lane_->thread.join();
   }
