@@ -53,8 +53,9 @@ def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callabl
     where ranks have come to different ones and are watched or compared."""
     if watches or compares(tensor.device):
         text = f"{what}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        members = dist.get_process_group_ranks(group) if watches else ()
         for ranks, watch in watches.items():
-            if all(rank in dist.get_process_group_ranks(group) for rank in ranks):
+            if all(rank in members for rank in ranks):
                 watch.meet(text)
         compare(text, group, tensor.device)
     if not tensor.numel():
