@@ -37,8 +37,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         (plan,) = call.plans
         x, w, weight, bias, *norm_saved = load(ctx)
         needs = need_ln, need_w, bias is not None and ctx.needs_input_grad[6]
-        operand, take = as_operand(dy, plan, grad=True), norm_take(ctx, norm_saved, dln_out)
-        dln, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], operand, needs, take)
+        param, take = call.weights[0], norm_take(ctx, norm_saved, dln_out)
+        dln, dw, db = linear_backward(plan, (x, w), weight, param, as_operand(dy, plan, grad=True), needs, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
         return None, None, *below, dw, in_dtype(db, bias), in_dtype(dy if ctx.needs_input_grad[7] else None, dy)

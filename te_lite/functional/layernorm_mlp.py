@@ -62,13 +62,14 @@ class LayerNormMLPFunction(torch.autograd.Function):
         plan1, plan2 = call.plans
         x1, q1, w1, b1, x2, q2, w2, b2, h, *norm_saved = load(ctx)
         grads = ctx.needs_input_grad
-        operand, needs = as_operand(dy, plan2, grad=True), (need_h, need_w2, b2 is not None and grads[9])
+        needs, param2 = (need_h, need_w2, b2 is not None and grads[9]), call.weights[1]
         needs1 = need_ln, need_w1, b1 is not None and grads[7]
         then = None
         if need_h and not needs1[2]:  # a bias' gradient sums that of h over tokens, which no GEMM does
             of = plan1.operands
             then = _then(plan1, of.dgrad.a, of.wgrad.a, ctx.activation, need_ln and need_w1, h)
-        da, dw2, db2 = linear_backward(plan2, (x2, q2), w2, call.weights[1], operand, needs, then=then)
+        kept2 = x2, q2
+        da, dw2, db2 = linear_backward(plan2, kept2, w2, param2, as_operand(dy, plan2, grad=True), needs, then=then)
         dln = dw1 = db1 = None
         if need_h:
             dh = dact(da, h, ctx.activation) if then is None or then.result is None else then.result

@@ -14,7 +14,6 @@ from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
-from te_lite.ops.transpose import padded_rows
 from te_lite.overlap.schedule import Activated, Backward, Product
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import Pools
@@ -111,13 +110,14 @@ def linear_backward(
     """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32).
 
     weight: its values, as saved; only for dx. param: the parameter itself, whose gradient dw is. needs: which of the
-    three.
+    three. dy: quantized first and then let go, so callers do not hold it; it may be a copy of what autograd gave.
     take_slots: as of a Product; where the schedule uses it, dx is its result. then: what may be computed of dx with it,
     which then may be None.
     """
     (need_x, need_w, need_b), (x, w) = needs, kept
     with nvtx_range("te_lite.quantize"):
         dq, dq_wgrad, db = _quantize_grad(plan, dy, param.shape[1], need_x, need_w, need_b)
+        del dy
         wq = _weight_for_dgrad(plan, w, weight) if need_x else None
     if not (need_x or need_w):
         return None, None, db
@@ -223,15 +223,11 @@ class LinearFunction(torch.autograd.Function):
         (plan,), (weight, bias, residual) = call.plans, params
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
         operand = as_operand(x, plan, grad=False)
-        # Transposed, a frozen weight may stay where it takes no more than the input that a trained one would keep.
-        room = 0 if need_w else padded_rows(x.numel() // x.shape[-1]) * x.shape[-1]
-        keeps_w = not need_w and plan.keeps_weight(room, weight, call.cached[0], need_x)
-        needs = need_x, need_w
-        y, kept = linear_forward(plan, operand, weight, bias, needs, call.cached[0], None, keeps_w, residual)
+        y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0], residual=residual)
         if call.grad:
             original = x if need_w and plan.keep_original else None
             save(ctx, *kept, weight if need_x or need_w else None, bias, original)
-            ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, needs, x.shape, x.dtype
+            ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
         return as_output(y, x.shape, call.output, plan.tp)
 
     @backward_method
@@ -243,8 +239,8 @@ class LinearFunction(torch.autograd.Function):
             quantizer = plan.operands.wgrad.b
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
-        operand, needs = as_operand(dy, plan, grad=True), (need_x, need_w, bias is not None and ctx.needs_input_grad[3])
-        dx, dw, db = linear_backward(plan, (x, w), weight, call.weights[0], operand, needs)
+        param, needs = call.weights[0], (need_x, need_w, bias is not None and ctx.needs_input_grad[3])
+        dx, dw, db = linear_backward(plan, (x, w), weight, param, as_operand(dy, plan, grad=True), needs)
         close_pass(call)
         if dx is not None:
             dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
