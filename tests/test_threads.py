@@ -66,7 +66,7 @@ def tokens(seed, device="cpu"):
 
 def step(net, seed, device="cpu", recipe=DELAYED, forward=None):
     net.zero_grad()
-    x = leaf(tokens(seed, device))
+    x = leaf(tokens(seed), device)
     with te.autocast(recipe=recipe):
         y = (forward or net)(x)
     y.backward(tokens(seed + 50, device) * 2.0**-10)
