@@ -5,7 +5,8 @@
 
 The operands are quantized already: rows time the product alone, with whatever te_lite does to the operands on the way
 (MXFP8 is scaled to bf16 first). `of_bf16` is the time of the bf16 GEMM over that of the row, `of_torch` the time of
-the bare torch._scaled_mm call with the same scales.
+the bare torch._scaled_mm call with the same scales; of a product that is added to an fp32 matrix in one GEMM, as a
+weight gradient is to main_grad, that of the product in fp32 and torch's addition after it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,23 @@ BF16 = torch.bfloat16
 SHAPES = ((8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (2048, 4096, 4096), (512, 2048, 5632))
 SMOKE_SHAPES = ((32, 128, 48),)
 
-Call = Callable[[], Tensor]
+ADDED = ("tensorwise", "rowwise", "blockwise, 1x128 twice")
+
+Call = Callable[[], Tensor | None]
 
 
 def product(a: QTensor, b: QTensor, fast: bool = False) -> Call:
     return lambda: matmul(a, "row", b, "row", BF16, None, fast)
+
+
+def added(name: str, a: QTensor, b: QTensor) -> dict[str, Call]:
+    """The product of a and b added to an fp32 matrix, in one GEMM and in two steps."""
+    out = torch.zeros(a.shape[0], b.shape[0], device=a.row.device)
+    together = f"{name}, added to fp32"
+    return {
+        together: lambda: a.format.accumulate_(out, a.operand("row"), b.operand("row"), False),
+        f"{together} after it": lambda: out.add_(matmul(a, "row", b, "row", torch.float32)),
+    }
 
 
 def torch_calls(x: Tensor, w: Tensor) -> dict[str, Call]:
@@ -86,6 +99,11 @@ def calls(x: Tensor, w: Tensor) -> dict[str, Call]:
         "rowwise, fast accumulation": product(*rows, fast=True),
         "blockwise": product(*blocks),
         "blockwise, 1x128 twice": product(*vectors),
+        **{
+            key: call
+            for name, pair in zip(ADDED, (tensorwise, rows, vectors), strict=True)
+            for key, call in added(name, *pair).items()
+        },
         **torch_calls(x, w),
     }
 
@@ -94,6 +112,7 @@ PEERS = {
     "rowwise": "torch rowwise",
     "rowwise, fast accumulation": "torch rowwise, fast accumulation",
     "blockwise": "torch blockwise",
+    **{f"{name}, added to fp32": f"{name}, added to fp32 after it" for name in ADDED},
 }
 
 
