@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.functional.linear import Call, as_operand, as_output, close_pass, in_dtype, linear_backward, linear_forward
+from te_lite.functional.linear import (
+    Call,
+    as_operand,
+    as_output,
+    close_pass,
+    in_dtype,
+    linear_backward,
+    linear_forward,
+    quantize_grad,
+)
 from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
 from te_lite.functional.saved import backward_method, forward_method, load, save
 
@@ -38,7 +47,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         x, w, weight, bias, *norm_saved = load(ctx)
         needs = need_ln, need_w, bias is not None and ctx.needs_input_grad[6]
         param, take = call.weights[0], norm_take(ctx, norm_saved, dln_out)
-        dln, dw, db = linear_backward(plan, (x, w), weight, param, as_operand(dy, plan, grad=True), needs, take)
+        grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
+        dln, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
         return None, None, *below, dw, in_dtype(db, bias), in_dtype(dy if ctx.needs_input_grad[7] else None, dy)

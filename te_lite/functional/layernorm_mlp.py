@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.functional.linear import Call, as_operand, as_output, close_pass, in_dtype, linear_backward, linear_forward
+from te_lite.functional.linear import (
+    Call,
+    as_operand,
+    as_output,
+    close_pass,
+    in_dtype,
+    linear_backward,
+    linear_forward,
+    quantize_grad,
+)
 from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
 from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import backward_method, forward_method, load, save
@@ -68,13 +77,15 @@ class LayerNormMLPFunction(torch.autograd.Function):
         if need_h and not needs1[2]:  # a bias' gradient sums that of h over tokens, which no GEMM does
             of = plan1.operands
             then = _then(plan1, of.dgrad.a, of.wgrad.a, ctx.activation, need_ln and need_w1, h)
-        kept2 = x2, q2
-        da, dw2, db2 = linear_backward(plan2, kept2, w2, param2, as_operand(dy, plan2, grad=True), needs, then=then)
+        grad = quantize_grad(plan2, as_operand(dy, plan2, grad=True), param2.shape[1], needs)
+        da, dw2, db2 = linear_backward(plan2, (x2, q2), w2, param2, grad, needs, then=then)
         dln = dw1 = db1 = None
         if need_h:
             dh = dact(da, h, ctx.activation) if then is None or then.result is None else then.result
             take = norm_take(ctx, norm_saved, dln_out)
-            dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], dh, needs1, take)
+            grad = quantize_grad(plan1, dh, call.weights[0].shape[1], needs1)
+            del da, dh  # the size of h, not needed beside the products
+            dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], grad, needs1, take)
         below = norm_grad(ctx, norm_saved, dln, dln_out)
         close_pass(call)
         dres = in_dtype(dy if grads[10] else None, dy)

@@ -25,6 +25,8 @@ Input = Source | QTensor  # what is quantized for a GEMM, or is already
 # What a linear keeps for backward: its quantized input (a shard where the schedule gathers it again), or None where no
 # weight gradient is wanted; the quantized weight, cached or its col layout, or just the seed to quantize it again.
 Kept = tuple[QTensor | None, QTensor | None]
+# A gradient y[M, N] quantized: for dgrad, for wgrad, and its sums over tokens, fp32 [N]; None where it is not wanted.
+Grad = tuple[QTensor | None, QTensor | None, Tensor | None]
 
 
 def keeps_rows(plan: LinearPlan) -> bool:
@@ -74,10 +76,15 @@ def linear_forward(
     return y, (kept, wq if cached is not None else wq.seed_only())
 
 
-def _quantize_grad(
-    plan: LinearPlan, dy: Input, columns: int, need_x: bool, need_w: bool, need_b: bool
-) -> tuple[QTensor | None, QTensor | None, Tensor | None]:
-    """(dy for dgrad, dy for wgrad, column sums of dy). columns: of dx."""
+def quantize_grad(plan: LinearPlan, dy: Input, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
+    """dy as linear_backward takes it. columns: of dx. needs: as there.
+
+    Callers do not hold dy, which may be a copy of what autograd gave: its memory is free before the products."""
+    with nvtx_range("te_lite.quantize"):
+        return _quantize_grad(plan, dy, columns, *needs)
+
+
+def _quantize_grad(plan: LinearPlan, dy: Input, columns: int, need_x: bool, need_w: bool, need_b: bool) -> Grad:
     if isinstance(dy, QTensor):
         return dy, dy, dy.dequantize().sum(0, dtype=torch.float32) if need_b else None
     if not (need_x or need_w):
@@ -104,20 +111,18 @@ def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTenso
 
 
 def linear_backward(
-    plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, dy: Input, needs: tuple[bool, bool, bool],
+    plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, grad: Grad, needs: tuple[bool, bool, bool],
     take_slots: Callable[[Tensor, Tensor, int], Any] | None = None, then: Activated | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32).
 
-    weight: its values, as saved; only for dx. param: the parameter itself, whose gradient dw is. needs: which of the
-    three. dy: quantized first and then let go, so callers do not hold it; it may be a copy of what autograd gave.
+    weight: its values, as saved; only for dx. param: the parameter itself, whose gradient dw is. grad: dy, by
+    quantize_grad(). needs: which of the three.
     take_slots: as of a Product; where the schedule uses it, dx is its result. then: what may be computed of dx with it,
     which then may be None.
     """
-    (need_x, need_w, need_b), (x, w) = needs, kept
+    (need_x, need_w, _), (x, w), (dq, dq_wgrad, db) = needs, kept, grad
     with nvtx_range("te_lite.quantize"):
-        dq, dq_wgrad, db = _quantize_grad(plan, dy, param.shape[1], need_x, need_w, need_b)
-        del dy
         wq = _weight_for_dgrad(plan, w, weight) if need_x else None
     if not (need_x or need_w):
         return None, None, db
@@ -240,7 +245,8 @@ class LinearFunction(torch.autograd.Function):
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
         param, needs = call.weights[0], (need_x, need_w, bias is not None and ctx.needs_input_grad[3])
-        dx, dw, db = linear_backward(plan, (x, w), weight, param, as_operand(dy, plan, grad=True), needs)
+        grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
+        dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs)
         close_pass(call)
         if dx is not None:
             dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)

@@ -3,7 +3,7 @@
 Counted is every storage that a node of the autograd graph holds: saved tensors and, for nodes written in
 Python, whatever their attributes reach. Each storage counts once and in full (a view of an arena keeps the
 arena). A parameter counts where a node saved it as data; that its gradient will be accumulated does not
-count, because the parameter lives anyway.
+count, because the parameter lives anyway; so do delayed scaling's pools.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from te_lite.quantize.delayed import Pools
 
 _DEPTH = 8  # attributes of attributes: plan -> kept -> QTensor -> data is 4
 
@@ -39,7 +41,7 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if isinstance(value, (str, bytes, int, float, type(None), type, torch.nn.Module, torch.dtype)):
+    if isinstance(value, (str, bytes, int, float, type(None), type, torch.nn.Module, torch.dtype, Pools)):
         return
     seen.add(id(value))
     children: Any = ()
