@@ -248,3 +248,27 @@ def test_which_recipes_are_stateless():
     said = {name: te.recipe.from_name(name).stateless for name in te.recipe.available()}
     assert said == {name: name != "delayed" for name in said}
     assert not te.recipe.CustomRecipe(current_quantizers).stateless
+
+
+@pytest.mark.parametrize("cut", ["argmax", "detached"])
+def test_a_call_whose_own_graph_is_gone_is_no_other_calls(cut):
+    """The checkpoint keeps what its function saved elsewhere, so the module may be computed again though its node is
+    gone. Another call of it that is alive says nothing of that."""
+    torch.manual_seed(0)
+    first, last = (te.Linear(32, 32, params_dtype=torch.float32, device="cpu") for _ in range(2))
+    x = torch.randn(16, 32, requires_grad=True)
+
+    def function(x):
+        h = first(x)
+        mask = torch.nn.functional.one_hot(h.argmax(-1), 32) if cut == "argmax" else h.detach()
+        return last(mask * x)
+
+    with te.autocast(recipe="current"):
+        y = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+    with te.autocast(enabled=False):
+        first(x).sum().backward()
+    with te.autocast(recipe="rowwise"):
+        other = first(x)
+    with pytest.raises(RuntimeError, match="has run under current and rowwise"):
+        y.square().sum().backward()
+    del other, y

@@ -239,7 +239,7 @@ class TeLiteModule(SpecModule):
         if fp8_grad:
             checks.check_offered(self, state, "fp8_grad", fp8_grad, dx_of.grad_input, dx_of.dgrad.a)
         pools = state.one_pass.pools if delayed and state.enabled else None
-        claims = pools is not None and self._claims_first(state, inp)
+        claims = pools is not None and self._claims_first(state, inp, weights)
         output, grad_input = y_of.output if fp8_output else None, dx_of.grad_input if fp8_grad else None
         versions = tuple([part._version for part in parts]) if grad else ()
         note = self._outstanding.note(state, grad)
@@ -251,7 +251,7 @@ class TeLiteModule(SpecModule):
         together = zip(self._caches, weights, plans, strict=True)
         return tuple(cache.get(first, w, parts or (w,), plan.operands) for cache, w, plan in together)
 
-    def _claims_first(self, state: State, inp: Tensor) -> bool:
+    def _claims_first(self, state: State, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
         """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
         state.one_pass.pools.expect()
         backward_follows = torch.is_grad_enabled() or replay.is_open()
@@ -259,9 +259,10 @@ class TeLiteModule(SpecModule):
         def claim() -> bool:
             if state.one_pass.claimed or not backward_follows:
                 return False
-            wanted = inp.requires_grad or any(param.requires_grad for param in self.parameters(recurse=False))
-            state.one_pass.claimed = wanted
-            return wanted
+            # In the first run of a reentrant checkpoint nothing asks for a gradient yet. A claim too many does no harm.
+            of = (inp, *weights, *self.parameters(recurse=False)) if torch.is_grad_enabled() else ()
+            state.one_pass.claimed = not of or any(tensor.requires_grad for tensor in of)
+            return state.one_pass.claimed
 
         return replay.recall((id(self), "first"), claim)
 
@@ -269,10 +270,7 @@ class TeLiteModule(SpecModule):
         """function(call, *args), noted by autograd where a backward may follow."""
         if not call.grad:
             return function.forward(None, call, *args)
-        out = function.apply(call, *args)
-        if not (out[0] if type(out) is tuple else out).requires_grad:
-            self._outstanding.unheld(call.note.state)
-        return out
+        return function.apply(call, *args)
 
     # state
 
@@ -301,6 +299,6 @@ class TeLiteModule(SpecModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> TeLiteModule:
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.__setstate__(copy.deepcopy(TeLiteModule.__getstate__(self), memo))
         made.tp_group, made._rng_tracker = self.tp_group, self._rng_tracker  # shared, not copied
         return made

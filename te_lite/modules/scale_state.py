@@ -46,7 +46,7 @@ def as_tensor(state: Any) -> Tensor:
     empty = isinstance(state, Tensor) and (state.is_meta or isinstance(state, FakeTensor) or not state.numel())
     if state is None or empty or any(says_so(state) for says_so in NO_STATE):
         return torch.empty(0, device="cpu")
-    if not isinstance(state, Tensor) or state.dim() != 1 or state.dtype != torch.float32:
+    if not isinstance(state, Tensor) or state.dim() != 1 or state.dtype != torch.float32 or state.is_sparse:
         raise TypeError(
             f"extra state is {type(state).__name__}: must be the 1-D fp32 tensor that te_lite writes (Transformer "
             "Engine's pickled state is not read); drop the *_extra_state keys from the state dict to start with fresh "

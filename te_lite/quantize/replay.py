@@ -35,6 +35,7 @@ class Frame:
         self._cursor = 0
         self._making = False
         self.replaying = False
+        self.grad = torch.is_grad_enabled()  # a backward may follow
         self.alone = False  # reentrant, and in no autograd.Function of others: it lives as long as its own
 
     @contextmanager
@@ -80,8 +81,8 @@ def recall(key: Any, make: Callable[[], Any], depth: int | None = None) -> Any:
 
 
 def is_open() -> bool:
-    """True inside a checkpointed call."""
-    return bool(_open.frames)
+    """True inside a checkpointed call that a backward may follow."""
+    return any(frame.grad for frame in _open.frames)
 
 
 def replaying() -> bool:
@@ -99,7 +100,8 @@ class Note:
     """What the calls of one module followed under one autocast.
 
     It lives as long as one of them may be computed again. It is held by the call's own node in the graph (by its Call),
-    and by the node of each autograd.Function in whose forward the call ran, as in a reentrant checkpoint's."""
+    by the node of each autograd.Function in whose forward the call ran, as in a reentrant checkpoint's, and by the hook
+    of torch's other checkpoint."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -123,6 +125,17 @@ def _functions() -> Iterator[FunctionCtx]:
         if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(ctx := frame.f_locals.get("ctx"), FunctionCtx):
             yield ctx
         frame = frame.f_back
+
+
+def _checkpoint_hook() -> Callable | None:
+    """What unpacks the tensors that torch's checkpoint without reentrance does not keep, where one is open. It lives as
+    long as the function may be computed again, whatever becomes of a module's own node."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[1] if hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint" else None
+
+
+def _hold(holder: Any, note: Note) -> None:
+    vars(holder).setdefault("te_lite_notes", set()).add(note)
 
 
 class Outstanding:
@@ -149,17 +162,16 @@ class Outstanding:
             note = Note(state)
             self._current = weakref.ref(note)
             self._notes = [ref for ref in self._notes if ref()] + [self._current]
-        if inside:
+        if not inside:
+            if (unpack := _checkpoint_hook()) is not None:
+                _hold(unpack, note)
+        else:
             alone = [frame for frame in _open.frames[:1] if frame.alone and not frame.replaying]
             for holder in (holders := alone or list(_functions())):
-                vars(holder).setdefault("te_lite_notes", set()).add(note)
+                _hold(holder, note)
             if not holders:
-                self.unheld(state)
+                self._unheld = _added(self._unheld, state)  # no graph that is known holds it
         return note
-
-    def unheld(self, state: Any) -> None:
-        """Of a call that no graph holds, but which may stand in a checkpointed function beside others: kept."""
-        self._unheld = _added(self._unheld, state)
 
     def states(self) -> tuple:
         """What a call may have followed that is computed again: one state, or nobody can tell. Empty: none was made."""

@@ -283,3 +283,32 @@ def test_in_a_cuda_graph(device):
         for name, value in delayed_state(twins[1]).items():
             assert_bitwise_equal(f"replay {seed} {name}", delayed_state(modules[1])[name], value)
     assert float(delayed_state(modules[1])["scale_bwd"][0]) != 1
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("first", ["frozen", "parametrized"])
+def test_the_first_module_is_found_whatever_asks_for_its_gradient(first, how):
+    """It runs twice. Were another module to close the pass, the scales would step between the two backwards."""
+    gradients = []
+    for way in ("plain", how):
+        torch.manual_seed(0)
+        shared, between = (te.Linear(K, K, bias=False, params_dtype=torch.float32, device="cpu") for _ in range(2))
+        inner = torch.nn.LayerNorm(K)
+        if first == "frozen":
+            shared.requires_grad_(False)
+        else:
+            torch.nn.utils.parametrize.register_parametrization(shared, "weight", torch.nn.Identity())
+            inner.requires_grad_(False)
+
+        def function(x, shared=shared, between=between, inner=inner):
+            return shared(between(shared(inner(x)))) * 3
+
+        for seed in range(6):
+            between.zero_grad()
+            x = tokens(seed).requires_grad_(first == "frozen" or way == "reentrant")
+            with te.autocast(recipe=te.recipe.DelayedScaling(amax_compute_algo="most_recent")):
+                y = function(x) if way == "plain" else te.checkpoint(function, x, use_reentrant=way == "reentrant")
+            y.square().sum().backward()
+        gradients.append(between.weight.grad)
+        assert between.weight.grad.norm() > 1e-3
+    assert_bitwise_equal("gradient", gradients[1], gradients[0])

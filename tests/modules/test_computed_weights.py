@@ -1,5 +1,6 @@
 """Weights that are not the module's own parameter in every step: computed ones, replaced ones."""
 
+import copy
 import weakref
 
 import pytest
@@ -279,3 +280,9 @@ def test_plans_are_built_once(monkeypatch):
         module(x)
         torch.func.functional_call(module, {"weight": weight}, (x,))
     assert len(count) == 1
+
+
+def test_a_parametrized_module_is_copied():
+    module, x = make(), draw()
+    parametrizations.weight_norm(module)
+    assert_bitwise_equal("copy", copy.deepcopy(module)(x), module(x))
