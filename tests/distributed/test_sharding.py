@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 def test_fully_shard(device):
     lines = launch(HERE / "run_fsdp.py", "--device", device, ranks=2, timeout=300).splitlines()
     assert lines[-1] == "all agree"
-    assert sum(line.endswith(": ok") for line in lines) == 8
+    assert sum(line.endswith(": ok") for line in lines) == 9
 
 
 @pytest.mark.parametrize("device", rank_device_params(4))

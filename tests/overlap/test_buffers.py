@@ -219,7 +219,8 @@ def test_what_is_kept_for_backward_may_not_lie_in_the_arena():
         borrowed = gather.whole()
         peer = gather.shard(1 - group.rank)
         kept = []
-        context = SimpleNamespace(save_for_backward=lambda *tensors: kept.extend(tensors))
+        joined = SimpleNamespace(parts=())
+        context = SimpleNamespace(call=joined, save_for_backward=lambda *tensors: kept.extend(tensors))
         for q in (borrowed, peer, borrowed.only("row"), borrowed.rows(0, 2)):
             assert q.borrowed
             with pytest.raises(RuntimeError, match="borrowed tensor .* userbuffer"):

@@ -321,7 +321,7 @@ def test_free_caches(recipe):
     remade = quantized.weight.q.format.col_from_row
     quantized.weight.update_usage(columnwise_usage=True)
     te.free_caches(torch.nn.Sequential(quantized, torch.nn.Sequential(plain)))
-    assert plain._caches[0]._q is None
+    assert plain._caches[0]._kept[-1] is None
     assert (quantized.weight._columnwise_data is None) == remade
     if want is not None:
         assert_same("after", step(quantized, x, dy, recipe), want)
