@@ -64,12 +64,17 @@ def tokens(seed, device="cpu"):
     return make_tokens(M, K, seed=seed, dtype=torch.bfloat16, scale=2.0 ** (seed % 5)).to(device)
 
 
-def step(net, seed, device="cpu", recipe=DELAYED, forward=None):
+def drawn(seed, device="cpu"):
+    """x and the gradient of y."""
+    return leaf(tokens(seed), device), tokens(seed + 50, device) * 2.0**-10
+
+
+def step(net, seed, device="cpu", recipe=DELAYED, forward=None, data=None):
     net.zero_grad()
-    x = leaf(tokens(seed), device)
+    x, dy = data or drawn(seed, device)
     with te.autocast(recipe=recipe):
         y = (forward or net)(x)
-    y.backward(tokens(seed + 50, device) * 2.0**-10)
+    y.backward(dy)
     return [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
 
 
@@ -179,9 +184,9 @@ def test_ended_threads_leave_no_pool():
 def test_scales_of_a_graph_stay_with_their_thread(device):
     net = model(device)
     step(net, 0, device)
-    graph = torch.cuda.CUDAGraph() if device == "cuda" else CpuGraph()
+    graph, data = torch.cuda.CUDAGraph() if device == "cuda" else CpuGraph(), drawn(1, device)
     with torch.cuda.graph(graph) if device == "cuda" else graph.capture():
-        step(net, 1, device)
+        step(net, 1, device, data=data)
     with pytest.raises(RuntimeError, match=r"another thread, .* call copy.deepcopy\(module\), whose scales"):
         together(lambda: step(net, 2, device))
     step(net, 2, device)

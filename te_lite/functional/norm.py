@@ -40,9 +40,9 @@ def norm_source(
     where it is an output, of this rank) of x[..., K].
 
     A fused quantizer normalises as it reads, so y is made only when somebody wants it; where it can and rows are all
-    that is needed, it computes the statistics in the same read. Beside a y that only wgrad wants it reads x as well, of
-    as many bytes. The linear reads a view of the y that is returned: autograd then notices when the caller writes to it
-    before backward. need_w: whether dw of the linear will be wanted.
+    that is needed, it computes the statistics in the same read. Where y is written for wgrad alone, fprop's quantizer
+    still normalises x as it reads it. The linear reads a view of the y that is returned: autograd then notices when the
+    caller writes to it before backward. need_w: whether dw of the linear will be wanted.
     """
     plan, out, written = call.plans[0], None, None
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)

@@ -24,6 +24,8 @@ from te_lite.recipe import DelayedScaling
 # is None, no state, so they load this one strictly and begin with fresh scales. Little endian, as GPUs' hosts are.
 VERSION = struct.unpack("<f", b"N.\x80?")[0]
 HEADER = 6
+# What others write for no state; each says whether it is that. compat/ knows Transformer Engine's.
+NO_STATE: list[Callable[[Any], bool]] = []
 _NAMES = ("history length", "count of forward tensors", "of backward tensors", "forward fp8_max", "backward fp8_max")
 
 
@@ -33,11 +35,8 @@ def _check(name: str, values: Tensor, good: Tensor, rule: str) -> None:
         at = tuple((~good).nonzero()[0].tolist())
         raise ValueError(
             f"extra state: {name}{list(at) or ''} is {values[at].item()}, must be {rule}; take another copy of the "
-            "checkpoint, or drop its *_extra_state keys and load with strict=False to start with fresh scales"
+            "checkpoint, or drop its *_extra_state keys: a new module then starts with fresh scales"
         )
-
-# What others write for no state; each says whether it is that. compat/ knows Transformer Engine's.
-NO_STATE: list[Callable[[Any], bool]] = []
 
 
 def as_tensor(state: Any) -> Tensor:
@@ -49,8 +48,8 @@ def as_tensor(state: Any) -> Tensor:
     if not isinstance(state, Tensor) or state.dim() != 1 or state.dtype != torch.float32 or state.is_sparse:
         raise TypeError(
             f"extra state is {type(state).__name__}: must be the 1-D fp32 tensor that te_lite writes (Transformer "
-            "Engine's pickled state is not read); drop the *_extra_state keys from the state dict to start with fresh "
-            "scales"
+            "Engine's pickled state is not read); drop the *_extra_state keys from the state dict: a new module then "
+            "starts with fresh scales"
         )
     if state.numel() < HEADER or float(state[0]) not in (1.0, VERSION):  # 1.0: written before
         raise ValueError(
