@@ -30,7 +30,7 @@ from benchmarks import host_profile, modules, report
 from benchmarks.modules import BF16, RESULTS, ModuleStep, Shape
 from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
-from te_lite.overlap.config import OFFERED
+from te_lite.overlap.config import LAYER_GEMMS, offered
 from te_lite.testing import bench, results
 
 SHAPES = (Shape("70b", 8192, 8192, 28672), Shape("8b", 8192, 4096, 14336), Shape("small", 2048, 4096, 14336))
@@ -43,8 +43,8 @@ SCATTERS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad":
 
 def everywhere(method: str, *, dgrad: bool) -> dict[str, dict[str, str]]:
     """ub_cfgs that ask for `method` wherever it is offered; dgrad: also where bulk is the default."""
-    names = [name for name, offered in OFFERED.items() if method in offered]
-    return {name: {"method": method} for name in names if dgrad or "bulk" not in OFFERED[name]}
+    names = [name for name in LAYER_GEMMS if method in offered(name)]
+    return {name: {"method": method} for name in names if dgrad or "bulk" not in offered(name)}
 
 
 METHODS = {

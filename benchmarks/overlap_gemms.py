@@ -33,12 +33,15 @@ from benchmarks import report
 from benchmarks.modules import BF16, RESULTS
 from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
+from te_lite.functional.parallel import parallel_linear
 from te_lite.ops.source import plain
-from te_lite.overlap import fused, ring, userbuffers
+from te_lite.overlap import userbuffers
 from te_lite.overlap.buffers import Gather
 from te_lite.overlap.collective import Collective, reduce_scatter
+from te_lite.overlap.exchange import Gemm, Place
+from te_lite.overlap.fused import Fused
 from te_lite.overlap.programs import following
-from te_lite.overlap.schedule import Product
+from te_lite.overlap.ring import Ring
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Site, operands_for
@@ -92,8 +95,9 @@ class Problem:
         tokens = self.m if shape.op == "AG" else shape.m
         self.x: QTensor = operands.a.quantize(plain(self._random(tokens, shape.k)))[0]
         weight = operands.b.quantize(plain(self._random(shape.n, shape.k)))[0]
-        self.gemm = Product(weight, "row", BF16, None, operands.fast_accum, "te_lite.fprop")
-        self.whole = Collective(self.tp).gather("fprop", self.x, "row") if shape.op == "AG" else self.x
+        self.gemm = Gemm(weight, "row", BF16, operands.fast_accum, "te_lite.fprop")
+        unhidden = Collective(Place(self.tp, "fprop"))
+        self.whole = unhidden.all_gather(self.x, "row").whole() if shape.op == "AG" else self.x
         # As many bytes as the operation moves: a gather of x, or of something as large as the rows that are scattered.
         product = self._operands("bf16").a.quantize(plain(self._random(self.m, shape.n)))[0]
         self.moved = self.x if shape.op == "AG" else product
@@ -119,27 +123,19 @@ class Problem:
             gather.close()
 
     def collective(self) -> Tensor:
-        return Collective(self.tp).fprop(self.gemm, self.x)
+        return self._by(Collective(Place(self.tp, "fprop")), self.gemm)
 
-    def overlapped(self, way, **options: bool) -> Tensor:
-        """way: the module ring or fused. options: of its begin_scatter."""
-        with self.group.operation(f"{self.shape.op} {way.__name__} {list(self.x.shape)}"):
-            if self.shape.op == "RS":
-                return way.gemm_scatter(self.gemm, self.x, way.begin_scatter(self.gemm, self.x, self.group, **options))
-            gather = Gather(self.group, self.x, "row", own=False, awaited=way is fused)
-            out = way.gather_gemm(self.gemm, self.x, gather)
-            gather.close()
-            return out
+    def _by(self, exchange: Collective, gemm: Gemm) -> Tensor:
+        return parallel_linear(self.tp, (exchange, exchange, exchange)).forward(gemm, self.x)
 
-    def fused_with_residual(self) -> Tensor:
-        """A reduce-scatter that adds it in the same pass."""
-        scatter, gemm = fused.begin_scatter(self.gemm, self.x, self.group), replace(self.gemm, residual=self.residual)
-        with self.group.operation(f"{self.shape.op} with a residual {list(self.x.shape)}"):
-            return fused.gemm_scatter(gemm, self.x, scatter)
+    def overlapped(self, kind: type[Ring], *, narrow: bool = False, residual: bool = False) -> Tensor:
+        """residual: a reduce-scatter that adds it in the same pass."""
+        place = Place(self.tp, "fprop", self.group, kind.name, self.shape.op, narrow=narrow)
+        return self._by(kind(place), replace(self.gemm, residual=self.residual) if residual else self.gemm)
 
     def exact_sum(self) -> Tensor:
         """This rank's rows of the sum of the products, in fp32."""
-        return reduce_scatter(self.gemm(self.x, torch.float32), dist.group.WORLD)
+        return reduce_scatter(self.gemm.product(self.x, None, torch.float32), dist.group.WORLD)
 
     def torch_fused(self) -> object:
         """torch's operator for it, decomposed into pieces by the library itself."""
@@ -163,14 +159,14 @@ def candidates(problem: Problem, args: argparse.Namespace) -> list[bench.Candida
         "gemm": problem.gemm_alone,
         "copies": problem.copies_alone,
         "collective": problem.collective,
-        "ring": lambda: problem.overlapped(ring),
+        "ring": lambda: problem.overlapped(Ring),
     }
     if problem.device.type == "cuda":
-        ways["fused"] = lambda: problem.overlapped(fused)
+        ways["fused"] = lambda: problem.overlapped(Fused)
         if problem.shape.op == "RS":
-            ways["fused narrow"] = lambda: problem.overlapped(fused, narrow=True)
-            ways["with residual"] = problem.fused_with_residual
-            ways["residual after"] = lambda: problem.overlapped(fused).add_(problem.residual)
+            ways["fused narrow"] = lambda: problem.overlapped(Fused, narrow=True)
+            ways["with residual"] = lambda: problem.overlapped(Fused, residual=True)
+            ways["residual after"] = lambda: problem.overlapped(Fused).add_(problem.residual)
         if args.torch and has_torch_fused():
             ways["torch fused"] = bench.captured(problem.torch_fused)
     return [bench.Candidate(name, step) for name, step in ways.items()]

@@ -39,8 +39,10 @@ import te_lite as te
 from benchmarks.modules import RESULTS, Shape
 from benchmarks.overlap import BULK, RECIPES, SCATTERS, everywhere, mlp_step
 from te_lite.functional import layernorm_mlp, linear, norm
-from te_lite.overlap import buffers, collective, fused, schedule
+from te_lite.overlap import buffers, collective, epilogues, exchange
 from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.exchange import Gemm
+from te_lite.overlap.fused import Fused
 from te_lite.overlap.group import Group
 from te_lite.testing import results
 from te_lite.testing.distributed import init_ranks, leave_ranks
@@ -125,9 +127,9 @@ class Recorder:
         self.layer = "fc1" if plan.tp.mode == "column" else "fc2"
         return original(plan, *args, **kwargs)
 
-    def one_kernel(self, original: Callable[..., Any], gemm: schedule.Product, *args: Any) -> Any:
+    def one_kernel(self, original: Callable[..., Any], exchange: Fused, gemm: Gemm, *args: Any) -> Any:
         with self.range(gemm.label):
-            return original(gemm, *args)
+            return original(exchange, gemm, *args)
 
     def reduction(self, original: Callable[..., Any], *args: Any) -> Any:
         with self.span("reduce", "sum"):
@@ -137,12 +139,13 @@ class Recorder:
     def wrapped(self) -> Iterator[None]:
         wrappers = (
             (self.of_layer, layernorm_mlp, ("linear_forward", "linear_backward")),
-            (self.one_kernel, fused, ("gather_gemm", "gemm_scatter")),
+            (self.one_kernel, Fused, ("all_gather_gemm", "gemm_reduce_scatter")),
             (self.reduction, buffers, ("reduce_slots",)),
+            (self.reduction, epilogues, ("reduce_slots",)),
             (self.issue, Group, ("issue",)),
         )
         with ExitStack() as patches:
-            for module in (schedule, collective, linear, norm):
+            for module in (exchange, collective, linear, norm):
                 patches.enter_context(patch.object(module, "nvtx_range", self.range))
             for wrapper, owner, names in wrappers:
                 for name in names:

@@ -30,6 +30,8 @@ from te_lite.compat.convert import convert_to_float8_training as convert_to_floa
 from te_lite.compat.names import missing as _missing
 from te_lite.compat.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from te_lite.compat.state import plain_state_dict as plain_state_dict
+from te_lite.diagnostics.report import format_report as format_report
+from te_lite.diagnostics.report import overlap_report as overlap_report
 from te_lite.diagnostics.statistics import collect_statistics as collect_statistics
 from te_lite.modules.base import free_caches as free_caches
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
@@ -38,8 +40,6 @@ from te_lite.modules.linear import Linear as Linear
 from te_lite.modules.norm import LayerNorm as LayerNorm
 from te_lite.modules.norm import RMSNorm as RMSNorm
 from te_lite.overlap.config import UserBufferQuantizationMode as UserBufferQuantizationMode
-from te_lite.overlap.report import format_report as format_report
-from te_lite.overlap.report import overlap_report as overlap_report
 from te_lite.overlap.userbuffers import destroy_ub as destroy_ub
 from te_lite.overlap.userbuffers import initialize_ub as initialize_ub
 from te_lite.quantize.tensor import QuantizedTensor as QuantizedTensor

@@ -31,13 +31,17 @@ class Pass:
 
 
 class State:
-    """What one autocast says that enables or, where not `enabled`, calibrates. key: what a module's plan depends on."""
+    """What one autocast says that enables or, where not `enabled`, calibrates. key: what a module's plan depends on.
+    pools: those whose scales the modules inside use; None where these are not delayed scaling's."""
 
-    __slots__ = ("enabled", "group", "key", "one_pass", "recipe")
+    __slots__ = ("delayed", "enabled", "group", "key", "one_pass", "pools", "recipe")
 
     def __init__(self, enabled: bool, recipe: Recipe, group: Any, one_pass: Pass) -> None:
         self.enabled, self.recipe, self.group, self.one_pass = enabled, recipe, group, one_pass
-        self.key = (recipe, group, enabled, one_pass.pools if recipe.delayed() else None)
+        self.delayed = recipe.delayed()
+        pools = one_pass.pools if self.delayed else None
+        self.key = (recipe, group, enabled, pools)
+        self.pools = pools if enabled else None
 
 
 class Context(NamedTuple):
@@ -58,7 +62,7 @@ class ModelInit(NamedTuple):
     preserve: bool
 
 
-class _Open(threading.local):
+class Open(threading.local):
     """The autocasts that this thread is in, outermost first.
 
     inits: the same for quantized_model_init. pools: what delayed scaling keeps of this thread's forwards.
@@ -70,23 +74,17 @@ class _Open(threading.local):
         self.pools = delayed.Pools()
 
 
-_open = _Open()
+OPEN = Open()
 
 
-def current(default: State | None = None) -> State | None:
-    """The innermost autocast's state, None where it neither enables nor calibrates fp8; default: where none is open."""
-    stack = _open.stack
-    return stack[-1].state if stack else default
-
-
-def strict() -> bool:
-    """Whether the innermost autocast forbids that an overlap which was asked for does not happen."""
-    return bool(_open.stack) and _open.stack[-1].strict
+def current() -> State | None:
+    """The innermost autocast's state, None where it neither enables nor calibrates fp8 or none is open."""
+    return OPEN.stack[-1].state if OPEN.stack else None
 
 
 def opened_in_backward() -> bool:
     """Whether the innermost autocast was."""
-    return bool(_open.stack) and _open.stack[-1].in_backward
+    return bool(OPEN.stack) and OPEN.stack[-1].in_backward
 
 
 class autocast(ContextDecorator):
@@ -107,25 +105,33 @@ class autocast(ContextDecorator):
         self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | str | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None, *, strict: bool = False,
     ) -> None:  # fmt: skip
-        self.strict, enabled = flag("autocast", "strict", strict), flag("autocast", "enabled", enabled)
-        calibrating = flag("autocast", "calibrating", calibrating)
-        self.recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
+        if not enabled.__class__ is calibrating.__class__ is strict.__class__ is bool:
+            given = {"enabled": enabled, "calibrating": calibrating, "strict": strict}
+            enabled, calibrating, strict = [flag("autocast", name, value) for name, value in given.items()]
         if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
             raise TypeError(f"amax_reduction_group={amax_reduction_group!r}: must be a process group or None")
-        self.enabled = enabled and self.recipe.is_fp8
+        if not isinstance(recipe, Recipe):
+            recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
+        self.recipe, self.group, self.strict = recipe, amax_reduction_group, strict
+        self.enabled = enabled and recipe.is_fp8
         self.calibrating = calibrating and not self.enabled
-        if self.calibrating and not self.recipe.delayed():
-            warn_once("autocast", f"calibrating=True does nothing: recipe {self.recipe.name!r} keeps no amaxes")
-        self.group = amax_reduction_group
+        if self.calibrating and not recipe.delayed():
+            warn_once("autocast", f"calibrating=True does nothing: recipe {recipe.name!r} keeps no amaxes")
 
     def __enter__(self) -> autocast:
-        state = None
+        state, stack = None, OPEN.stack
         if self.enabled or self.calibrating:
-            passes = (context.state.one_pass for context in reversed(_open.stack) if context.state is not None)
-            # A recomputed call, perhaps on autograd's thread, goes on with the pools of its first run.
-            one_pass = next(passes, None) or Pass(replay.recall("pools", lambda: _open.pools))
+            one_pass = None
+            for outer in reversed(stack):
+                if outer.state is not None:
+                    one_pass = outer.state.one_pass
+                    break
+            if one_pass is None:
+                # A recomputed call, perhaps on autograd's thread, goes on with the pools of its first run.
+                pools = OPEN.pools
+                one_pass = Pass(replay.recall("pools", lambda: pools) if replay.OPEN.frames else pools)
             state = State(self.enabled, self.recipe, self.group, one_pass)
-        _open.stack.append(Context(state, self.strict, torch._C._current_graph_task_id() != -1))
+        stack.append(Context(state, self.strict, torch._C._current_graph_task_id() != -1))
         return self
 
     def __exit__(self, exc_type: Any, *_: Any) -> None:
@@ -133,36 +139,38 @@ class autocast(ContextDecorator):
             from te_lite.ops.untraced import untraced
 
             return untraced(autocast.__exit__, self, exc_type)
-        state = _open.stack.pop().state
-        if state is None or exc_type is not None or any(outer.state is not None for outer in _open.stack):
+        stack = OPEN.stack
+        state = stack.pop().state
+        if state is None or exc_type is not None or (stack and any(outer.state is not None for outer in stack)):
             return
         if not Pass.any_module:
             warn_once("autocast", "no te_lite linear ran in te.autocast; for nn.Linear: te.convert_to_float8_training")
         # The first run of a reentrant checkpoint has gradients disabled although a backward will follow.
-        recomputed = replay.replaying() or replay.in_foreign_recomputation()
-        if not recomputed and (torch.is_grad_enabled() or replay.is_open()):
+        frames = replay.OPEN.frames
+        recomputed = torch._C._current_graph_task_id() != -1 or (frames and replay.replaying())
+        if not recomputed and (torch.is_grad_enabled() or (frames and replay.is_open())):
             state.one_pass.pools.update("forward")
 
 
 @contextmanager
 def restored(stack: list[Context]) -> Iterator[None]:
     """Inside, the autocast state is `stack`, as snapshot() took it earlier; leaving takes no step of any scale."""
-    outside, _open.stack = _open.stack, stack.copy()
+    outside, OPEN.stack = OPEN.stack, stack.copy()
     try:
         yield
     finally:
-        _open.stack = outside
+        OPEN.stack = outside
 
 
 def snapshot() -> list[Context]:
     """The stack of open autocasts, for restored()."""
-    return _open.stack.copy()
+    return OPEN.stack.copy()
 
 
 def reset() -> None:
     """Forgets open autocasts and the delayed-scaling pools."""
-    _open.stack.clear()
-    _open.inits.clear()
+    OPEN.stack.clear()
+    OPEN.inits.clear()
     delayed.reset()
 
 
@@ -183,13 +191,13 @@ def quantized_model_init(
     if flag("quantized_model_init", "enabled", enabled):
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         made = ModelInit(weight_quantizer(recipe), recipe.feature_multiple, preserve)
-    _open.inits.append(made)
+    OPEN.inits.append(made)
     try:
         yield
     finally:
-        _open.inits.pop()
+        OPEN.inits.pop()
 
 
 def model_init() -> ModelInit | None:
     """What the innermost quantized_model_init says; None outside of any and where it is not enabled."""
-    return _open.inits[-1] if _open.inits else None
+    return OPEN.inits[-1] if OPEN.inits else None

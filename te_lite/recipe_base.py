@@ -89,10 +89,12 @@ class Recipe:
     capability: ClassVar[tuple[int, int]] = (8, 9)  # fp8 tensor cores
     below: ClassVar[tuple[int, int] | None] = None  # capabilities from here on lack what it needs
     cuda: ClassVar[tuple[int, int]] = (0, 0)
+    is_fp8: ClassVar[bool] = True
     _kind: ClassVar[str] = ""  # the name of the first class that has one: what delayed() and the others ask for
 
     def __init_subclass__(cls) -> None:
         cls._kind = cls._kind or vars(cls).get("name", "")
+        cls.is_fp8 = cls._kind != "bf16"
 
     def __post_init__(self) -> None:
         """Refuses what no recipe can mean; then by the subclass's own rules."""
@@ -134,10 +136,6 @@ class Recipe:
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         said = [f"{name}={v}" for name, v in given.items() if v != getattr(usual, name) and not callable(v)]
         return f"{self.name}({', '.join(said)})" if said else self.name
-
-    @property
-    def is_fp8(self) -> bool:
-        return self._kind != "bf16"
 
     @property
     def stateless(self) -> bool:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import te_lite as te
 from te_lite.overlap.choice import cache_file
-from te_lite.overlap.config import OFFERED, is_scatter
+from te_lite.overlap.config import LAYER_GEMMS, is_scatter
 from te_lite.testing.distributed import init_ranks, leave_ranks
 
 FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True}
-EVERYWHERE = [name for name in OFFERED if not name.endswith("_wgrad")]
+EVERYWHERE = [name for name in LAYER_GEMMS if not name.endswith("_wgrad")]
 
 
 def layer(args: argparse.Namespace, device: torch.device) -> list[tuple[nn.Module, int]]:

@@ -70,7 +70,7 @@ def test_host_profile_of_ranks(tmp_path):
     options = ("--device", "cpu", "--profile", "20", "--methods", "ring", "--recipes", "bf16", "--out", str(out))
     said = launch(ROOT / "benchmarks" / "overlap.py", *options, ranks=2, timeout=120)
     _, ring, collective = said.split("=== smoke bf16, ")
-    assert ring.startswith("ring: host") and "overlap/overlapped.py" in ring
+    assert ring.startswith("ring: host") and "overlap/ring.py" in ring
     assert collective.startswith("Collective: host") and "overlap/collective.py" in collective
-    assert "overlap/overlapped.py" not in collective
+    assert "overlap/ring.py" not in collective
     assert not out.exists()

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from te_lite.autocast import Pass, State, current
+from te_lite.autocast import Pass, State
 from te_lite.modules.linear import Linear
 from te_lite.ops.source import DTYPES
 from te_lite.recipe import Recipe, as_recipe
@@ -36,9 +36,6 @@ class ConvertedLinear(Linear, nn.Linear):
 
     reset_parameters = nn.Linear.reset_parameters
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state  # no key in checkpoints
-
-    def _state(self) -> State | None:
-        return current(self._default)
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., in_features] -> y [..., out_features]."""

@@ -11,13 +11,12 @@ from te_lite.functional.linear import (
     Call,
     as_operand,
     as_output,
-    close_pass,
     in_dtype,
     linear_backward,
     linear_forward,
     quantize_grad,
 )
-from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
+from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
 
 
@@ -32,23 +31,23 @@ class LayerNormLinearFunction(torch.autograd.Function):
         need_w = call.grad and weight.requires_grad
         made, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
         needs = bool(norm_saved), need_w
-        saved = plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1], need_w and not spec.returned)
-        keeps_w = plan.keeps_weight(saved, weight, call.cached[0], needs[0])
+        saved = plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1]) if need_w and not spec.returned else 0
+        keeps_w = needs[0] and plan.keeps_weight(saved, weight, call.cached[0])
         y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], None, keeps_w, residual, for_dw)
         if call.grad:
             save(ctx, *kept, weight if any(needs) else None, bias, *norm_saved)
             ctx.call, ctx.spec, ctx.needs, ctx.x_shape, ctx.x_dtype = call, spec, needs, x.shape, x.dtype
-        return as_output(y, x.shape, call.output, plan.tp), norm_output(spec, call, ln)
+        return as_output(y, x.shape, call.output, plan), norm_output(spec, call, ln)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, (need_ln, need_w) = ctx.call, ctx.needs
+        call, (need_ln, need_w), grads = ctx.call, ctx.needs, ctx.needs_input_grad
         (plan,) = call.plans
         x, w, weight, bias, *norm_saved = load(ctx)
-        needs = need_ln, need_w, bias is not None and ctx.needs_input_grad[6]
-        param, take = call.weights[0], norm_take(ctx, norm_saved, dln_out)
+        needs, param = (need_ln, need_w, bias is not None and grads[6]), call.weights[0]
+        below = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
         grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
-        dln, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs, take)
-        below = norm_grad(ctx, norm_saved, dln, dln_out)
-        close_pass(call)
-        return None, None, *below, dw, in_dtype(db, bias), in_dtype(dy if ctx.needs_input_grad[7] else None, dy)
+        dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs, below)
+        if call.pools is not None:
+            call.pools.close(call.first)
+        return None, None, *(dx or NO_GRADIENTS), dw, in_dtype(db, bias), in_dtype(dy, dy) if grads[7] else None

@@ -11,27 +11,14 @@ from te_lite.functional.linear import (
     Call,
     as_operand,
     as_output,
-    close_pass,
     in_dtype,
     linear_backward,
     linear_forward,
     quantize_grad,
 )
-from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
-from te_lite.functional.plan import LinearPlan
+from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
-from te_lite.ops.source import act, dact
-from te_lite.overlap.schedule import Activated
-from te_lite.quantize.quantizer import Quantizer
-
-
-def _then(
-    plan: LinearPlan, of: Quantizer, wgrads: Quantizer, activation: str, both: bool, h: Tensor | None = None
-) -> Activated | None:
-    """What the GEMM before may compute of what `of` quantizes for `plan`: of its linear's input, or, with h, of the
-    gradient of its output h. wgrads: the quantizer for wgrad. both: rows and columns will be wanted, as fp8 comes."""
-    want = of.wants_from_gemm(plan.dtype) if activation == "swiglu" and of is wgrads else ""
-    return Activated(of, want, h) if want and (both or want != "fp8") else None
+from te_lite.overlap.epilogues import Activate, ActivateGrad
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -50,14 +37,17 @@ class LayerNormMLPFunction(torch.autograd.Function):
         made, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         need_ln = bool(norm_saved)
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
-        then = _then(plan2, plan2.operands.fprop.a, plan2.operands.wgrad.b, activation, need_w2)
-        tokens, ranks = x.numel() // x.shape[-1], plan1.tp.size if plan1.tp.gathers_input else 1
-        saved = plan1.bytes_saved(tokens, x.shape[-1], need_w1 and not spec.returned)
-        saved += plan2.bytes_saved(tokens * ranks, w2.shape[1], need_w2)
-        keeps_w1 = plan1.keeps_weight(saved, w1, call.cached[0], need_ln)
-        keeps_w2 = plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1], need_h)
-        h, kept1 = linear_forward(plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], then, keeps_w1, None, for_dw)
-        a = act(h, activation) if then is None or then.result is None else then.result
+        want = plan2.x_from_gemm if activation == "swiglu" else ""
+        epilogue = Activate(plan2.operands.fprop.a, activation, want if need_w2 or want != "fp8" else "")
+        tokens, width = x.numel() // x.shape[-1], w2.shape[1]
+        saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
+        if need_w2:
+            saved += plan2.bytes_saved(tokens * plan1.tp.size if plan1.gathers_x else tokens, width)
+        keeps_w1 = need_ln and plan1.keeps_weight(saved, w1, call.cached[0])
+        keeps_w2 = need_h and plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1])
+        (h, a), kept1 = linear_forward(
+            plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], epilogue, keeps_w1, None, for_dw
+        )
         y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual)
         if call.grad:
             save(ctx, *kept1, w1, b1, *kept2, w2, b2, h if need_h else None, *norm_saved)
@@ -73,20 +63,20 @@ class LayerNormMLPFunction(torch.autograd.Function):
         grads = ctx.needs_input_grad
         needs, param2 = (need_h, need_w2, b2 is not None and grads[9]), call.weights[1]
         needs1 = need_ln, need_w1, b1 is not None and grads[7]
-        then = None
-        if need_h and not needs1[2]:  # a bias' gradient sums that of h over tokens, which no GEMM does
-            of = plan1.operands
-            then = _then(plan1, of.dgrad.a, of.wgrad.a, ctx.activation, need_ln and need_w1, h)
-        grad = quantize_grad(plan2, as_operand(dy, plan2, grad=True), param2.shape[1], needs)
-        da, dw2, db2 = linear_backward(plan2, (x2, q2), w2, param2, grad, needs, then=then)
-        dln = dw1 = db1 = None
+        down = below = dx = dw1 = db1 = None
         if need_h:
-            dh = dact(da, h, ctx.activation) if then is None or then.result is None else then.result
-            take = norm_take(ctx, norm_saved, dln_out)
-            grad = quantize_grad(plan1, dh, call.weights[0].shape[1], needs1)
-            del da, dh  # the size of h, not needed beside the products
-            dln, dw1, db1 = linear_backward(plan1, (x1, q1), w1, call.weights[0], grad, needs1, take)
-        below = norm_grad(ctx, norm_saved, dln, dln_out)
-        close_pass(call)
-        dres = in_dtype(dy if grads[10] else None, dy)
-        return None, None, None, *below, dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2), dres
+            want = plan1.dy_from_gemm if ctx.activation == "swiglu" else ""
+            if needs1[2] or (want == "fp8" and not (need_ln and need_w1)):
+                want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
+            down = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, h, want)
+        grad = quantize_grad(plan2, as_operand(dy, plan2, grad=True), param2.shape[1], needs)
+        dh, dw2, db2 = linear_backward(plan2, (x2, q2), w2, param2, grad, needs, down)
+        if need_h:
+            grad, param1 = quantize_grad(plan1, dh, call.weights[0].shape[1], needs1), call.weights[0]
+            del dh, down, h  # the size of h, not needed beside the products
+            below = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
+            dx, dw1, db1 = linear_backward(plan1, (x1, q1), w1, param1, grad, needs1, below)
+        if call.pools is not None:
+            call.pools.close(call.first)
+        dres = in_dtype(dy, dy) if grads[10] else None
+        return None, None, None, *(dx or NO_GRADIENTS), dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2), dres

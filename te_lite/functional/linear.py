@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,127 +13,119 @@ from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, plain
-from te_lite.overlap.schedule import Activated, Backward, Product
-from te_lite.parallel import TensorParallel
+from te_lite.overlap.epilogues import Epilogue, Operand
+from te_lite.overlap.exchange import Gemm
 from te_lite.quantize.delayed import Pools
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.quantize.tensor import QuantizedTensor
 
-Input = Source | QTensor  # what is quantized for a GEMM, or is already
-# What a linear keeps for backward: its quantized input (a shard where the schedule gathers it again), or None where no
+# What a linear keeps for backward: its quantized input (a shard where the exchange gathers it again), or None where no
 # weight gradient is wanted; the quantized weight, cached or its col layout, or just the seed to quantize it again.
 Kept = tuple[QTensor | None, QTensor | None]
 # A gradient y[M, N] quantized: for dgrad, for wgrad, and its sums over tokens, fp32 [N]; None where it is not wanted.
 Grad = tuple[QTensor | None, QTensor | None, Tensor | None]
 
 
-def keeps_rows(plan: LinearPlan) -> bool:
-    """Whether x is kept for wgrad by row: the shard of this rank, which backward gathers again."""
-    return plan.tp.gathers_input and plan.operands.wgrad.b.format.col_from_row
-
-
-def _quantize_input(plan: LinearPlan, x: Input, keep: bool, for_dw: Source | None) -> tuple[QTensor, QTensor | None]:
+def _quantize_input(plan: LinearPlan, x: Operand, keep: bool, for_dw: Source | None) -> tuple[QTensor, QTensor | None]:
     """(x for fprop, what is kept of it for wgrad). for_dw: as of linear_forward."""
-    quantizer, for_wgrad = plan.operands.fprop.a, plan.operands.wgrad.b
-    keep, shard = keep and not plan.keep_original, keeps_rows(plan)
-    if keep and for_wgrad is not quantizer and not isinstance(x, QTensor):
-        kept, _ = for_wgrad.quantize(x if for_dw is None else for_dw, row=shard, col=not shard)
-        return quantizer.quantize(x)[0], kept
-    q = x if isinstance(x, QTensor) else quantizer.quantize(x, row=True, col=keep and not shard)[0]
-    return q, q.only("row" if shard else "col") if keep else None
+    operands, by_row = plan.operands, plan.keeps_rows
+    keep = keep and not plan.keep_original
+    if isinstance(x, QTensor):
+        q = x
+    elif keep and not plan.x_is_wgrads:
+        kept, _ = operands.wgrad.b.quantize(x if for_dw is None else for_dw, row=by_row, col=not by_row)
+        return operands.fprop.a.quantize(x)[0], kept
+    else:
+        q, _ = operands.fprop.a.quantize(x, row=True, col=keep and not by_row)
+    return q, q.only("row" if by_row else "col") if keep else None
 
 
 def linear_forward(
-    plan: LinearPlan, x: Input, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None,
-    then: Activated | None = None, keeps_w: bool = False, residual: Tensor | None = None, for_dw: Source | None = None,
-) -> tuple[Tensor, Kept]:  # fmt: skip
-    """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N] + residual, communication by the plan's schedule.
+    plan: LinearPlan, x: Operand, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None,
+    epilogue: Epilogue | None = None, keeps_w: bool = False, residual: Tensor | None = None,
+    for_dw: Source | None = None,
+) -> tuple[Any, Kept]:  # fmt: skip
+    """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N] + residual, over the plan's ranks; or the epilogue's result of y.
 
-    needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None. then: what may be
-    computed of y with it. keeps_w: by plan.keeps_weight. residual[..., N]: of M rows. for_dw: x as wgrad's quantizer is
-    to read it, where that is another than fprop's and x is written for it.
+    needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None. keeps_w: by
+    plan.keeps_weight. residual[..., N]: of M rows. for_dw: x as wgrad's quantizer is to read it, where that is another
+    than fprop's and x is written for it.
     """
     (need_x, need_w), fprop = needs, plan.operands.fprop
     with nvtx_range("te_lite.quantize"):
         xq, kept = _quantize_input(plan, x, need_w, for_dw)
-        wq = cached if cached is not None else fprop.b.quantize(plain(weight, name="weight"), row=True, col=keeps_w)[0]
-    if bias is not None:
-        bias = bias.to(plan.dtype).contiguous()
-
-    plan.schedule.rows = xq.shape[0] * (plan.tp.size if plan.tp.gathers_input else 1)
+        wq = cached
+        if wq is None:
+            source = Source("plain", weight) if weight.is_contiguous() else plain(weight, name="weight")  # refuses it
+            wq, _ = fprop.b.quantize(source, row=True, col=keeps_w)
+    bias = None if bias is None else bias.to(plan.dtype).contiguous()
     residual = None if residual is None else as_matrix(residual, plan.dtype)
-    in_gemm, *in_sum = (bias, None, None) if plan.bias_in_gemm else (None, bias, residual)
-    gemm = Product(wq, "row", plan.dtype, in_gemm, fprop.fast_accum, "te_lite.fprop", *in_sum, then)
-    y = plan.schedule.fprop(gemm, xq)
-    if residual is not None and plan.bias_in_gemm:
-        y.add_(residual)
+    gemm = Gemm(wq, "row", plan.dtype, fprop.fast_accum, "te_lite.fprop", bias, residual, epilogue)
+    y = plan.parallel.forward(gemm, xq)
     if not need_x:
         return y, (kept, None)
     if keeps_w:
         return y, (kept, wq.only("col"))
-    return y, (kept, wq if cached is not None else wq.seed_only())
+    return y, (kept, wq.seed_only() if cached is None else wq)
 
 
-def quantize_grad(plan: LinearPlan, dy: Input, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
+def quantize_grad(plan: LinearPlan, dy: Operand, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
     """dy as linear_backward takes it. columns: of dx. needs: as there.
 
     Callers do not hold dy, which may be a copy of what autograd gave: its memory is free before the products."""
-    with nvtx_range("te_lite.quantize"):
-        return _quantize_grad(plan, dy, columns, *needs)
-
-
-def _quantize_grad(plan: LinearPlan, dy: Input, columns: int, need_x: bool, need_w: bool, need_b: bool) -> Grad:
+    need_x, need_w, need_b = needs
     if isinstance(dy, QTensor):
         return dy, dy, dy.dequantize().sum(0, dtype=torch.float32) if need_b else None
-    if not (need_x or need_w):
-        return None, None, transform(dy, bias_grad=True).bias_grad if need_b else None
-    quantizer, for_wgrad = plan.operands.dgrad.a, plan.operands.wgrad.a
-    by_row = plan.tp.gathers_grad and for_wgrad.format.col_from_row  # the gathered rows give the col layout
-    if for_wgrad is quantizer:
-        col = not by_row or (need_x and plan.schedule.gathers_columns(quantizer.format, dy.rows, dy.cols, columns))
-        q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and col, bias_grad=need_b)
-        return q, q, sums
-    q, sums = quantizer.quantize(dy, bias_grad=need_b) if need_x else (None, None)
-    if not need_w:
-        return q, None, sums
-    q_w, sums_w = for_wgrad.quantize(dy, row=by_row, col=not by_row, bias_grad=need_b and q is None)
-    return q, q_w, sums_w if q is None else sums
+    with nvtx_range("te_lite.quantize"):
+        if not (need_x or need_w):
+            return None, None, transform(dy, bias_grad=True).bias_grad if need_b else None
+        quantizer, for_wgrad = plan.operands.dgrad.a, plan.operands.wgrad.a
+        by_row = plan.gathers_dy and for_wgrad.format.col_from_row  # the gathered rows give the col layout
+        if plan.dy_is_wgrads:
+            gathers = plan.parallel.gathers_columns
+            col = not by_row or (need_x and gathers(quantizer.format, dy.rows, dy.cols, columns))
+            q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and col, bias_grad=need_b)
+            return q, q, sums
+        q, sums = quantizer.quantize(dy, bias_grad=need_b) if need_x else (None, None)
+        if not need_w:
+            return q, None, sums
+        q_w, sums_w = for_wgrad.quantize(dy, row=by_row, col=not by_row, bias_grad=need_b and q is None)
+        return q, q_w, sums_w if q is None else sums
 
 
 def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTensor:
-    quantizer, same = plan.operands.dgrad.b, plan.operands.dgrad.b is plan.operands.fprop.b
+    quantizer, same = plan.operands.dgrad.b, plan.w_is_dgrads
     if kept.col is not None or (same and kept.row is not None):
         return kept
-    source = plain(weight, name="weight")
+    source = Source("plain", weight.contiguous())
     return quantizer.again(source, kept) if same else quantizer.quantize(source, row=False, col=True)[0]
 
 
 def linear_backward(
     plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, grad: Grad, needs: tuple[bool, bool, bool],
-    take_slots: Callable[[Tensor, Tensor, int], Any] | None = None, then: Activated | None = None,
+    epilogue: Epilogue | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, fp32).
 
     weight: its values, as saved; only for dx. param: the parameter itself, whose gradient dw is. grad: dy, by
-    quantize_grad(). needs: which of the three.
-    take_slots: as of a Product; where the schedule uses it, dx is its result. then: what may be computed of dx with it,
-    which then may be None.
+    quantize_grad(). needs: which of the three. epilogue: of dx, whose result is then in its place.
     """
     (need_x, need_w, _), (x, w), (dq, dq_wgrad, db) = needs, kept, grad
-    with nvtx_range("te_lite.quantize"):
-        wq = _weight_for_dgrad(plan, w, weight) if need_x else None
     if not (need_x or need_w):
         return None, None, db
+    dgrad = wgrad = None
+    if need_x:
+        with nvtx_range("te_lite.quantize"):
+            wq = _weight_for_dgrad(plan, w, weight)
+        dgrad = Gemm(wq, "col", plan.dtype, plan.operands.dgrad.fast_accum, "te_lite.dgrad", None, None, epilogue)
+    if need_w:
 
-    def wgrad(dy_full: QTensor, x_full: QTensor) -> Tensor | None:
-        with nvtx_range("te_lite.wgrad"):
-            return plan.sink(param, dy_full, x_full, plan.operands.wgrad.fast_accum)
+        def wgrad(dy_full: QTensor, x_full: QTensor) -> Tensor | None:
+            with nvtx_range("te_lite.wgrad"):
+                return plan.sink(param, dy_full, x_full, plan.operands.wgrad.fast_accum)
 
-    fast_accum = plan.operands.dgrad.fast_accum
-    dgrad = Product(wq, "col", plan.dtype, None, fast_accum, "te_lite.dgrad", then=then, take_slots=take_slots)
-    dx, dw = plan.schedule.backward(Backward(dgrad if need_x else None, wgrad if need_w else None, dq, dq_wgrad, x))
-    return dx, dw, db
+    return *plan.parallel.backward(dgrad, wgrad, dq, dq_wgrad, x), db
 
 
 @dataclass(slots=True)
@@ -161,6 +152,7 @@ class Call:
     note: Any = None
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
 
 
@@ -172,52 +164,52 @@ def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
 
 
-def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Input:
+def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Operand:
     """x[..., K], or dy[..., N] with grad, as a GEMM's quantizer takes it; what is in its format is used as it is.
 
     A tensor that will be gathered is quantized anew: its ranks may have chosen different scales. What the caller can
     write to is copied where it is read after backward.
     """
+    if x.__class__ in _PLAIN and x.dim() == 2 and x.dtype == plan.dtype and x.is_contiguous():
+        return Source("plain", x)
     if isinstance(x, QuantizedTensor):
         quantizer = plan.operands.dgrad.a if grad else plan.operands.fprop.a
-        gathered = plan.tp.gathers_grad if grad else plan.tp.gathers_input
+        gathered = plan.gathers_dy if grad else plan.gathers_x
         whole = x.q.row is not None and (x.q.col is not None or x.q.format.col_from_row)
         if x.q.format == quantizer.format and whole and not gathered:
             return x.q.map(Tensor.clone) if plan.sink.late and x.quantizer is not None else x.q
     return plain(as_matrix(x, plan.dtype))
 
 
-def output_shape(x_shape: torch.Size, features: int, tp: TensorParallel | None) -> tuple[int, ...]:
-    """Of y for x of x_shape. tp: of the linear, where a gather or a scatter of tokens changes the first dimension."""
+def output_shape(x_shape: torch.Size, features: int, plan: LinearPlan | None) -> tuple[int, ...]:
+    """Of y for x of x_shape. plan: of the linear, where a gather or a scatter of tokens changes the first dimension."""
     leading = list(x_shape[:-1])
-    if tp is not None and tp.gathers_input:
-        leading[0] *= tp.size
-    elif tp is not None and tp.gathers_grad:
-        leading[0] //= tp.size
+    if plan is not None and plan.gathers_x:
+        leading[0] *= plan.tp.size
+    elif plan is not None and plan.gathers_dy:
+        leading[0] //= plan.tp.size
     return (*leading, features)
 
 
 def as_output(
-    y: Tensor, x_shape: torch.Size, quantizer: Quantizer | None = None, tp: TensorParallel | None = None
+    y: Tensor, x_shape: torch.Size, quantizer: Quantizer | None = None, plan: LinearPlan | None = None
 ) -> Tensor:
     """y[M, N] as [..., N] with the leading dimensions of x_shape, not a view of anything; quantized when a quantizer is
-    given. tp: as of output_shape."""
-    shape = output_shape(x_shape, y.shape[-1], tp)
+    given. plan: as of output_shape."""
+    if quantizer is None and len(x_shape) == 2:
+        return y
+    shape = output_shape(x_shape, y.shape[-1], plan)
     if quantizer is not None:
         return QuantizedTensor(quantizer.quantize(plain(y))[0], shape)
-    return y if y.shape == shape else _unsafe_view(y, shape)
-
-
-def close_pass(call: Call) -> None:
-    """After a module's backward."""
-    if call.pools is not None:
-        call.pools.close(call.first)
+    return _unsafe_view(y, shape)
 
 
 def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
     """A gradient as a plain tensor in the dtype of what it belongs to, where there is one."""
+    if grad is None or like is None:
+        return None
     grad = grad.dequantize() if isinstance(grad, QuantizedTensor) else grad
-    return None if grad is None or like is None else grad.to(like.dtype)
+    return grad.to(like.dtype)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -233,21 +225,22 @@ class LinearFunction(torch.autograd.Function):
             original = x if need_w and plan.keep_original else None
             save(ctx, *kept, weight if need_x or need_w else None, bias, original)
             ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
-        return as_output(y, x.shape, call.output, plan.tp)
+        return as_output(y, x.shape, call.output, plan)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call, (need_x, need_w) = ctx.call, ctx.needs
+        call, (need_x, need_w), grads = ctx.call, ctx.needs, ctx.needs_input_grad
         (plan,) = call.plans
         x, w, weight, bias, original = load(ctx)
         if original is not None:
             quantizer = plan.operands.wgrad.b
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
-        param, needs = call.weights[0], (need_x, need_w, bias is not None and ctx.needs_input_grad[3])
+        param, needs = call.weights[0], (need_x, need_w, bias is not None and grads[3])
         grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs)
-        close_pass(call)
+        if call.pools is not None:
+            call.pools.close(call.first)
         if dx is not None:
             dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
-        return None, dx, dw, in_dtype(db, bias), in_dtype(dy if ctx.needs_input_grad[4] else None, dy)
+        return None, dx, dw, in_dtype(db, bias), in_dtype(dy, dy) if grads[4] else None

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_lite.functional.linear import Call, Input, as_matrix, as_output, in_dtype, keeps_rows
+from te_lite.functional.linear import Call, as_matrix, as_output, in_dtype
 from te_lite.functional.saved import backward_method, forward_method
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source
 from te_lite.overlap.collective import all_gather, reduce_scatter
+from te_lite.overlap.epilogues import Epilogue, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,12 @@ class NormSpec:
     gathered: bool = False
 
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, gamma and beta
+
+
 def norm_source(
     spec: NormSpec, call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None, need_w: bool
-) -> tuple[Input, Source | None, tuple[Tensor | None, ...], Tensor | None]:
+) -> tuple[Operand, Source | None, tuple[Tensor | None, ...], Tensor | None]:
     """(what the linear reads, what its wgrad reads where y is written for that alone, what norm_grad needs, y[..., K]
     where it is an output, of this rank) of x[..., K].
 
@@ -47,7 +50,7 @@ def norm_source(
     plan, out, written = call.plans[0], None, None
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
     formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
-    rows_alone = not need_w or (plan.operands.wgrad.b is quantizer and keeps_rows(plan))
+    rows_alone = not need_w or (plan.x_is_wgrads and plan.keeps_rows)
     with nvtx_range("te_lite.norm"):
         if spec.returned or not quantizer.fused or (need_w and not plan.operands.wgrad.b.fused):
             y, mean, rstd = norm_forward(flat, *formula)
@@ -70,35 +73,41 @@ def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:
     return all_gather(y, call.plans[0].tp.group) if spec.gathered and y is not None else y
 
 
-Gradients = tuple[Tensor, Tensor, Tensor | None]  # dx, dgamma, dbeta of norm_backward
+class NormGrad(Epilogue):
+    """The norm's backward, of the gradient dln of its output: (dx[..., K], dgamma, dbeta).
+
+    saved: by norm_source. dln_out: gradient of the output that the caller was given, which is added. A sum over ranks
+    is read where they left its parts.
+    """
+
+    def __init__(self, ctx: Any, saved: Sequence[Tensor | None], dln_out: Tensor | None) -> None:
+        self.ctx, self.saved, self.dln_out = ctx, saved, dln_out
+
+    def __call__(self, dln: Tensor) -> Gradients:
+        ctx, dln_out = self.ctx, self.dln_out
+        if dln_out is not None:
+            dln_out = as_matrix(dln_out, self.saved[0].dtype)
+            dln += reduce_scatter(dln_out, ctx.call.plans[0].tp.group) if ctx.spec.gathered else dln_out
+        return self._result(dln)
+
+    def of_slots(self, slots: Tensor, own: Tensor, rank: int) -> Gradients:
+        return super().of_slots(slots, own, rank) if self.dln_out is not None else self._result(own, slots, rank)
+
+    def _result(self, dln: Tensor, slots: Tensor | None = None, rank: int = 0) -> Gradients:
+        ctx, gamma, beta = self.ctx, self.saved[3], self.saved[4]
+        dx, dgamma, dbeta = _backward(ctx, self.saved, dln, slots, rank)
+        dx = as_output(dx, ctx.x_shape, ctx.call.grad_input).to(ctx.x_dtype)
+        return dx, in_dtype(dgamma, gamma), in_dtype(dbeta, beta)
 
 
-def _backward(ctx: Any, saved: Sequence[Tensor | None], slots: Tensor | None, dln: Tensor, rank: int) -> Gradients:
+NO_GRADIENTS: Gradients = (None, None, None)
+
+
+def _backward(
+    ctx: Any, saved: Sequence[Tensor | None], dln: Tensor, slots: Tensor | None = None, rank: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
     with nvtx_range("te_lite.norm_backward"):
         return norm_backward(dln, *saved[:4], ctx.spec.zero_centered, slots, rank)
-
-
-def norm_take(ctx: Any, saved: list[Tensor | None], dln_out: Tensor | None) -> Callable[..., Gradients] | None:
-    """linear_backward's take_slots for a linear behind this norm: dln is summed as it is read."""
-    return partial(_backward, ctx, saved) if saved and dln_out is None else None
-
-
-def norm_grad(
-    ctx: Any, saved: list[Tensor | None], dln: Tensor | Gradients | None, dln_out: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """(dx, dgamma, dbeta) from the linear's input gradient `dln` plus the gradient `dln_out` of the returned output.
-
-    saved: by norm_source; empty where nothing below wants a gradient, which gives None. dln: or what norm_take made."""
-    if not saved:
-        return None, None, None
-    x, _, _, gamma, beta = saved
-    if dln_out is not None:
-        dln_out = as_matrix(dln_out, x.dtype)
-        dln_out = reduce_scatter(dln_out, ctx.call.plans[0].tp.group) if ctx.spec.gathered else dln_out
-        dln = dln_out if dln is None else dln + dln_out
-    dx, dgamma, dbeta = dln if isinstance(dln, tuple) else _backward(ctx, saved, None, dln, 0)
-    dx = as_output(dx, ctx.x_shape, ctx.call.grad_input).to(ctx.x_dtype)
-    return dx, in_dtype(dgamma, gamma), in_dtype(dbeta, beta)
 
 
 class NormFunction(torch.autograd.Function):
@@ -118,5 +127,5 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         x, _, _, gamma, beta = saved
-        dx, dgamma, dbeta = _backward(ctx, saved, None, as_matrix(dy, x.dtype), 0)
+        dx, dgamma, dbeta = _backward(ctx, saved, as_matrix(dy, x.dtype))
         return None, None, dx.view(ctx.shape), in_dtype(dgamma, gamma), in_dtype(dbeta, beta)

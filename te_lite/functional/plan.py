@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from te_lite.functional.parallel import Unsplit
 from te_lite.ops.transpose import padded_rows
-from te_lite.overlap.schedule import Schedule
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
@@ -88,36 +89,65 @@ class DelayedWgrads(WgradSink):
         return True
 
 
-@dataclass(frozen=True, slots=True)
+class PlanInfo(NamedTuple):
+    """What overlap_report() says of a plan beside its exchanges. linear: "" for a module that is one linear, "fc1" or
+    "fc2". formats: of the operands of the three GEMMs. shape: (K, N) on this rank. reason: what is not as asked."""
+
+    linear: str
+    recipe: str
+    formats: tuple[str, str, str]
+    shape: tuple[int, int]
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
 class LinearPlan:
     """One linear: y = x @ w^T + b.
 
-    operands: quantizers of the three GEMMs. schedule: communication. sink: where dw goes. dtype: of y and dx.
-    bias_in_gemm: the GEMM adds the bias, and no ranks' products are summed (else the schedule adds bias and residual).
+    operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
+    The rest follows from these.
     """
 
     operands: GemmOperands
-    schedule: Schedule
+    parallel: Unsplit
     sink: WgradSink
-    tp: TensorParallel
     dtype: torch.dtype
-    bias_in_gemm: bool
-    keep_original: bool = False
+    keep_original: bool
+    info: PlanInfo
+    tp: TensorParallel = field(init=False)
+    x_is_wgrads: bool = field(init=False)  # fprop and wgrad read the same quantized x
+    dy_is_wgrads: bool = field(init=False)  # dgrad and wgrad read the same quantized dy
+    w_is_dgrads: bool = field(init=False)  # fprop and dgrad read the same quantized weight
+    gathers_x: bool = field(init=False)
+    gathers_dy: bool = field(init=False)
+    keeps_rows: bool = field(init=False)  # x is kept by row: the shard of this rank, which backward gathers again
+    x_from_gemm: str = field(init=False)  # what the GEMM before may leave of x, Quantizer.wants_from_gemm
+    dy_from_gemm: str = field(init=False)  # likewise of dy
+    x_in_bytes: bool = field(init=False)  # x is kept a byte an element
+    w_in_bytes: bool = field(init=False)  # the weight is, in either layout, with one scale for all
 
-    def bytes_saved(self, tokens: int, features: int, need_w: bool) -> int:
-        """By keeping an input of the module's own in fp8, and not in 16 bits. need_w: for dw, else none is kept."""
-        kept = need_w and _is_bytes(self.operands.wgrad.b.format) and not self.keep_original
-        return max(0, 2 * tokens - padded_rows(tokens)) * features if kept else 0
+    def __post_init__(self) -> None:
+        fprop, dgrad, wgrad = self.operands.fprop, self.operands.dgrad, self.operands.wgrad
+        self.tp = tp = self.parallel.tp
+        self.x_is_wgrads, self.dy_is_wgrads = wgrad.b is fprop.a, wgrad.a is dgrad.a
+        self.w_is_dgrads = dgrad.b is fprop.b
+        self.gathers_x, self.gathers_dy = tp.gathers_input, tp.gathers_grad
+        self.keeps_rows = self.gathers_x and wgrad.b.format.col_from_row
+        self.x_from_gemm = fprop.a.wants_from_gemm(self.dtype) if self.x_is_wgrads else ""
+        self.dy_from_gemm = dgrad.a.wants_from_gemm(self.dtype) if self.dy_is_wgrads else ""
+        self.x_in_bytes = _is_bytes(wgrad.b.format) and not self.keep_original
+        self.w_in_bytes = self.w_is_dgrads and _is_bytes(fprop.b.format)
 
-    def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None, need_x: bool) -> bool:
+    def bytes_saved(self, tokens: int, features: int) -> int:
+        """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""
+        return max(0, 2 * tokens - padded_rows(tokens)) * features if self.x_in_bytes else 0
+
+    def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None) -> bool:
         """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where
-        it takes no more than the bytes that were saved. cached: what is used in its place. need_x: for dx."""
-        quantizer = self.operands.fprop.b
-        wanted = need_x and cached is None and quantizer is self.operands.dgrad.b
-        return wanted and _is_bytes(quantizer.format) and weight.numel() <= saved
+        it takes no more than the bytes that were saved. cached: what is used in its place."""
+        return self.w_in_bytes and cached is None and weight.numel() <= saved
 
 
 def _is_bytes(format: TensorFormat) -> bool:
-    """Whether either layout is a byte an element, and one scale for all of them."""
     return bool(format.label) and format.col_from_row and format.scales_product

@@ -44,20 +44,23 @@ def backward_method(method: Callable) -> staticmethod:
 def save(ctx: Any, *items: QTensor | Tensor | None) -> None:
     """Keeps `items` for load(ctx). Memory that belongs to a userbuffer is refused: peers write there."""
     tensors: list[Tensor | None] = []
-    ctx.shells = []  # of each QTensor; None for a Tensor
+    ctx.shells = shells = []  # of each QTensor; None for a Tensor
     for item in items:
-        quantized = isinstance(item, QTensor)
-        if quantized and item.borrowed:
+        if not isinstance(item, QTensor):
+            tensors.append(item)
+            shells.append(None)
+            continue
+        if item.borrowed:
             raise RuntimeError(
                 f"a borrowed tensor of shape {item.shape} would be kept for backward: it lies in a userbuffer that "
                 "peers overwrite; copy it first"
             )
-        tensors += item.tensors if quantized else (item,)
-        ctx.shells.append((item.format, item.shape, item.dtype) if quantized else None)
+        tensors += (item.row, item.row_scale, item.col, item.col_scale, item.seed)
+        shells.append((item.format, item.shape, item.dtype))
     ctx.save_for_backward(*tensors)
 
 
-def load(ctx: Any) -> list[QTensor | Tensor | None]:
+def load(ctx: Any) -> list[Any]:
     """The items of save(ctx, ...), in order. Of QTensors, which saved-tensor hooks may have put anywhere, data and
     scales are where cuBLAS can read them. Autograd checks versions of what it saved; a joined weight has one of its
     own, whatever is written to its parts."""
@@ -66,8 +69,14 @@ def load(ctx: Any) -> list[QTensor | Tensor | None]:
             "a split weight was written to between forward and backward, which still needed it; run backward before "
             "the optimizer's step"
         )
-    tensors = iter(ctx.saved_tensors)
-    return [
-        next(tensors) if shell is None else QTensor(*shell, *map(placed, islice(tensors, 4)), next(tensors))
-        for shell in ctx.shells
-    ]
+    tensors, items = iter(ctx.saved_tensors), []
+    for shell in ctx.shells:
+        if shell is None:
+            items.append(next(tensors))
+            continue
+        parts = list(islice(tensors, 5))
+        for i, part in enumerate(parts[:4]):
+            if part is not None and part.is_cuda:
+                parts[i] = placed(part)
+        items.append(QTensor(*shell, *parts))
+    return items

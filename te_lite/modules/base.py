@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_lite import epoch
 from te_lite.arguments import flag
-from te_lite.autocast import State, current, strict
+from te_lite.autocast import OPEN, State
 from te_lite.functional.linear import Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
 from te_lite.modules import checks, scale_state
@@ -21,11 +23,10 @@ from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
 from te_lite.modules.weights import ParamSpec, SpecModule, WeightCache, default_device, reset
 from te_lite.ops.registry import FakeTensor, capturing, makes_data
-from te_lite.overlap.userbuffers import UB_FLAGS, generation
+from te_lite.overlap.userbuffers import UB_FLAGS
 from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay
 from te_lite.quantize.params import parameter_operand
-from te_lite.quantize.quantizer import observer
 from te_lite.quantize.tensor import QuantizedTensor
 
 Each = tuple[str | None, ...]  # one a linear
@@ -53,6 +54,7 @@ class TeLiteModule(SpecModule):
 
     gemm_names: tuple[str, ...] = ("",)
     save_original_input = False
+    _default: State | None = None  # what a call follows where no autocast is open
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
         """given: the arguments of the subclass's constructor, by name. sizes: those of them that count features. modes,
@@ -79,6 +81,8 @@ class TeLiteModule(SpecModule):
         self._specs = {}
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
+        self._uncached = (None,) * len(self.gemm_names)
+        self._scatters = modes == ("row",)
         self._planned = UNPLANNED
         self._outer_input = "normalization" not in given or given["return_layernorm_output"]
         self._sinks = tuple(map(self._make_sink, range(len(self.gemm_names))))
@@ -167,8 +171,8 @@ class TeLiteModule(SpecModule):
     def _sequence_first(self, inp: Tensor | None, quantized: bool = False) -> Tensor | None:
         """A view of inp with the dimension that sequence parallelism splits in front; the rest of the module sees
         tokens. quantized: an output or gradient is to be, which has no strides."""
-        if inp is None or not (self.sequence_dim and self.sequence_parallel):
-            return inp
+        if inp is None:
+            return None
         if inp.dim() < self.sequence_dim + 2 or quantized or isinstance(inp, QuantizedTensor):
             raise ValueError(
                 f"{type(self).__name__}(sequence_dim={self.sequence_dim}): got {type(inp).__name__} {list(inp.shape)}; "
@@ -186,91 +190,96 @@ class TeLiteModule(SpecModule):
         outputs = (out, *((bias,) if self.return_bias else ()), *(() if ln_out is None else (ln_out,)))
         return outputs if len(outputs) > 1 else out
 
-    # plans
-
-    def _state(self) -> State | None:
-        """What a new call follows; ConvertedLinear has a recipe of its own where no autocast is open."""
-        return current()
+    # one call
 
     def _begin(
         self, inp: Tensor, weights: tuple[Tensor, ...], first: bool | None, fp8_output: bool, fp8_grad: bool,
         residual: Tensor | None, parts: tuple[Tensor, ...] = (),
     ) -> Call:  # fmt: skip
-        """Checks what is given, brings the plans up to date, says what this call does. first: is_first_microbatch.
+        """What this call does. Plans and all that was checked hold while the key does. first: is_first_microbatch.
         parts: what the weight was joined from, where it was."""
-        state = replay.recall((id(self), "state"), lambda: checks.followed(self, self._state()))
-        dtype = checks.check_input(self, inp, weights[0])
-        if first is not None and type(first) is not bool:
-            first = flag(type(self).__name__, "is_first_microbatch", first)
+        stack = OPEN.stack
+        (state, strict, _) = stack[-1] if stack else (self._default, False, False)
+        recomputes = torch._C._current_graph_task_id() != -1 or bool(replay.OPEN.frames)  # perhaps
+        if recomputes:
+            state = replay.recall((id(self), "state"), partial(checks.followed, self, state))
         grad = torch.is_grad_enabled()
+        if not isinstance(inp, Tensor):
+            checks.refuse_type(self, inp)
+        weight, last, device = weights[0], weights[-1], inp.device
+        amp = torch._C._is_any_autocast_enabled() and checks.amp_dtype(inp)
+        key = (
+            None if state is None else state.key, inp.dtype, device, inp.shape[-1:], inp.dim() > 1, amp, strict,
+            inp.__class__ is FakeTensor, weight.dtype, weight.device, epoch.number,
+            weight.__class__ in _PLAIN or weight.__class__, last.__class__ in _PLAIN or last.__class__,
+        )  # fmt: skip
+        plans, delayed = self._planned[1], state is not None and state.delayed
+        if self._planned[0] != key:
+            plans = self._plan(key, inp, weights, state, strict)
         if grad and self.fuse_wgrad_accumulation:
             checks.check_main_grad(self, weights)
-        if grad and inp.is_cuda:
+        if grad and device.type == "cuda" and torch._C._is_multithreading_enabled():
             backward_on_calling_thread()
-        where = inp.device, type(inp) is FakeTensor  # which takes no real scales
-        kinds = tuple([None if type(weight) in _PLAIN else type(weight) for weight in weights])
-        recipe = None if state is None else state.key
-        key = (recipe, dtype, where, observer(), generation(), strict(), kinds)
-        planned = self._planned
-        if planned[0] != key:
-            planned = key, build_plans(self, state, dtype, weights)
-            self._planned = planned if makes_data(inp.device) else UNPLANNED
-            self._outstanding.start(state)
-            self.clear_caches()
-        plans, delayed = planned[1], state is not None and state.recipe.delayed()
+        if self._scatters and self.sequence_parallel and inp.shape[0] % self.tp_size:
+            checks.refuse_uneven(self, inp)
         if delayed and capturing():
             checks.check_capture(self, state)
             self._scales.fix()
         if residual is not None:
-            checks.check_residual(residual, inp, weights[-1], plans)
-        cached: tuple = (None,) * len(weights)
+            checks.check_residual(residual, inp, last, plans)
+        cached = self._uncached
         if self._quantized:
-            together = zip(weights, plans, strict=True)
-            cached = tuple(parameter_operand(weight, plan.operands, grad) for weight, plan in together)
+            cached = tuple([parameter_operand(w, plan.operands, grad) for w, plan in zip(weights, plans, strict=True)])
         elif first is not None:
+            first = flag(type(self).__name__, "is_first_microbatch", first)
             # A recomputed call takes what its first run took, whatever has become of the caches since.
             cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first, weights, parts, plans))
         elif self._caching:
             self.clear_caches()
         self._caching = first is not None
-        dx_of, y_of = plans[0].operands, plans[-1].operands
-        if fp8_output:
-            checks.check_offered(self, state, "fp8_output", fp8_output, y_of.output, y_of.fprop.a)
-        if fp8_grad:
-            checks.check_offered(self, state, "fp8_grad", fp8_grad, dx_of.grad_input, dx_of.dgrad.a)
-        pools = state.one_pass.pools if delayed and state.enabled else None
-        claims = pools is not None and self._claims_first(state, inp, weights)
-        output, grad_input = y_of.output if fp8_output else None, dx_of.grad_input if fp8_grad else None
-        versions = tuple([part._version for part in parts]) if grad else ()
+        output = grad_input = None
+        if fp8_output or fp8_grad:
+            output, grad_input = checks.check_offered(self, state, fp8_output, fp8_grad, plans)
+        pools = state.pools if delayed else None
+        claims = False
+        if pools is not None and (recomputes or not state.one_pass.claimed):
+            claims = self._claims_first(state, inp, weights)
+        versions = tuple([part._version for part in parts]) if grad and parts else ()
         note = self._outstanding.note(state, grad)
         return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions, note)
+
+    def _plan(
+        self, key: tuple, inp: Tensor, weights: tuple[Tensor, ...], state: State | None, strict: bool
+    ) -> Plans:
+        """Checks what the key stands for, and plans anew."""
+        dtype = checks.check_input(self, inp, weights[0])
+        plans = build_plans(self, state, dtype, weights, strict)
+        self._planned = (key, plans) if makes_data(inp.device) else UNPLANNED
+        self._outstanding.start(state)
+        self.clear_caches()
+        return plans
 
     def _cached_weights(
         self, first: bool, weights: tuple[Tensor, ...], parts: tuple[Tensor, ...], plans: Plans
     ) -> tuple[Any, ...]:
-        together = zip(self._caches, weights, plans, strict=True)
-        return tuple(cache.get(first, w, parts or (w,), plan.operands) for cache, w, plan in together)
+        each = zip(self._caches, weights, plans, strict=True)
+        return tuple([cache.get(first, w, parts or (w,), plan.operands) for cache, w, plan in each])
 
     def _claims_first(self, state: State, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
         """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
-        state.one_pass.pools.expect()
-        backward_follows = torch.is_grad_enabled() or replay.is_open()
+        state.pools.expect()
+        grad = torch.is_grad_enabled()
+        backward_follows = grad or replay.is_open()
 
         def claim() -> bool:
             if state.one_pass.claimed or not backward_follows:
                 return False
             # In the first run of a reentrant checkpoint nothing asks for a gradient yet. A claim too many does no harm.
-            of = (inp, *weights, *self.parameters(recurse=False)) if torch.is_grad_enabled() else ()
-            state.one_pass.claimed = not of or any(tensor.requires_grad for tensor in of)
+            wanted = not grad or inp.requires_grad or any([weight.requires_grad for weight in weights])
+            state.one_pass.claimed = wanted or any([param.requires_grad for param in self.parameters(recurse=False)])
             return state.one_pass.claimed
 
         return replay.recall((id(self), "first"), claim)
-
-    def _run(self, function: Any, call: Call, *args: Any) -> Any:
-        """function(call, *args), noted by autograd where a backward may follow."""
-        if not call.grad:
-            return function.forward(None, call, *args)
-        return function.apply(call, *args)
 
     # state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +77,21 @@ def check_recipe(recipe: Recipe, device: torch.device, keeps_original: bool) -> 
         )
 
 
+def refuse_type(module: nn.Module, inp: Any) -> NoReturn:
+    """What is no tensor is no input."""
+    owner, kind = type(module).__name__, type(inp).__name__
+    raise TypeError(f"{owner} got an input of type {kind}: must be a torch.Tensor; make it one")
+
+
+def amp_dtype(inp: Tensor) -> torch.dtype | None:
+    """Where torch.amp.autocast is on for inp's device: in which dtype."""
+    kind = inp.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
 def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype that the activations of this call have."""
+    """The dtype that the activations of this call, and of all that are like it, have."""
     owner, features = type(module).__name__, weight.shape[-1]
-    if not isinstance(inp, Tensor):
-        raise TypeError(f"{owner} got an input of type {type(inp).__name__}: must be a torch.Tensor; make it one")
     if inp.dim() == 0 or inp.shape[-1] != features:
         raise ValueError(
             f"{owner} got an input of shape {tuple(inp.shape)}: its last dimension must be in_features={features}; "
@@ -89,10 +99,9 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
         )
     if inp.device != weight.device:
         raise ValueError(f"{owner} got an input on {inp.device}, its weight is on {weight.device}; move one of them")
-    kind = inp.device.type
-    autocasts = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocasts else inp.dtype
-    if not autocasts and inp.dtype != weight.dtype:
+    amp = amp_dtype(inp)
+    dtype = inp.dtype if amp is None else amp
+    if amp is None and inp.dtype != weight.dtype:
         raise TypeError(
             f"{owner} got an input of {inp.dtype} but its parameters are {weight.dtype}: outside of "
             "torch.amp.autocast they must agree; cast the input or set params_dtype"
@@ -108,21 +117,23 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
             f"{owner} was built with tp_size={module.tp_size} and no tp_group; call "
             "set_tensor_parallel_group(group) first"
         )
-    # A row-parallel output is scattered along the input's dimension sequence_dim, which is the first by now.
-    if module.sequence_parallel and module._modes == ("row",) and inp.shape[0] % module.tp_size:
-        refusal = (
-            f"{owner} with sequence parallelism got {inp.shape[0]} in dimension {module.sequence_dim} "
-            f"of its input, which is scattered over tp_size={module.tp_size} ranks: must be a multiple of that; pad it"
-        )
-        compare(refusal, module.tp_group, inp.device)  # ranks that do not refuse are in their reduce-scatter
-        raise ValueError(refusal)
     return dtype
+
+
+def refuse_uneven(module: nn.Module, inp: Tensor) -> NoReturn:
+    """A row-parallel output is scattered along the input's dimension sequence_dim, which is the first by now."""
+    refusal = (
+        f"{type(module).__name__} with sequence parallelism got {inp.shape[0]} in dimension {module.sequence_dim} "
+        f"of its input, which is scattered over tp_size={module.tp_size} ranks: must be a multiple of that; pad it"
+    )
+    compare(refusal, module.tp_group, inp.device)  # ranks that do not refuse are in their reduce-scatter
+    raise ValueError(refusal)
 
 
 def check_residual(residual: Tensor, inp: Tensor, weight: Tensor, plans: tuple[LinearPlan, ...]) -> None:
     """A residual is what the output will be, so that nothing is broadcast or rounded. weight: of the last linear."""
-    tp = plans[0].tp if len(plans) == 1 else None  # what fc1 gathers fc2 scatters
-    wanted = output_shape(inp.shape, weight.shape[0], tp), plans[-1].dtype, weight.device
+    plan = plans[0] if len(plans) == 1 else None  # what fc1 gathers fc2 scatters
+    wanted = output_shape(inp.shape, weight.shape[0], plan), plans[-1].dtype, weight.device
     given = (tuple(residual.shape), residual.dtype, residual.device) if isinstance(residual, Tensor) else type(residual)
     if given != wanted:
         raise ValueError(
@@ -184,13 +195,21 @@ def check_capture(module: nn.Module, state: State) -> None:
 
 
 def check_offered(
-    module: nn.Module, state: State | None, name: str, asked: bool, quantizer: Quantizer | None, operand: Quantizer
-) -> None:
-    """A quantized result is asked for only where there is a quantizer for it. operand: of the same GEMM; a linear in
-    high precision, whatever the reason, gives high precision. name, asked: of the argument that asks."""
-    flag(type(module).__name__, name, asked)
-    if quantizer is None and operand.format.label:
-        raise ValueError(
-            f"{type(module).__name__} got {name}=True under recipe {state.recipe.name!r}: only 'delayed' and 'current' "
-            f"give results whose one scale fits every reader; leave out {name}"
-        )
+    module: nn.Module, state: State | None, fp8_output: bool, fp8_grad: bool, plans: tuple[LinearPlan, ...]
+) -> tuple[Quantizer | None, Quantizer | None]:
+    """Quantizers of the output and of the input's gradient, where they are asked for: only where there are any. A
+    linear in high precision, whatever the reason, gives high precision."""
+    x, y = plans[0].operands, plans[-1].operands
+    found = []
+    for name, asked, quantizer, operand in (
+        ("fp8_output", fp8_output, y.output, y.fprop.a),
+        ("fp8_grad", fp8_grad, x.grad_input, x.dgrad.a),
+    ):
+        flag(type(module).__name__, name, asked)
+        if asked and quantizer is None and operand.format.label:
+            raise ValueError(
+                f"{type(module).__name__} got {name}=True under recipe {state.recipe.name!r}: only 'delayed' and "
+                f"'current' give results whose one scale fits every reader; leave out {name}"
+            )
+        found.append(quantizer if asked else None)
+    return found[0], found[1]

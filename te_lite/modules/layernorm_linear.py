@@ -44,5 +44,5 @@ class LayerNormLinear(_OneLinear):
         self._setup_linear(given)
 
     def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        norm = self.layer_norm_weight, self.layer_norm_bias
-        return self._run(LayerNormLinearFunction, call, spec_of(self), inp, *norm, *weights)
+        args = (call, spec_of(self), inp, self.layer_norm_weight, self.layer_norm_bias, *weights)
+        return LayerNormLinearFunction.apply(*args) if call.grad else LayerNormLinearFunction.forward(None, *args)

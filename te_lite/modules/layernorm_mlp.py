@@ -70,11 +70,15 @@ class LayerNormMLP(TeLiteModule):
             from te_lite.ops.untraced import untraced
 
             return untraced(LayerNormMLP.forward, self, inp, is_first_microbatch, residual=residual)
-        inp, residual = self._sequence_first(inp), self._sequence_first(residual)
+        moves = self.sequence_dim and self.sequence_parallel
+        if moves:
+            inp, residual = self._sequence_first(inp), self._sequence_first(residual)
         if self.checkpoint and torch.is_grad_enabled():
             out, ln_out = recompute(self._forward, inp, is_first_microbatch, residual, use_reentrant=False)
         else:
             out, ln_out = self._forward(inp, is_first_microbatch, residual)
+        if not (moves or self.return_bias or ln_out is not None):
+            return out
         return self._outputs(out, self.fc2_bias if self.use_bias else None, ln_out)
 
     def _forward(
@@ -84,8 +88,8 @@ class LayerNormMLP(TeLiteModule):
         call = self._begin(inp, (fc1, fc2), is_first_microbatch, False, False, residual)
         fc1_bias = self.fc1_bias if self.use_bias else None
         fc2_bias = self.fc2_bias if self.use_bias and not self.return_bias else None
-        args = (spec_of(self), self.activation, inp, *norm, fc1, fc1_bias, fc2, fc2_bias, residual)
-        return self._run(LayerNormMLPFunction, call, *args)
+        args = (call, spec_of(self), self.activation, inp, *norm, fc1, fc1_bias, fc2, fc2_bias, residual)
+        return LayerNormMLPFunction.apply(*args) if call.grad else LayerNormMLPFunction.forward(None, *args)
 
     def extra_repr(self) -> str:
         return f"hidden={self.hidden_size}, fc1={tuple(self.fc1_weight.shape)}, activation={self.activation}"

@@ -110,14 +110,20 @@ class _OneLinear(TeLiteModule):
             from te_lite.ops.untraced import untraced
 
             return untraced(_OneLinear.forward, self, inp, is_first_microbatch, fp8_output, fp8_grad, residual=residual)
-        parts = tuple([getattr(self, name) for name in self.weight_names])
-        weight = join(parts)
-        bias = join(tuple([getattr(self, name) for name in self.bias_names])) if self.use_bias else None
-        inp, residual = (self._sequence_first(t, fp8_output or fp8_grad) for t in (inp, residual))
-        parts = parts if len(parts) > 1 else ()
+        parts: tuple[Tensor, ...] = ()
+        if len(self.weight_names) == 1:
+            weight = getattr(self, self.weight_names[0])
+            bias = getattr(self, self.bias_names[0]) if self.use_bias else None
+        else:
+            parts = tuple([getattr(self, name) for name in self.weight_names])
+            weight = join(parts)
+            bias = join(tuple([getattr(self, name) for name in self.bias_names])) if self.use_bias else None
+        moves = self.sequence_dim and self.sequence_parallel
+        if moves:
+            inp, residual = [self._sequence_first(t, fp8_output or fp8_grad) for t in (inp, residual)]
         call = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad, residual, parts)
         out, ln_out = self._compute(call, inp, weight, None if self.return_bias else bias, residual)
-        return self._outputs(out, bias, ln_out)
+        return self._outputs(out, bias, ln_out) if moves or self.return_bias or ln_out is not None else out
 
 
 class Linear(_OneLinear):
@@ -156,7 +162,9 @@ class Linear(_OneLinear):
         self._setup_linear(given)
 
     def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, None]:
-        return self._run(LinearFunction, call, inp, *weights), None
+        if call.grad:
+            return LinearFunction.apply(call, inp, *weights), None
+        return LinearFunction.forward(None, call, inp, *weights), None
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, mode={self.parallel_mode}, tp_size={self.tp_size}"

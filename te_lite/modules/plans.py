@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
-from te_lite.autocast import Pass, State, strict
-from te_lite.functional.plan import LinearPlan
+from te_lite.autocast import Pass, State
+from te_lite.functional.parallel import parallel_linear
+from te_lite.functional.plan import LinearPlan, PlanInfo
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
-from te_lite.overlap import report
-from te_lite.overlap.userbuffers import schedule_for
+from te_lite.overlap.userbuffers import exchanges_for
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.quantizer import Site, observer, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
@@ -24,13 +25,16 @@ from te_lite.tables import warn_once
 if TYPE_CHECKING:
     from te_lite.modules.base import TeLiteModule
 
+# The newest plans of every module that has run. The lock: a thread may build plans while another reports.
+PLANNED: WeakKeyDictionary[TeLiteModule, tuple[LinearPlan, ...]] = WeakKeyDictionary()
+PLANNED_LOCK = Lock()
 SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def build_plans(
-    module: TeLiteModule, state: State | None, dtype: torch.dtype, weights: tuple[Tensor, ...]
+    module: TeLiteModule, state: State | None, dtype: torch.dtype, weights: tuple[Tensor, ...], strict: bool
 ) -> tuple[LinearPlan, ...]:
-    """One plan for each linear of `module`, noted for overlap_report(). dtype: of activations."""
+    """One plan for each linear of `module`, the newest of which overlap_report() is made. dtype: of activations."""
     recipe = HighPrecision() if state is None else state.recipe
     check_recipe(recipe, weights[0].device, module.save_original_input)
     for name, spec in module._specs.items():
@@ -38,12 +42,16 @@ def build_plans(
         check_param(type(module).__name__, spec, name, getattr(module, name), weights[0].device, packed)
     module._quantized = any(isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False))
     Pass.any_module = True
-    return tuple(_build_plan(module, index, recipe, state, dtype, weight) for index, weight in enumerate(weights))
+    plans = tuple(_build_plan(module, i, recipe, state, dtype, weight, strict) for i, weight in enumerate(weights))
+    with PLANNED_LOCK:
+        PLANNED[module] = plans
+    return plans
 
 
 def _build_plan(
-    module: TeLiteModule, index: int, recipe: Recipe, state: State | None, dtype: torch.dtype, weight: Tensor
-) -> LinearPlan:
+    module: TeLiteModule, index: int, recipe: Recipe, state: State | None, dtype: torch.dtype, weight: Tensor,
+    strict: bool,
+) -> LinearPlan:  # fmt: skip
     mode, gemm_name, device = module._modes[index], module.gemm_names[index], weight.device
     shape = weight.shape[1], weight.shape[0]
     tp = TensorParallel(mode, module.tp_size, module.tp_group, module.sequence_parallel)
@@ -59,16 +67,15 @@ def _build_plan(
     owner = None if state is None else state.one_pass.pools
     site = Site(index, dtype, tp, partial(module._scales.state, recipe, group, device, owner), group, calibrating)
     layer = module._ub_names[index] or ""
-    schedule, alone = schedule_for(tp, module._ub_flags, layer, module.name, device, strict(), str(used))
+    exchanges, alone = exchanges_for(tp, module._ub_flags, layer, module.name, device, strict, str(used))
     operands = operands_for(used, site)
     if (watching := observer()) is not None:
         operands = watching.watch(operands, module, gemm_name)
-    plain = SHORT_NAMES[dtype]
+    short = SHORT_NAMES[dtype]
     gathered = operands.wgrad.b if tp.gathers_input else operands.wgrad.a if tp.gathers_grad else None
     if gathered is not None and gathered.format.shard_multiple > 1:
-        reasons.append(f"{plain} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}")
-    name, reason = plain if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
-    formats = operands.labels(plain)
-    report.record(module, gemm_name, formats, schedule=schedule, recipe=name, shape=shape, reason=reason)
-    bias_in_gemm = not (tp.active and mode == "row")
-    return LinearPlan(operands, schedule, module._sinks[index], tp, dtype, bias_in_gemm, module.save_original_input)
+        reasons.append(f"{short} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}")
+    name, reason = short if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
+    info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)
+    parallel = parallel_linear(tp, exchanges)
+    return LinearPlan(operands, parallel, module._sinks[index], dtype, module.save_original_input, info)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from te_lite import _C
-from te_lite.overlap.bootstrap import Exchange, share_fds
+from te_lite.overlap.bootstrap import Rendezvous, share_fds
 
 ALIGNMENT = 256  # bytes, of every slot: whatever a copy engine or a GEMM asks for
 
@@ -42,7 +42,7 @@ class HostMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
-def share_memory(exchange: Exchange, size: int, device: torch.device) -> list[Any]:
+def share_memory(exchange: Rendezvous, size: int, device: torch.device) -> list[Any]:
     """`size` bytes of every rank, mapped here by file descriptors, in the order of ranks: host memory for the CPU, else
     the driver's, on `device`. Collective."""
     fds: dict[int, int] = {}  # by rank
@@ -90,7 +90,7 @@ class Arena:
         self._places[name] = (self.bytes, slot, slots)
         self.bytes += slot * slots
 
-    def commit(self, exchange: Exchange) -> None:
+    def commit(self, exchange: Rendezvous) -> None:
         """Allocates and maps on all ranks, or raises BootstrapError on all of them. Collective."""
         self._memory = share_memory(exchange, self.bytes, self.device)
         own = self._memory[self.rank]

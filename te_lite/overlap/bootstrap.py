@@ -31,7 +31,7 @@ class BootstrapError(RuntimeError):
     """A step of the set-up failed on at least one rank; every rank raises it, with every rank's reason."""
 
 
-class Exchange:
+class Rendezvous:
     """all_gather of small Python objects among the ranks of one tensor-parallel group, and among no others: a group
     that gives up must not leave another waiting.
 
@@ -207,7 +207,7 @@ class Doorway:
                 received[peer] = fds[0]
 
 
-def share_fds(exchange: Exchange, fds: dict[int, int]) -> None:
+def share_fds(exchange: Rendezvous, fds: dict[int, int]) -> None:
     """This rank's file descriptor, in `fds` by its rank, to all ranks of the group, and theirs into `fds`. Collective.
     The caller closes what is there, also where this fails."""
     rank, doorway = exchange.rank, exchange.step("opening a Unix socket", lambda: Doorway(exchange.size))

@@ -1,6 +1,6 @@
-"""auto: the way of an exchange with its GEMM that is fastest here, found by timing all of them once, kept in a file.
+"""Which exchange of a GEMM is the fastest here, found by timing all of them once, kept in a file.
 
-TE_LITE_AUTO: "measure" (the default on GPUs) or "rule" (the default elsewhere, where times say little): see Overlapped.
+TE_LITE_AUTO: "measure" (the default on GPUs) or "rule" (the default elsewhere, where times say little): see auto.py.
 The file lies in the folder of kept.py. Rank 0's counts for all ranks of a group.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import triton
 
 from te_lite import kept
-from te_lite.overlap.bootstrap import Exchange
+from te_lite.overlap.bootstrap import Rendezvous
 from te_lite.watch import all_reduce_max
 
 SCHEDULES = 7  # to be raised when a schedule changes its speed: what was measured before is then forgotten
@@ -65,7 +65,7 @@ def _time_us(
 class Choices:
     """Problem -> way of one group, the same on all its ranks."""
 
-    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, exchange: Rendezvous, device: torch.device) -> None:
         cuda = device.type == "cuda"
         measures = os.environ.get("TE_LITE_AUTO", "measure" if cuda else "rule") == "measure"
         self._device, self._first, self.timed = device, exchange.rank == 0, 0  # timed: problems so far

@@ -15,14 +15,14 @@ Without sequence parallelism both gathers vanish and both reduce-scatters are al
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.nvtx import nvtx_range
-from te_lite.overlap.schedule import Backward, Gradients, Note, Product, Schedule
-from te_lite.parallel import TensorParallel
+from te_lite.overlap.exchange import Exchange, Gathering, Gemm, Note, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.watch import collective
 
@@ -63,62 +63,62 @@ def all_reduce(summand: Tensor, group: dist.ProcessGroup, what: str = "all-reduc
     return wire.to(summand.dtype)
 
 
-class Collective(Schedule):
-    """See the module docstring."""
+class Gathered:
+    """A Gathering whose collective runs when it is read first."""
+
+    def __init__(self, exchange: Collective, q: QTensor, layout: Layout) -> None:
+        self.exchange, self.q, self.layout = exchange, q, layout
+        self._whole: QTensor | None = None
+
+    def whole(self) -> QTensor:
+        if self._whole is None:
+            place, q = self.exchange.place, self.q
+            shards = q.wire(self.layout)
+            self.exchange.note(sum([part.nbytes for part in shards]) * (place.tp.size - 1))
+            text = place.text(f"{place.gemm}'s all-gather", q)
+            parts = tuple([all_gather(part, place.tp.group, text) for part in shards])
+            self._whole = q.from_wire(parts, self.layout, q.shape[0] * place.tp.size)
+        return self._whole
+
+    def close(self) -> None:
+        self._whole = None
+
+
+class Summed:
+    """A Summing that is done."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def result(self) -> Any:
+        return self._result
+
+
+class Collective(Exchange):
+    """Nothing is hidden. reason: why this exchange stands in for another."""
 
     name = "collective"
 
-    def __init__(self, tp: TensorParallel) -> None:
-        super().__init__()
-        self.tp = tp
+    def __init__(self, place: Place, reason: str = "") -> None:
+        super().__init__(place)
+        self.reason = reason
 
-    def _note(self, gemm: str, sent: int) -> None:
-        """What `gemm` moved, with the reason that was noted for this call, if any."""
-        old = self.notes.get(gemm)
-        self.notes[gemm] = Note("collective", sent, old.reason if old is not None and not old.sent else "")
+    def note(self, sent: int) -> None:
+        """What this call moves, for the report."""
+        self.place.note = Note(self.name, sent, self.reason)
 
-    def gather(self, gemm: str, q: QTensor, layout: Layout) -> QTensor:
-        """The whole tensor from every rank's shard, moved as its wire format. gemm: which one needs it."""
-        shards = q.wire(layout)
-        self._note(gemm, sum(part.nbytes for part in shards) * (self.tp.size - 1))
-        parts = tuple(all_gather(part, self.tp.group, self._text(f"{gemm}'s all-gather", q)) for part in shards)
-        return q.from_wire(parts, layout, q.shape[0] * self.tp.size)
+    def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
+        return Gathered(self, q, q.regather_layout if layout == "col" else layout)
 
-    def _text(self, what: str, q: QTensor | Tensor) -> str:
-        """What the ranks must agree on. q: what is moved or multiplied."""
-        return what
+    def all_gather_gemm(self, gemm: Gemm, gathering: Gathering) -> Any:
+        return gemm(gathering.whole())
 
-    def _regather(self, q: QTensor, gemm: str = "wgrad") -> QTensor:
-        return self.gather(gemm, q, q.regather_layout)
+    def reduce_scatter(self, gemm: Gemm, partial: Tensor) -> Summing:
+        tp, scatters = self.tp, self.tp.sequence_parallel
+        self.note(partial.nbytes * (tp.size - 1) // tp.size * (1 if scatters else 2))
+        text = self.place.text(f"{self.place.gemm}'s {'reduce-scatter' if scatters else 'all-reduce'}", partial)
+        total = (reduce_scatter if scatters else all_reduce)(partial, tp.group, text)
+        return Summed(gemm.finish(total if gemm.bias is None else total.add_(gemm.bias)))
 
-    def _sum(self, gemm: str, summand: Tensor) -> Tensor:
-        scatters = self.tp.sequence_parallel
-        self._note(gemm, summand.nbytes * (self.tp.size - 1) // self.tp.size * (1 if scatters else 2))
-        text = self._text(f"{gemm}'s {'reduce-scatter' if scatters else 'all-reduce'}", summand)
-        return (reduce_scatter if scatters else all_reduce)(summand, self.tp.group, text)
-
-    def _gemm_sum(self, name: str, gemm: Product, a: QTensor) -> Tensor:
-        total = self._sum(name, gemm(a))
-        for addend in (gemm.sum_bias, gemm.residual):
-            total = total if addend is None else total.add_(addend)
-        return total
-
-    def fprop(self, gemm: Product, x: QTensor) -> Tensor:
-        if self.tp.mode == "column":
-            return gemm(self.gather("fprop", x, "row") if self.tp.sequence_parallel else x)
-        return self._gemm_sum("fprop", gemm, x)
-
-    def backward(self, of: Backward) -> Gradients:
-        dgrad, wgrad, dy, dy_wgrad, x = of
-        if self.tp.gathers_grad:
-            if dgrad is not None or of.one_gather:
-                dy_rows = self.gather("dgrad", dy, "row")
-            if wgrad is not None:
-                dy_wgrad = dy_rows if of.one_gather else self._regather(dy_wgrad)
-            dy = dy_rows if dgrad is not None else None
-        dx = None if dgrad is None else dgrad(dy)
-        if dx is not None and self.tp.mode == "column":
-            dx = self._sum("dgrad", dx)
-        if wgrad is None:
-            return dx, None
-        return dx, wgrad(dy_wgrad, self._regather(x) if self.tp.gathers_input else x)
+    def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
+        return self.reduce_scatter(gemm, gemm.product(a)).result()

@@ -8,6 +8,7 @@ from reprlib import repr as brief
 from typing import Any, NamedTuple
 
 from te_lite.arguments import remedy
+from te_lite.overlap.exchanges import EXCHANGES
 
 
 class UserBufferQuantizationMode(enum.Enum):
@@ -17,21 +18,29 @@ class UserBufferQuantizationMode(enum.Enum):
     FP8 = "fp8"
 
 
-METHODS = ("ring_exchange", "pipeline", "bulk", "external", "fused", "auto")
 LAYERS = {"column": ("qkv", "fc1"), "row": ("proj", "fc2")}  # parallel_mode -> names
-# Which methods make sense where; what travels there decides. A pipeline cuts a GEMM by destination, as a ring does. The
-# first is the default: the fastest where there is a choice, and Transformer Engine's elsewhere.
-GATHERS = ("auto", "ring_exchange", "fused")
-SCATTERS = ("auto", "ring_exchange", "pipeline", "fused")
-OFFERED = {
-    **{f"{layer}_fprop": GATHERS for layer in LAYERS["column"]},
-    **{f"{layer}_fprop": SCATTERS for layer in LAYERS["row"]},
-    **{f"{layer}_dgrad": ("bulk", *SCATTERS) for layer in LAYERS["column"]},
-    **{f"{layer}_dgrad": GATHERS for layer in LAYERS["row"]},
-    **{f"{layer}_wgrad": ("bulk", "auto") for layer in LAYERS["column"]},
-    **{f"{layer}_wgrad": ("external", "auto") for layer in LAYERS["row"]},
-}
-DEFAULTS = {name: methods[0] for name, methods in OFFERED.items()}  # "layer_gemm" -> method
+LAYER_GEMMS = tuple(
+    f"{layer}_{gemm}" for layers in LAYERS.values() for gemm in ("fprop", "dgrad", "wgrad") for layer in layers
+)
+
+
+def offered(name: str) -> tuple[str, ...]:
+    """The methods that make sense for a GEMM, "layer_gemm": what travels there decides. The first is the default: the
+    fastest where there is a choice, and Transformer Engine's elsewhere."""
+    layer, gemm = name.split("_")
+    column = layer in LAYERS["column"]
+    if gemm == "wgrad":
+        return ("bulk" if column else "external"), "auto"
+    scatters = column != (gemm == "fprop")
+    whole = tuple(name for name, kind in EXCHANGES.items() if (kind.scatters if scatters else kind.gathers))
+    return ("bulk", *whole) if column and gemm == "dgrad" else whole
+
+
+def defaults() -> dict[str, str]:
+    """"layer_gemm" -> method, where ub_cfgs names none."""
+    return {name: offered(name)[0] for name in LAYER_GEMMS}
+
+
 # Options of Transformer Engine's that have no meaning here: no SM is taken for communication.
 IGNORED = (
     "num_sm", "cga_size", "set_sm_margin", "num_splits", "aggregate", "atomic_gemm", "use_ce", "comm_priority",
@@ -61,13 +70,13 @@ def _method(name: str, options: Mapping[str, Any]) -> str:
                 f"ub_cfgs[{name!r}] has the option {option!r}: must be one of {OPTIONS}; "
                 + remedy("option", option, OPTIONS)
             )
-    method = options.get("method", DEFAULTS[name])
-    if method not in METHODS:
-        near = remedy("method", method, METHODS)
-        raise ValueError(f"ub_cfgs[{name!r}]: method {method!r} is none of {METHODS}; {near}")
-    if method not in OFFERED[name]:
+    method = options.get("method", offered(name)[0])
+    if method not in tuple(EXCHANGES):
+        near = remedy("method", method, EXCHANGES)
+        raise ValueError(f"ub_cfgs[{name!r}]: method {method!r} is none of {tuple(EXCHANGES)}; {near}")
+    if method not in offered(name):
         raise ValueError(
-            f"ub_cfgs[{name!r}]: method {method!r} does not fit this GEMM; choose one of {OFFERED[name]}"
+            f"ub_cfgs[{name!r}]: method {method!r} does not fit this GEMM; choose one of {offered(name)}"
             + (" (pipeline is for reduce-scatters)" if method == "pipeline" else "")
         )
     scatters = options.get("is_reduce_scatter")
@@ -106,12 +115,12 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
     for config in configs:
         if not isinstance(config, Mapping):
             raise TypeError(f"ub_cfgs holds {brief(config)}: each must be a dict, layer -> options")
-        found = dict(DEFAULTS)
+        found = defaults()
         for name, options in config.items():
-            if name not in DEFAULTS:
+            if name not in LAYER_GEMMS:
                 raise ValueError(
-                    f"ub_cfgs names the layer {name!r}: must be one of {tuple(DEFAULTS)}; "
-                    + remedy("layer", name, DEFAULTS)
+                    f"ub_cfgs names the layer {name!r}: must be one of {LAYER_GEMMS}; "
+                    + remedy("layer", name, LAYER_GEMMS)
                 )
             found[name] = _method(name, options)
             ignored += [f"{name}.{option}" for option in options if option in IGNORED]

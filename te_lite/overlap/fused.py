@@ -1,10 +1,16 @@
 """Fused: a persistent GEMM that waits for its operand's shards, or for what the others add to its result, by flags.
 
+    copies        | from rank+1 | from rank+2 | ...
+    one kernel    | own shard | rank+1's | rank+2's | ...                 polls a flag where the source changes
+    one kernel    | others' rows, stored across the links | own rows, once the others' partial sums are there
+
 On GPUs, for number formats whose product is scaled by tensor, shard or row. Where a refusal is given, Ring runs. The
 address of a tensor is no reason for one, for it may differ by rank: it is copied where that is needed (`placed`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +20,19 @@ from te_lite.ops import source
 from te_lite.ops.gemm import placed
 from te_lite.ops.gemm_fused import ALIGNMENT, ROWS, transposed
 from te_lite.ops.gemm_gather import NOTHING, Activation, Wanted, act_refusal, gemm_gather
-from te_lite.ops.gemm_scatter import Narrow, blocks
-from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
+from te_lite.ops.gemm_scatter import Narrow, blocks, gemm_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
-from te_lite.ops.source import Source
 from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.epilogues import Activate, ActivateGrad, Operand
+from te_lite.overlap.exchange import Exchange, Gemm
 from te_lite.overlap.group import Group
-from te_lite.overlap.schedule import Product
-from te_lite.quantize.qtensor import QTensor
+from te_lite.overlap.ring import Ring
+from te_lite.quantize.qtensor import Layout, QTensor
 
 
-def refusal(gemm: Product, a: QTensor, group: Group) -> str:
+def refusal(gemm: Gemm, a: QTensor, group: Group) -> str:
     """Why the fused kernels do not take this product, or "". The same on every rank."""
-    data, other = a.operand("row")[0], gemm.b.operand(gemm.b_layout)[0]
+    data, other = a.operand("row")[0], gemm.b.operand(gemm.layout)[0]
     if not data.is_cuda:
         return "fused kernels need a GPU"
     if not (a.format.scales_product and gemm.b.format.scales_product and a.format.multiplies(gemm.b.format)):
@@ -44,8 +50,8 @@ def refusal(gemm: Product, a: QTensor, group: Group) -> str:
     return group.no_fused
 
 
-def _scales(a: QTensor, gemm: Product) -> tuple[Tensor | None, Tensor | None]:
-    a_scale, b_scale = a.operand("row")[1], gemm.b.operand(gemm.b_layout)[1]
+def _scales(a: QTensor, gemm: Gemm) -> tuple[Tensor | None, Tensor | None]:
+    a_scale, b_scale = a.operand("row")[1], gemm.b.operand(gemm.layout)[1]
     return _flat(a_scale), _flat(b_scale)
 
 
@@ -59,62 +65,7 @@ def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, Tensor, int, Ten
     return *buffer.flags(exchange.slot), *buffer.epoch(exchange.slot, exchange.epoch), group.abort, group.rank
 
 
-def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor | None:
-    """gemm of the gathered tensor [R*m, k] -> [R*m, n], each tile once the shard that it reads has arrived; None where
-    only what gemm.then makes of it is left."""
-    assert gather.awaited
-    own_scale, b_scale = _scales(own, gemm)
-    a, *scales = gather.parts()
-    scale = _flat(scales[0]) if scales else own_scale
-    b = placed(gemm.b.operand(gemm.b_layout)[0])
-    ready, _, *rest = _flags(gather)
-    counters = gather.buffer.counters[gather.slot]
-    wanted = _wanted(gemm, own)
-    out, made = gemm_gather(
-        placed(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype,
-        gemm.fast_accum, wanted,
-    )  # fmt: skip
-    if wanted.act:
-        gemm.then.result = _result(gemm, out, made, wanted.scale)
-    return out
-
-
-def _wanted(gemm: Product, own: QTensor) -> Wanted:
-    then, split = gemm.then, own.row.element_size() == 1 and not gemm.fast_accum
-    if then is None or act_refusal(own.shape[0], gemm.columns, then.want, then.h is not None, split):
-        return NOTHING
-    if then.want != "fp8":
-        return Wanted(then.want, placed(then.h))
-    scale, amax = then.quantizer.take_scale() if then.some_scale is None else (then.some_scale, None)
-    return Wanted("fp8", placed(then.h), scale, amax, then.quantizer.format.dtype)
-
-
-def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor | None) -> Source | QTensor:
-    if made.amax is not None:
-        return gemm.then.source(out)._replace(amax=made.amax)
-    if made.data_t is None:
-        return source.plain(made.data)
-    format, inverse = gemm.then.quantizer.format, made.scale_inv
-    return QTensor(format, tuple(made.data.shape), gemm.dtype, made.data, inverse, made.data_t, inverse, scale)
-
-
-def counts(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
-    """What "auto" tries beside the rule: other numbers of blocks of a scatter's rows."""
-    m = a.shape[0] // size
-    return tuple(count for count in (4, 2) if count < blocks(m) and not -(-m // ROWS) % count)
-
-
-def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False, count: int = 0) -> Scatter:
-    """What gemm_scatter of a[R*m, k] sends by. narrow: as ops/narrow.py has it, where its blocks divide m and n. count:
-    of blocks; 0: by rule."""
-    m = a.shape[0] // group.size
-    narrow = narrow and not (m % BLOCK or gemm.columns % BLOCK)
-    scatter = Scatter(group, (m, gemm.columns), E4M3 if narrow else gemm.dtype, blocks=count or blocks(m))
-    scatter.sent += scatter.sent // 32 * narrow  # scales
-    return scatter
-
-
-def _narrow(gemm: Product, scatter: Scatter) -> Narrow | None:
+def _narrow(gemm: Gemm, scatter: Scatter) -> Narrow | None:
     """Scales lie behind the partials of all ranks."""
     if scatter.dtype != E4M3:
         return None
@@ -125,17 +76,91 @@ def _narrow(gemm: Product, scatter: Scatter) -> Narrow | None:
     return Narrow(memory.view(torch.float32).view(group.size, n // BLOCK, m), to, gemm.dtype)
 
 
-def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
-    """Sum over ranks of gemm(a[R*m, k]), sum_bias and residual, this rank's rows [m, n], in one launch: the others' are
-    stored where they belong, this rank's take up what has arrived in registers."""
-    counters, narrow = scatter.buffer.counters[scatter.slot], _narrow(gemm, scatter)
-    residual, later = (None, gemm.residual) if narrow else (placed(gemm.residual), None)
-    scatter.expect()
-    ready, free, *rest = _flags(scatter)
-    out = run_scatter(
-        placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.b_layout)[0]), *scatter.targets, scatter.staging,
-        ready, free, counters, *rest, *_scales(a, gemm), gemm.sum_bias, gemm.fast_accum, narrow, residual,
-        scatter.blocks,
-    )  # fmt: skip
-    scatter.close()
-    return out if later is None else out.add_(later)
+def _wanted(gemm: Gemm, own: QTensor) -> Wanted:
+    """What the kernel computes of the epilogue."""
+    epilogue, split = gemm.epilogue, own.row.element_size() == 1 and not gemm.fast_accum
+    if not isinstance(epilogue, (Activate, ActivateGrad)) or not epilogue.want or gemm.residual is not None:
+        return NOTHING
+    if act_refusal(own.shape[0], gemm.columns, epilogue.want, epilogue.h is not None, split):
+        return NOTHING
+    if epilogue.want != "fp8":
+        return Wanted(epilogue.want, placed(epilogue.h))
+    quantizer, scale, amax = epilogue.quantizer, epilogue.some_scale, None
+    if scale is None:
+        scale, amax = quantizer.take_scale()
+    return Wanted("fp8", placed(epilogue.h), scale, amax, quantizer.format.dtype)
+
+
+def _operand(
+    epilogue: Activate | ActivateGrad, dtype: torch.dtype, out: Tensor | None, v: Activation, scale: Tensor | None
+) -> Operand:
+    """What the kernel left, as the next GEMM's quantizer takes it."""
+    if v.amax is not None:
+        return epilogue.source(out)._replace(amax=v.amax)
+    if v.data_t is None:
+        return source.plain(v.data)
+    format, inverse = epilogue.quantizer.format, v.scale_inv
+    return QTensor(format, tuple(v.data.shape), dtype, v.data, inverse, v.data_t, inverse, scale)
+
+
+class Fused(Ring):
+    """count: blocks of a scatter's rows, each with a flag of its own; 0: by rule."""
+
+    name = "fused"
+    awaits = True
+
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+        found = super()._stand_in(a, gemm, layout)
+        why = refusal(gemm, a, self.group) if found is self and gemm is not None else ""
+        return Ring(self.place, why) if why else found
+
+    def all_gather_gemm(self, gemm: Gemm, gathering: Gather) -> Any:
+        """Each tile once the shard that it reads has arrived."""
+        assert gathering.awaited
+        own = gathering.q
+        own_scale, b_scale = _scales(own, gemm)
+        a, *scales = gathering.parts()
+        scale = _flat(scales[0]) if scales else own_scale
+        b = placed(gemm.b.operand(gemm.layout)[0])
+        ready, _, *rest = _flags(gathering)
+        counters, wanted = gathering.buffer.counters[gathering.slot], _wanted(gemm, own)
+        out, v = gemm_gather(
+            placed(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype,
+            gemm.fast_accum, wanted,
+        )  # fmt: skip
+        if not wanted.act:
+            return gemm.finish(out)
+        return gemm.epilogue.given(out, _operand(gemm.epilogue, gemm.dtype, out, v, wanted.scale))
+
+    def counts(self, gemm: Gemm, a: QTensor) -> tuple[int, ...]:
+        """What `Auto` tries beside the rule: other numbers of blocks of a scatter's rows."""
+        m = a.shape[0] // self.tp.size
+        return tuple(count for count in (4, 2) if count < blocks(m) and not -(-m // ROWS) % count)
+
+    def scatter(self, gemm: Gemm, a: QTensor) -> Scatter:
+        """What the partial sums of gemm(a[R*m, k]) travel by; as ops/narrow.py has them, where that is asked for and
+        its blocks divide m and n."""
+        m = a.shape[0] // self.group.size
+        narrow = self.place.narrow and not (m % BLOCK or gemm.columns % BLOCK)
+        dtype, count = E4M3 if narrow else gemm.dtype, self.count or blocks(m)
+        scatter = Scatter(self.group, (m, gemm.columns), dtype, blocks=count)
+        scatter.sent += scatter.sent // 32 * narrow  # scales
+        return scatter
+
+    def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
+        """In one launch: the others' rows are stored where they belong, this rank's take up what has arrived in
+        registers."""
+        scatter = self.scatter(gemm, a)
+        self._note_scatter(gemm, scatter)
+        counters, narrow = scatter.buffer.counters[scatter.slot], _narrow(gemm, scatter)
+        residual, later = (None, gemm.residual) if narrow else (placed(gemm.residual), None)
+        scatter.expect()
+        ready, free, *rest = _flags(scatter)
+        out = gemm_scatter(
+            placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.layout)[0]), *scatter.targets, scatter.staging,
+            ready, free, counters, *rest, *_scales(a, gemm), gemm.bias, gemm.fast_accum, narrow, residual,
+            scatter.blocks,
+        )  # fmt: skip
+        scatter.close()
+        total = out if later is None else out.add_(later)
+        return total if gemm.epilogue is None else gemm.epilogue(total)

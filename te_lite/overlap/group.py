@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ from te_lite.ops.gemm_fused import unavailable
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.ops.registry import capturing
 from te_lite.overlap.arena import Arena, share_memory
-from te_lite.overlap.bootstrap import BootstrapError, Exchange, host_identity, timeout_s
+from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, host_identity, timeout_s
 from te_lite.overlap.buffers import SLOTS, Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
-from te_lite.overlap.config import LayerMethods
 from te_lite.overlap.maximum import Maximum
 from te_lite.overlap.programs import gathered_bytes
 from te_lite.quantize.qtensor import Layout, QTensor
+
+if TYPE_CHECKING:
+    from te_lite.overlap.config import LayerMethods
 
 SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32 values of one byte, are an eighth
 
@@ -34,6 +37,27 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Operation(AbstractContextManager[None]):
+    """See Group.operation."""
+
+    __slots__ = ("group", "text")
+
+    def __init__(self, group: Group, text: str) -> None:
+        self.group, self.text = group, text
+
+    def __enter__(self) -> None:
+        self.group.control.announce(self.text, zlib.crc32(self.text.encode()))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        group = self.group
+        if not isinstance(error, _C.GroupBroken):
+            what = f"{type(error).__name__}: {error}"
+            group.control.break_group(f"rank {group.ranks[group.rank]} failed in {self.text}: {what}")
+        group.executor.synchronize()  # what is being copied goes with the caller's frame
+
+
 class Group:
     """Made by all its ranks together. tokens, hidden: the largest gathered operand [tokens, hidden] in `dtype`.
 
@@ -42,11 +66,12 @@ class Group:
     """
 
     def __init__(
-        self, exchange: Exchange, device: torch.device, tokens: int, hidden: int, dtype: torch.dtype,
+        self, exchange: Rendezvous, device: torch.device, tokens: int, hidden: int, dtype: torch.dtype,
         layers: LayerMethods, *, strict: bool = False, graphs: bool = False, first_epoch: int = 1,
     ) -> None:  # fmt: skip
         self.ranks, self.rank, self.size, self.device = exchange.ranks, exchange.rank, exchange.size, device
         self.shape, self.dtype, self.layers, self.strict = (tokens, hidden), dtype, layers, strict
+        self.cuda = device.type == "cuda"
         hosts = exchange.all(host_identity())
         if len(set(hosts)) > 1:
             places = {host: [self.ranks[i] for i, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)}
@@ -68,7 +93,7 @@ class Group:
         self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
         self._start(exchange, names, maxima, first_epoch)
 
-    def _start(self, exchange: Exchange, names: tuple[str, ...], at: int, first_epoch: int) -> None:
+    def _start(self, exchange: Rendezvous, names: tuple[str, ...], at: int, first_epoch: int) -> None:
         """Flags get their first values before any rank may write them; then the watchers begin. at: the word where the
         buffers' flags begin."""
         before = signed(first_epoch - 1)
@@ -173,18 +198,9 @@ class Group:
         """RuntimeError once the group is broken."""
         self.control.check()
 
-    @contextmanager
-    def operation(self, text: str) -> Iterator[None]:
-        """One exchange of the whole group: announced, and over for all ranks if this rank fails in it."""
-        self.announce(text)
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, _C.GroupBroken):
-                what = f"{type(error).__name__}: {error}"
-                self.control.break_group(f"rank {self.ranks[self.rank]} failed in {text}: {what}")
-            self.executor.synchronize()  # what is being copied goes with the caller's frame
-            raise
+    def operation(self, text: str) -> Operation:
+        """Around one exchange of the whole group: announced, and over for all ranks if this rank fails in it."""
+        return Operation(self, text)
 
     # what fits
 

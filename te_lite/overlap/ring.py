@@ -1,37 +1,29 @@
 """Ring: the GEMM is cut by source or destination rank; copy engines move pieces while others are multiplied.
 
+    copies        | shard of rank+1 | shard of rank+2 | ...
+    compute       | own shard @ b^T | rank+1's @ b^T  | rank+2's @ b^T | ...            all_gather_gemm
+
+    copies                          | to rank+1       | to rank+2       | ...
+    compute       | rank+1's rows   | rank+2's rows   | ... | own rows  | sum           gemm_reduce_scatter
+
 Works with every GEMM and number format, on CPU ranks and GPUs.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+
+from te_lite.ops.narrow import BLOCK
 from te_lite.overlap.buffers import Gather, Scatter
-from te_lite.overlap.group import Group
+from te_lite.overlap.bulk import Bulk, External
+from te_lite.overlap.exchange import Exchange, Gemm, Place
 from te_lite.overlap.programs import following
-from te_lite.overlap.schedule import Product
-from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.qtensor import Layout, QTensor
 
 PIECE_ELEMENTS = 4 << 20  # 128 tiles of 128 x 256
 BALANCED_BYTES = 3000, 5500  # of a row, whose product takes an H200 about as long as it takes the links to move
-
-
-def gather_gemm(gemm: Product, own: QTensor, gather: Gather) -> Tensor:
-    """gemm of the gathered tensor [R*m, k] -> [R*m, n]: this rank's shard first, the others in the order of arrival.
-
-    Also this rank's own goes through its wire format, which may multiply a ragged shard in another than its own.
-    """
-    rank, size, m = gather.group.rank, gather.group.size, own.shape[0]
-    out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
-    gemm.b.operand(gemm.b_layout)  # made now, if it has to be: both streams read it
-    with gather.group.in_turns() as turn:
-        for i, source in enumerate((rank, *following(rank, size))):
-            with turn(i):
-                shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gather.shard(source)
-                gemm(shard, out=out[source * m : (source + 1) * m])
-    return out
 
 
 def cuts(size: int, m: int, n: int, row_bytes: int) -> tuple[int, ...]:
@@ -48,36 +40,77 @@ def cuts(size: int, m: int, n: int, row_bytes: int) -> tuple[int, ...]:
     return (first, *[middle] * (size - 3), 2)[: size - 1] if size > 2 else (2,)
 
 
-def cuts_of(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
+def cuts_of(gemm: Gemm, a: QTensor, size: int) -> tuple[int, ...]:
     """cuts() for gemm(a[R*m, k])."""
     data = a.operand("row")[0]
     return cuts(size, a.shape[0] // size, gemm.columns, data.shape[1] * data.element_size())
 
 
-def counts(gemm: Product, a: QTensor, size: int) -> tuple[int, ...]:
-    """What "auto" tries beside the rule: all of a scatter's partials [m, n] in so many pieces, of whole tiles."""
-    m, rule = a.shape[0] // size, set(cuts_of(gemm, a, size))
-    return tuple(count for count in (1, 2, 4) if not (m % 256 or m % (128 * count)) and rule != {count})
+class Ring(Bulk):
+    """count: pieces of each partial that is sent; 0: by the rule of cuts()."""
+
+    name = "ring"
+    gathers = scatters = True
+
+    def __init__(self, place: Place, reason: str = "", count: int = 0) -> None:
+        super().__init__(place, reason)
+        self.count = count
+
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+        found = super()._stand_in(a, gemm, layout)
+        return External(self.place) if found is self and gemm is None else found
+
+    def all_gather_gemm(self, gemm: Gemm, gathering: Gather) -> Any:
+        """Shards in the order of arrival, this rank's first. Also that goes through its wire format, which may multiply
+        a ragged shard in another than its own."""
+        own, group = gathering.q, self.group
+        rank, size, m = group.rank, group.size, own.shape[0]
+        out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
+        gemm.b.operand(gemm.layout)  # made now, if it has to be: both streams read it
+        with group.in_turns() as turn:
+            for i, source in enumerate((rank, *following(rank, size))):
+                with turn(i):
+                    shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gathering.shard(source)
+                    gemm.product(shard, gemm.bias, out=out[source * m : (source + 1) * m])
+        return gemm.finish(out)
+
+    def counts(self, gemm: Gemm, a: QTensor) -> tuple[int, ...]:
+        """What `Auto` tries beside the rule: all of a scatter's partials [m, n] in so many pieces, of whole tiles."""
+        m, rule = a.shape[0] // self.tp.size, set(cuts_of(gemm, a, self.tp.size))
+        return tuple(count for count in (1, 2, 4) if not (m % 256 or m % (128 * count)) and rule != {count})
+
+    def scatter(self, gemm: Gemm, a: QTensor) -> Scatter:
+        """What the partial sums of gemm(a[R*m, k]) travel by."""
+        size = self.group.size
+        cut = (self.count,) * (size - 1) if self.count else cuts_of(gemm, a, size)
+        return Scatter(self.group, (a.shape[0] // size, gemm.columns), gemm.dtype, cut)
+
+    def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
+        """The others' rows are computed and sent first. Partials travel in gemm.dtype; this rank's own is not rounded
+        before the sum."""
+        scatter = self.scatter(gemm, a)
+        m = scatter.shape[0]
+        self._note_scatter(gemm, scatter)
+        for destination, cut in zip(following(scatter.group.rank, scatter.group.size), scatter.cuts, strict=True):
+            rows = m // cut
+            for piece in range(cut):
+                first = destination * m + piece * rows
+                scatter.push(gemm.product(a.rows(first, first + rows)), destination, piece)
+        first = scatter.group.rank * m
+        own = gemm.product(a.rows(first, first + m), None, torch.float32)
+        total = scatter.reduce(own, gemm.bias, residual=gemm.residual)
+        return total if gemm.epilogue is None else gemm.epilogue(total)
+
+    def _note_scatter(self, gemm: Gemm, scatter: Scatter) -> None:
+        self.note(scatter.sent)
+        if self.place.narrow and scatter.dtype == gemm.dtype:
+            what = f"multiples of {BLOCK}, not {list(scatter.shape)}" if self.awaits else "fused kernels"
+            reason = "; ".join(filter(None, (self.reason, f"fp8_buf is for {what}")))
+            self.place.note = self.place.note._replace(reason=reason)
 
 
-def begin_scatter(gemm: Product, a: QTensor, group: Group, narrow: bool = False, count: int = 0) -> Scatter:
-    """What gemm_scatter of a[R*m, k] sends by. narrow: only in the fused schedule, whose place this one may take.
-    count: of each partial's pieces; 0: by rule."""
-    cuts = (count,) * (group.size - 1) if count else cuts_of(gemm, a, group.size)
-    return Scatter(group, (a.shape[0] // group.size, gemm.columns), gemm.dtype, cuts)
+class Pipeline(Ring):
+    """What Transformer Engine calls a GEMM whose output is scattered in pieces."""
 
-
-def gemm_scatter(gemm: Product, a: QTensor, scatter: Scatter) -> Tensor:
-    """Sum over ranks of gemm(a[R*m, k]), sum_bias and residual, this rank's rows [m, n]: the others' are computed and
-    sent first.
-
-    Partials travel in gemm.dtype; this rank's own is not rounded before the sum.
-    """
-    for destination, cut in zip(following(scatter.group.rank, scatter.group.size), scatter.cuts, strict=True):
-        rows = scatter.shape[0] // cut
-        for piece in range(cut):
-            first = destination * scatter.shape[0] + piece * rows
-            scatter.push(gemm(a.rows(first, first + rows)), destination, piece)
-    first = scatter.group.rank * scatter.shape[0]
-    own = gemm(a.rows(first, first + scatter.shape[0]), torch.float32)
-    return scatter.reduce(own, gemm.sum_bias, residual=gemm.residual)
+    name = "pipeline"
+    gathers = False

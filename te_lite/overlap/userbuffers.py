@@ -1,4 +1,4 @@
-"""initialize_ub and destroy_ub, and which schedule a linear gets from them."""
+"""initialize_ub and destroy_ub, and which exchanges a linear gets from them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from te_lite import epoch
 from te_lite.arguments import checked_device, flag
 from te_lite.ops.source import DTYPES
-from te_lite.overlap.bootstrap import BootstrapError, Exchange, check_agreement
+from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, check_agreement
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.config import Config, LayerMethods, UserBufferQuantizationMode, layer_methods
+from te_lite.overlap.exchange import Exchange, Place
+from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.group import Group
-from te_lite.overlap.overlapped import Overlapped
-from te_lite.overlap.schedule import Local, Schedule
 from te_lite.parallel import TensorParallel
 from te_lite.watch import watches
 
@@ -27,12 +28,6 @@ UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dg
 
 # Of ranks. A str: userbuffers that could not be made, and why; the group's modules run Collective.
 _groups: dict[tuple[int, ...], Group | str] = {}
-_generation = 0  # plans made in another one are stale
-
-
-def generation() -> int:
-    """Changes whenever userbuffers come or go."""
-    return _generation
 
 
 def initialised() -> bool:
@@ -82,7 +77,6 @@ def initialize_ub(
     without overlap; with strict they raise RuntimeError. ValueError and TypeError for arguments out of range or
     different between ranks; RuntimeError when called twice for a group or without torch.distributed.
     """
-    global _generation
     wrong = None
     try:
         for name, value in (("use_fp8", use_fp8), ("strict", strict), ("cuda_graphs", cuda_graphs)):
@@ -98,7 +92,7 @@ def initialize_ub(
         if not dist.is_initialized():
             raise
         wrong = error  # raised once every rank knows of it
-    exchange = Exchange(tp_size, tp_group, bootstrap_backend)
+    exchange = Rendezvous(tp_size, tp_group, bootstrap_backend)
     ranks = exchange.ranks
     try:
         if ranks in _groups:
@@ -115,20 +109,19 @@ def initialize_ub(
             _groups[ranks] = str(error)
             if exchange.rank == 0:
                 warnings.warn(f"no userbuffers, overlap is off: {error}", RuntimeWarning, stacklevel=2)
-        _generation += 1
+        epoch.advance()
     finally:
         exchange.close()
 
 
 def destroy_ub() -> None:
     """Ends all userbuffers of this process; modules run without overlap from here on. Nothing to do is no error."""
-    global _generation
     while _groups:
         ranks, group = _groups.popitem()
         watches.pop(ranks, None)
         if isinstance(group, Group):
             group.close()
-        _generation += 1
+        epoch.advance()
 
 
 atexit.register(destroy_ub)
@@ -139,11 +132,15 @@ def groups() -> list[Group]:
     return [group for group in _groups.values() if isinstance(group, Group)]
 
 
+GEMMS = ("fprop", "dgrad", "wgrad")
+Exchanges = tuple[Exchange, Exchange, Exchange]  # of a linear's GEMMs
+
+
 def _methods(
     mode: str, flags: Mapping[str, bool], layers: LayerMethods, layer: str
 ) -> tuple[dict[str, str], dict[str, str]]:
     """(GEMM -> method, GEMM -> remark for the report) of one linear. mode: "column" or "row"."""
-    methods = {gemm: layers.methods[f"{layer}_{gemm}"] for gemm in ("fprop", "dgrad", "wgrad")}
+    methods = {gemm: layers.methods[f"{layer}_{gemm}"] for gemm in GEMMS}
     asked, remarks = {}, {}
     if mode == "column":
         bulks = [flag for flag in ("ub_bulk_dgrad", "ub_bulk_wgrad") if flags[flag]]
@@ -172,33 +169,44 @@ def _methods(
     return asked, remarks
 
 
-def schedule_for(
+def exchanges_for(
     tp: TensorParallel, flags: Mapping[str, bool], layer: str, name: str | None, device: torch.device, strict: bool,
     recipe: str = "",
-) -> tuple[Schedule, str]:  # fmt: skip
-    """(the schedule of one linear, why it does not overlap as asked or ""). name: of its module. device: of its
-    activations. strict: that is an error. recipe: in words, on which the ranks must agree."""
-    schedule: Schedule = Collective(tp) if tp.active else Local()
+) -> tuple[Exchanges, str]:  # fmt: skip
+    """(the exchanges of one linear, tp being active; why they do not overlap as asked, or ""). name: of its module.
+    device: of its activations. strict: that is an error. recipe: in words, on which the ranks must agree."""
+    plain = tuple([Collective(Place(tp, gemm)) for gemm in GEMMS])
     if not any(flags.values()):
-        return schedule, ""
+        return plain, ""
+    ranks = dist.get_process_group_ranks(tp.group) if tp.active else []
+    found = _groups.get(tuple(ranks), f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)")
     if not tp.active:
         why = "tensor parallelism is off"
     elif not tp.sequence_parallel:
         why = "sequence parallelism is off"
+    elif not isinstance(found, Group):
+        why = found
+    elif found.device != device:
+        why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
     else:
-        ranks = dist.get_process_group_ranks(tp.group)
-        nothing = f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)"
-        found = _groups.get(tuple(ranks), nothing)
-        if not isinstance(found, Group):
-            why = found
-        elif found.device != device:
-            why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
-        else:
-            label = layer if name in (None, layer) else f"{name} {layer}"
-            narrow = {gemm for gemm in ("fprop", "dgrad", "wgrad") if f"{layer}_{gemm}" in found.layers.narrow}
-            methods, remarks = _methods(tp.mode, flags, found.layers, layer)
-            return Overlapped(tp, found, label, methods, remarks, strict, recipe, narrow), ""
+        label = layer if name in (None, layer) else f"{name} {layer}"
+        recipe = f", recipe {recipe}" if recipe else ""
+        return _through(found, tp, flags, layer, label, strict or found.strict, recipe), ""
     if strict:
         what = layer or "a linear"
         raise RuntimeError(f"{what}: overlap was asked for and does not happen: {why}; or leave out strict=True")
-    return schedule, why
+    return plain, why
+
+
+def _through(
+    group: Group, tp: TensorParallel, flags: Mapping[str, bool], layer: str, label: str, strict: bool, recipe: str
+) -> Exchanges:
+    """Through userbuffers what the flags ask for, collectively what they do not."""
+    assert tp.mode is not None
+    methods, remarks = _methods(tp.mode, flags, group.layers, layer)
+    made = []
+    for gemm in GEMMS:
+        method, narrow = methods.get(gemm, ""), f"{layer}_{gemm}" in group.layers.narrow
+        place = Place(tp, gemm, group, method, label, recipe, strict, narrow, remarks.get(gemm, ""))
+        made.append(EXCHANGES[method](place) if method else Collective(place))
+    return tuple(made)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_lite import epoch
 from te_lite.ops.source import Source
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
@@ -123,6 +124,7 @@ def observe(by: Observer | None) -> None:
     """From now on `by` observes, or nobody does; plans are built again."""
     global _observer
     _observer = by
+    epoch.advance()
 
 
 def operands_for(recipe: Recipe, site: Site) -> GemmOperands:

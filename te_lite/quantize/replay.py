@@ -17,14 +17,14 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 
-class _Open(threading.local):
-    """The checkpointed calls that this thread is in, outermost first."""
+class Open(threading.local):
+    """The checkpointed calls that this thread is in, outermost first. Where there is none, recall() is make()."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
 
 
-_open = _Open()
+OPEN = Open()
 
 
 class Frame:
@@ -42,11 +42,11 @@ class Frame:
     def run(self) -> Iterator[None]:
         """Around each run of the call's function; the first records, later ones replay."""
         self._cursor = 0
-        _open.frames.append(self)
+        OPEN.frames.append(self)
         try:
             yield
         finally:
-            _open.frames.remove(self)
+            OPEN.frames.remove(self)
             self.replaying = True
 
     def recall(self, key: Any, make: Callable[[], Any], depth: int) -> Any:
@@ -76,18 +76,18 @@ def recall(key: Any, make: Callable[[], Any], depth: int | None = None) -> Any:
     key: what the value is, to notice a recomputation that takes another path. depth: the innermost call that is asked,
     which asks those around it; by default the innermost that is open.
     """
-    depth = len(_open.frames) - 1 if depth is None else depth
-    return make() if depth < 0 else _open.frames[depth].recall(key, make, depth)
+    depth = len(OPEN.frames) - 1 if depth is None else depth
+    return make() if depth < 0 else OPEN.frames[depth].recall(key, make, depth)
 
 
 def is_open() -> bool:
     """True inside a checkpointed call that a backward may follow."""
-    return any(frame.grad for frame in _open.frames)
+    return any(frame.grad for frame in OPEN.frames)
 
 
 def replaying() -> bool:
     """True while a checkpointed call is computed again."""
-    return any(frame.replaying for frame in _open.frames)
+    return bool(OPEN.frames) and any(frame.replaying for frame in OPEN.frames)
 
 
 def in_foreign_recomputation() -> bool:
@@ -127,13 +127,6 @@ def _functions() -> Iterator[FunctionCtx]:
         frame = frame.f_back
 
 
-def _checkpoint_hook() -> Callable | None:
-    """What unpacks the tensors that torch's checkpoint without reentrance does not keep, where one is open. It lives as
-    long as the function may be computed again, whatever becomes of a module's own node."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks[1] if hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint" else None
-
-
 def _hold(holder: Any, note: Note) -> None:
     vars(holder).setdefault("te_lite_notes", set()).add(note)
 
@@ -154,7 +147,7 @@ class Outstanding:
 
     def note(self, state: Any, grad: bool) -> Note | None:
         """Of a call, for its Call. None where it wants no gradient, as in an evaluation. grad: they are enabled."""
-        inside = _in_function()
+        inside = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
         if not (grad or inside):
             return None
         note = self._current()
@@ -163,10 +156,13 @@ class Outstanding:
             self._current = weakref.ref(note)
             self._notes = [ref for ref in self._notes if ref()] + [self._current]
         if not inside:
-            if (unpack := _checkpoint_hook()) is not None:
-                _hold(unpack, note)
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint":
+                # What unpacks the tensors that torch's checkpoint without reentrance does not keep lives as long as the
+                # function may be computed again, whatever becomes of the module's own node.
+                _hold(hooks[1], note)
         else:
-            alone = [frame for frame in _open.frames[:1] if frame.alone and not frame.replaying]
+            alone = [frame for frame in OPEN.frames[:1] if frame.alone and not frame.replaying]
             for holder in (holders := alone or list(_functions())):
                 _hold(holder, note)
             if not holders:

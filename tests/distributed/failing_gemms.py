@@ -11,14 +11,14 @@ from unittest import mock
 import torch.distributed as dist
 
 import te_lite as te
-from te_lite.overlap.schedule import Product
+from te_lite.overlap.exchange import Gemm
 from tests.distributed.mismatches import make, said, step, until_it_fails, victim
 from tests.distributed.overlapping import COLUMN, ROW
 
 
 def failing(which: Callable[[str, int], bool]) -> Any:
     """Products raise on the victim where which(label, how many there were before) holds."""
-    original, calls = Product.__call__, []
+    original, calls = Gemm.product, []
 
     def product(self, *args, **kwargs):
         calls.append(self.label)
@@ -26,7 +26,7 @@ def failing(which: Callable[[str, int], bool]) -> Any:
             raise ValueError("this GEMM went wrong")
         return original(self, *args, **kwargs)
 
-    return mock.patch.object(Product, "__call__", product)
+    return mock.patch.object(Gemm, "product", product)
 
 
 def gemm_fails(device) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import te_lite as te
-from te_lite.functional import layernorm_mlp
+from te_lite.functional import parallel
 from te_lite.ops import cast
-from te_lite.overlap import overlapped
 from te_lite.overlap.buffers import Gather
+from te_lite.overlap.epilogues import Activate, ActivateGrad
 from te_lite.quantize import per_tensor
 from te_lite.testing.memory import bytes_kept
 from te_lite.testing.numerics import assert_bitwise_equal
@@ -139,7 +139,7 @@ def gradients_travel_by_columns_too(device) -> None:
         seen.append((layout, own))
         init(gather, group, q, layout, own=own, **more)
 
-    enough = mock.patch.multiple(overlapped, COLUMNS_HIDE=1, COLUMNS_FROM=1)
+    enough = mock.patch.multiple(parallel, COLUMNS_HIDE=1, COLUMNS_FROM=1)
     with enough, mock.patch.object(Gather, "__init__", watched):
         for recipe in ("bf16", "delayed", "current"):
             seen.clear()
@@ -166,9 +166,9 @@ def fused_gemms_make_the_activation(device) -> None:
     def amax(source):  # a call of a source that has its maxima is no pass
         return (cast.amax if source.amax is not None else watched(f"amax of {source.kind}", cast.amax))(source)
 
-    passes = {name: watched(name, getattr(layernorm_mlp, name)) for name in ("act", "dact")}
-    maxima = mock.patch.object(per_tensor, "amax", amax)
-    with mock.patch.multiple(layernorm_mlp, **passes), maxima:
+    act = mock.patch.object(Activate, "__call__", watched("act", Activate.__call__))
+    dact = mock.patch.object(ActivateGrad, "__call__", watched("dact", ActivateGrad.__call__))
+    with act, dact, mock.patch.object(per_tensor, "amax", amax):
         for recipe, bias in itertools.product(("bf16", "delayed", "current"), (False, True)):
             pair = pair_of(MLP, recipe, device, "fused", sizes=sizes, bias=bias)
             for seed in range(2):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,14 @@ from torch import Tensor
 import te_lite as te
 from te_lite.overlap import ring, userbuffers
 from te_lite.overlap.buffers import Gather
-from te_lite.overlap.collective import Collective, all_gather
+from te_lite.overlap.bulk import Bulk
+from te_lite.overlap.collective import Collective, Summed, all_gather
+from te_lite.overlap.exchange import Gathering, Gemm
+from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.group import Group
 from te_lite.overlap.programs import following
-from te_lite.overlap.schedule import Backward
 from te_lite.quantize import per_tensor
-from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
 from tests.distributed.run_modules import shard_input, shard_output, shard_parameter
@@ -53,26 +56,29 @@ METHODS: dict[str, tuple[dict[str, bool], dict]] = {
 LAYERS = {COLUMN: "qkv", ROW: "proj", NORMED: "fc1", MLP: None}
 
 
-class Specified(Collective):
+class Specified(Bulk):
     """The unfused program of each method: the GEMM cut as the method cuts it, sums in the order of the protocol.
 
     Bitwise what userbuffers give where the same GEMMs run; whether they are right is for the fp32 oracle to say.
     """
 
-    def __init__(self, tp: Any, group: Group, layer: str, methods: Mapping[str, str], *_: object) -> None:
-        super().__init__(tp)
-        self.group, self.methods = group, methods
+    hides = False
 
-    def _cut(self, gemm, shard: QTensor) -> Tensor:
+    def operation(self, what: str, q: QTensor, gemm: Gemm | None = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
+        return Collective.all_gather(self, q, layout)
+
+    def all_gather_gemm(self, gemm: Gemm, gathering: Gathering) -> Any:
         """gemm of every rank's shard."""
+        shard = gathering.q
         gathered = [all_gather(part.contiguous(), self.tp.group) for part in shard.wire("row")]
         parts = [[piece.clone() for piece in whole.chunk(self.tp.size)] for whole in gathered]  # aligned for cuBLAS
         shards = [shard.from_wire(one, "row", shard.shape[0]) for one in zip(*parts, strict=True)]
-        return torch.cat([gemm(one) for one in shards])
+        return gemm.finish(torch.cat([gemm.product(one, gemm.bias) for one in shards]))
 
-    def _ordered(
-        self, partial: Tensor, own: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor:
+    def _ordered(self, gemm: Gemm, partial: Tensor, own: Tensor) -> Any:
         """Sum over ranks of partial[R*m, N], this rank's rows: from rank + 1 on, residual and own[m, N], bias[N], in
         fp32."""
         rank, size = dist.get_rank(self.tp.group), self.tp.size
@@ -80,59 +86,32 @@ class Specified(Collective):
         total = every[(rank + 1) % size, rank].float()
         for i in range(2, size):
             total += every[(rank + i) % size, rank].float()
-        total = total if residual is None else total + residual.float()
+        total = total if gemm.residual is None else total + gemm.residual.float()
         total += own.float()
-        return (total if bias is None else total + bias.float()).to(partial.dtype)
+        total = (total if gemm.bias is None else total + gemm.bias.float()).to(partial.dtype)
+        return total if gemm.epilogue is None else gemm.epilogue(total)
 
-    def _gemm_scatter(self, gemm, a: QTensor) -> Tensor:
+    def reduce_scatter(self, gemm: Gemm, partial: Tensor) -> Summed:
+        own = partial.chunk(self.tp.size)[dist.get_rank(self.tp.group)]
+        return Summed(self._ordered(gemm, partial, own))
+
+    def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
         rank, m = dist.get_rank(self.tp.group), a.shape[0] // self.tp.size
         cuts = dict(zip(following(rank, self.tp.size), ring.cuts_of(gemm, a, self.tp.size), strict=True))
         products = []
         for owner in range(self.tp.size):
             rows = m // cuts.get(owner, 1)
             first = range(owner * m, (owner + 1) * m, rows)
-            products += [gemm(a.rows(i, i + rows)) for i in first]
-        partial = torch.cat(products)
-        own = gemm(a.rows(rank * m, (rank + 1) * m), torch.float32)
-        return self._ordered(partial, own, gemm.sum_bias, gemm.residual)
-
-    def _scatters(self, name: str, rows: int, gemm) -> bool:
-        m = rows // self.tp.size
-        return bool(m and self.methods.get(name) and not self.group.scatter_refusal(m, gemm.columns, gemm.dtype))
-
-    def _gathers(self, name: str, q: QTensor) -> bool:
-        return bool(q.shape[0] and self.methods.get(name) and not self.group.gather_refusal(q, "row"))
-
-    def fprop(self, gemm, x: QTensor) -> Tensor:
-        if self.tp.mode == "column":
-            return self._cut(gemm, x) if self._gathers("fprop", x) else super().fprop(gemm, x)
-        return self._gemm_scatter(gemm, x) if self._scatters("fprop", x.shape[0], gemm) else super().fprop(gemm, x)
-
-    def backward(self, of: Backward):
-        dgrad, wgrad, dy, given = of.dgrad, of.wgrad, of.dy, of
-        if dgrad is not None and self.tp.mode == "row" and self._gathers("dgrad", dy):
-            given = of._replace(dgrad=lambda gathered: self._cut(dgrad, dy))
-        dx, dw = super().backward(given)
-        if dgrad is None or self.tp.mode == "row":
-            return dx, dw
-        bulk = self.methods.get("dgrad", "bulk") == "bulk"
-        if not bulk and self._scatters("dgrad", dy.shape[0], dgrad):
-            dx = self._gemm_scatter(dgrad, dy)
-        elif bulk and wgrad is not None and self._scatters("wgrad", dy.shape[0], dgrad):
-            partial = dgrad(dy)
-            dx = self._ordered(partial, partial.chunk(self.tp.size)[dist.get_rank(self.tp.group)])
-        return dx, dw
+            products += [gemm.product(a.rows(i, i + rows)) for i in first]
+        own = gemm.product(a.rows(rank * m, (rank + 1) * m), None, torch.float32)
+        return self._ordered(gemm, torch.cat(products), own)
 
 
 @contextmanager
 def specified() -> Iterator[None]:
-    """Modules whose plans are made inside run Specified in place of Overlapped."""
-    original = userbuffers.Overlapped
-    userbuffers.Overlapped = Specified
-    try:
+    """Modules whose plans are made inside run Specified in place of every exchange."""
+    with mock.patch.dict(EXCHANGES, dict.fromkeys(EXCHANGES, Specified)):
         yield
-    finally:
-        userbuffers.Overlapped = original
 
 
 class Gathered:

@@ -61,7 +61,7 @@ MANY_TOKENS = 8192  # an arena of 9 MiB
 
 def mapping(device) -> None:
     """The victim cannot map its peers' memory: one warning, Collective everywhere, strict raises everywhere."""
-    original = bootstrap.Exchange.step
+    original = bootstrap.Rendezvous.step
 
     def fail(exchange, what, run):
         if victim() and what.startswith(("mapping", "opening the peers")):
@@ -69,7 +69,7 @@ def mapping(device) -> None:
         return original(exchange, what, run)
 
     size = dist.get_world_size()
-    with mock.patch.object(bootstrap.Exchange, "step", fail), warnings.catch_warnings(record=True) as caught:
+    with mock.patch.object(bootstrap.Rendezvous, "step", fail), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         te.initialize_ub([64, 128], size, device=device)
         say("warnings", len([w for w in caught if "overlap is off" in str(w.message)]))

@@ -31,11 +31,14 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import te_lite as te  # noqa: E402
+from te_lite.functional.parallel import parallel_linear  # noqa: E402
 from te_lite.ops.source import plain  # noqa: E402
-from te_lite.overlap import fused, ring, userbuffers  # noqa: E402
+from te_lite.overlap import fused, userbuffers  # noqa: E402
 from te_lite.overlap.buffers import Gather, Scatter  # noqa: E402
 from te_lite.overlap.collective import Collective  # noqa: E402
-from te_lite.overlap.schedule import Product  # noqa: E402
+from te_lite.overlap.exchange import Gemm, Place  # noqa: E402
+from te_lite.overlap.fused import Fused  # noqa: E402
+from te_lite.overlap.ring import Ring  # noqa: E402
 from te_lite.parallel import TensorParallel  # noqa: E402
 from te_lite.quantize.qtensor import QTensor  # noqa: E402
 from te_lite.quantize.quantizer import Site, operands_for  # noqa: E402
@@ -98,8 +101,7 @@ class Problem:
         self.operands = operands_for(te.recipe.from_name(args.recipe), site).fprop
         w = shard_parameter("weight", p["weight"], self.spec, here.tp_rank).to(here.device).contiguous()
         wq, _ = self.operands.b.quantize(plain(w))
-        self.gemm = Product(wq, "row", self.dtype, None, self.operands.fast_accum, f"te_lite.{mode}")
-        self.collective = Collective(self.tp)
+        self.gemm = Gemm(wq, "row", self.dtype, self.operands.fast_accum, f"te_lite.{mode}")
         self.group = userbuffers.groups()[0] if userbuffers.groups() else None
 
     def load(self, seed: int) -> None:
@@ -113,7 +115,14 @@ class Problem:
         self.x: QTensor = self.operands.a.quantize(plain(x))[0]
 
     def unhidden(self) -> Tensor:
-        return self.collective.fprop(self.gemm, self.x)
+        return self._by(Collective(Place(self.tp, "fprop")))
+
+    def _by(self, exchange: Collective) -> Tensor:
+        return parallel_linear(self.tp, (exchange, exchange, exchange)).forward(self.gemm, self.x)
+
+    def gathered(self) -> QTensor:
+        """x of all ranks."""
+        return Collective(Place(self.tp, "fprop")).all_gather(self.x, "row").whole()
 
     def refusal(self, method: str) -> str:
         """Why the method cannot run here, or ""."""
@@ -127,14 +136,7 @@ class Problem:
 
     def hidden(self, method: str) -> Tensor:
         """The same as unhidden(), with its communication behind the GEMM."""
-        ways = {"ring": ring, "fused": fused}[method]
-        with self.group.operation(f"{self.mode} {method} {list(self.x.shape)}"):
-            if self.mode == "column":
-                gather = Gather(self.group, self.x, "row", own=False, awaited=ways is fused)
-                out = ways.gather_gemm(self.gemm, self.x, gather)
-                gather.close()
-                return out
-            return ways.gemm_scatter(self.gemm, self.x, ways.begin_scatter(self.gemm, self.x, self.group))
+        return self._by({"ring": Ring, "fused": Fused}[method](Place(self.tp, "fprop", self.group, method, self.mode)))
 
     def bulk_gather(self, beside: Callable[[], Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         """(the wire format of the gathered x, what `beside` gave while it travelled)."""
@@ -177,7 +179,7 @@ def compare(column: Problem, row: Problem, args: argparse.Namespace, methods: di
             if op == "reduce-scatter":
                 lines.append(common.identical(f"{op}, {method}, again, bit for bit", problem.hidden(method), got))
     if methods.get("bulk"):
-        wanted = column.collective.gather("fprop", column.x, "row").wire("row")
+        wanted = column.gathered().wire("row")
         alone = row.gemm(row.x)
         parts, beside = column.bulk_gather(lambda: row.gemm(row.x))
         if args.corrupt == "bulk":
@@ -211,7 +213,7 @@ def choose(session: Session, column: Problem, row: Problem) -> dict[str, list[st
 
 def benchmark(session: Session, op: str, problem: Problem, methods: list[str]) -> None:
     session.say(f"{op}, {session.args.m} x {session.args.k} x {session.args.n} over {problem.tp.size} ranks:")
-    whole = problem.collective.gather("fprop", problem.x, "row") if problem.mode == "column" else problem.x
+    whole = problem.gathered() if problem.mode == "column" else problem.x
     steps: dict[str, Callable[[], object]] = {method: lambda m=method: problem.hidden(m) for method in methods}
     steps |= {"collective": problem.unhidden, "the GEMM alone": lambda: problem.gemm(whole)}
     common.time_candidates(session, steps)

@@ -30,7 +30,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import te_lite as te  # noqa: E402
-from te_lite.overlap.config import OFFERED  # noqa: E402
+from te_lite.overlap.config import LAYER_GEMMS, offered  # noqa: E402
 from te_lite.overlap.group import Group  # noqa: E402
 from te_lite.overlap.userbuffers import UB_FLAGS  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
@@ -223,10 +223,10 @@ DRAWN = 25  # random iterations that share userbuffers
 def draw_methods(rng: random.Random, device) -> dict[str, dict[str, str]]:
     """ub_cfgs with a method for each GEMM, of those that are offered there."""
     cfgs = {}
-    for name, offered in OFFERED.items():
+    for name in LAYER_GEMMS:
         if name.endswith("_wgrad"):
             continue
-        cfgs[name] = {"method": rng.choice([m for m in offered if m != "fused" or device.type == "cuda"])}
+        cfgs[name] = {"method": rng.choice([m for m in offered(name) if m != "fused" or device.type == "cuda"])}
     return cfgs
 
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import te_lite as te
-from te_lite.functional import layernorm_mlp
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.source import Source, act, plain
-from te_lite.overlap.schedule import Activated
+from te_lite.overlap.epilogues import Activate
 from te_lite.quantize.qtensor import QTensor
 from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal, assert_bound_bites, measure
@@ -172,38 +171,31 @@ def test_unknown_activation_names_the_known_ones():
         te.LayerNormMLP(64, 96, normalization="BatchNorm", device="cpu")
 
 
-def _made_by_gemm(then: Activated, h: torch.Tensor) -> Source | QTensor:
+def _by_a_kernel(epilogue: Activate, h: torch.Tensor) -> Source | QTensor:
     """What a GEMM that ends with the activation leaves, by kernels of its own."""
     source = act(h, "swiglu")
-    if then.want == "amax":
+    if epilogue.want == "amax":
         return source._replace(amax=amax(source))
-    if then.want == "high precision":
+    if epilogue.want == "high precision":
         return plain(transform(source, hp_dtype=h.dtype).hp)
-    return then.quantizer.quantize(source, row=True, col=True)[0]
+    return epilogue.quantizer.quantize(source, row=True, col=True)[0]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
-def test_takes_the_activation_that_the_gemm_made(recipe, monkeypatch):
+def test_takes_the_activation_that_a_kernel_has_computed(recipe, monkeypatch):
     """In place of its own pass over h, with the same bits, also of all gradients."""
     spec = Spec(LN_MLP, activation="swiglu")
     parameters = reference.make_parameters(spec, 64, 0, 96, dtype=torch.bfloat16)
     x, dy = _tokens(32, 64), _tokens(32, 64, seed=3)
     module = build(spec, 64, ffn=96, parameters=parameters)
     want = [step(module, x, dy, recipe) for _ in range(2)]
-    forward, wants = layernorm_mlp.linear_forward, []
+    wants = []
 
-    def made(*args, **kwargs):
-        y, kept = forward(*args, **kwargs)
-        if then := next((arg for arg in args if isinstance(arg, Activated)), None):
-            wants.append(then.want)
-            then.result = _made_by_gemm(then, y)
-        return y, kept
+    def kernel(epilogue, h):
+        wants.append(epilogue.want)
+        return epilogue.given(h, _by_a_kernel(epilogue, h))
 
-    def again(*args):
-        raise AssertionError("swiglu a second time")
-
-    monkeypatch.setattr(layernorm_mlp, "linear_forward", made)
-    monkeypatch.setattr(layernorm_mlp, "act", again)
+    monkeypatch.setattr(Activate, "__call__", kernel)
     module = build(spec, 64, ffn=96, parameters=parameters)
     for expected in want:
         for name, got in step(module, x, dy, recipe).items():
@@ -216,14 +208,14 @@ def test_takes_the_activation_that_the_gemm_made(recipe, monkeypatch):
     [("bf16", "gelu", True), ("mxfp8", "swiglu", True), ("blockwise", "swiglu", True), ("delayed", "swiglu", False)],
 )
 def test_asks_no_gemm_for_what_none_makes(recipe, activation, trains, monkeypatch):
-    forward, asked = layernorm_mlp.linear_forward, []
+    unfused, asked = Activate.__call__, []
 
-    def watched(*args, **kwargs):
-        asked.extend(arg for arg in args if isinstance(arg, Activated))
-        return forward(*args, **kwargs)
+    def watched(epilogue, h):
+        asked.append(epilogue.want)
+        return unfused(epilogue, h)
 
-    monkeypatch.setattr(layernorm_mlp, "linear_forward", watched)
+    monkeypatch.setattr(Activate, "__call__", watched)
     module = build(Spec(LN_MLP, activation=activation), 64, ffn=96)
     with torch.set_grad_enabled(trains), under(recipe):
         module(_tokens(32, 64))
-    assert not asked
+    assert asked == [""]

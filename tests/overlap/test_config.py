@@ -4,24 +4,22 @@ import pytest
 import torch
 
 import te_lite as te
+from te_lite import epoch
 from te_lite.overlap import userbuffers
 from te_lite.overlap.bootstrap import BootstrapError
-from te_lite.overlap.config import DEFAULTS, IGNORED, METHODS, OFFERED, layer_methods
+from te_lite.overlap.config import IGNORED, LAYER_GEMMS, defaults, layer_methods, offered
+from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.group import Group
-from te_lite.overlap.overlapped import Overlapped
 from te_lite.parallel import TensorParallel
 from tests.overlap.threads import make_group, on_threads
 
-LAYER_GEMMS = tuple(
-    f"{layer}_{gemm}" for layer in ("qkv", "proj", "fc1", "fc2") for gemm in ("fprop", "dgrad", "wgrad")
-)
 NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8
 
 
 def test_defaults_are_auto_where_there_is_a_choice_and_else_transformer_engines():
     methods = layer_methods(None, 1).methods
-    assert methods == layer_methods({}, 1).methods == layer_methods([{}, {}], 2).methods == DEFAULTS
-    assert set(methods) == set(LAYER_GEMMS) == set(OFFERED)
+    assert methods == layer_methods({}, 1).methods == layer_methods([{}, {}], 2).methods == defaults()
+    assert set(methods) == set(LAYER_GEMMS)
     chosen = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad", "proj_fprop", "fc2_fprop")
     assert {methods[name] for name in chosen} == {"auto"}
     assert {methods[f"{layer}_{gemm}"] for layer in ("qkv", "fc1") for gemm in ("dgrad", "wgrad")} == {"bulk"}
@@ -29,20 +27,20 @@ def test_defaults_are_auto_where_there_is_a_choice_and_else_transformer_engines(
 
 
 @pytest.mark.parametrize("name", LAYER_GEMMS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EXCHANGES)
 def test_a_method_is_taken_where_it_is_offered_and_refused_elsewhere(name, method):
     given = {name: {"method": method}}
     if name.endswith("_wgrad") and method == "auto" and name in ("qkv_wgrad", "fc1_wgrad"):
         given[name.replace("wgrad", "dgrad")] = {"method": "auto"}
-    if method not in OFFERED[name]:
+    if method not in offered(name):
         with pytest.raises(ValueError, match=rf"{name}.*{method}.*choose one of") as caught:
             layer_methods(given, 1)
-        assert all(repr(offered) in str(caught.value) for offered in OFFERED[name])
+        assert all(repr(offered) in str(caught.value) for offered in offered(name))
         return
     methods = layer_methods(given, 1).methods
     assert methods[name] == method
     untouched = set(LAYER_GEMMS) - set(given) - {name.replace("dgrad", "wgrad")}
-    assert {key: methods[key] for key in untouched} == {key: DEFAULTS[key] for key in untouched}
+    assert {key: methods[key] for key in untouched} == {key: defaults()[key] for key in untouched}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_modes_that_disagree_raise():
         layer_methods([{}, {"proj_fprop": {"method": "ring_exchange"}}], 2)
 
 
-@pytest.mark.parametrize(("name", "method"), [(name, method) for name in LAYER_GEMMS for method in OFFERED[name]])
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name in LAYER_GEMMS for method in offered(name)])
 @pytest.mark.parametrize("claim", [True, False])
 def test_is_reduce_scatter_must_be_true_of_the_gemm(name, method, claim):
     given = {name: {"method": method, "is_reduce_scatter": claim}}
@@ -162,7 +160,7 @@ def test_a_dgrad_that_scatters_settles_wgrad(layer):
     with pytest.raises(ValueError, match=f"{layer}_wgrad cannot be 'bulk'"):
         layer_methods({f"{layer}_dgrad": {"method": "pipeline"}, f"{layer}_wgrad": {"method": "bulk"}}, 1)
     both = {f"{layer}_dgrad": {"method": "bulk"}, f"{layer}_wgrad": {"method": "bulk"}}
-    assert layer_methods(both, 1).methods == DEFAULTS
+    assert layer_methods(both, 1).methods == defaults()
 
 
 def test_modes():
@@ -265,12 +263,12 @@ def test_activations_elsewhere_do_not_overlap(monkeypatch, place):
     monkeypatch.setattr(userbuffers.dist, "get_process_group_ranks", lambda _: [0, 1])
     tp = TensorParallel("column", 2, None, True)
     flags = {**FLAGS, "ub_overlap_ag": True}
-    schedule, why = userbuffers.schedule_for(tp, flags, "fc1", None, torch.device(place), False)
-    assert isinstance(schedule, Overlapped) == (place == "cuda:0") == (not why)
+    (fprop, *_), why = userbuffers.exchanges_for(tp, flags, "fc1", None, torch.device(place), False)
+    assert fprop.hides == (place == "cuda:0") == (not why)
     if why:
         assert why.startswith(f"activations are on {place}, userbuffers on cuda:0")
         with pytest.raises(RuntimeError, match="userbuffers on cuda:0"):
-            userbuffers.schedule_for(tp, flags, "fc1", None, torch.device(place), True)
+            userbuffers.exchanges_for(tp, flags, "fc1", None, torch.device(place), True)
 
 
 def test_a_rank_that_cannot_start_stops_all(monkeypatch):
@@ -292,6 +290,6 @@ def test_a_rank_that_cannot_start_stops_all(monkeypatch):
 
 
 def test_destroy_ub_without_initialize_ub_is_no_error():
-    before = userbuffers.generation()
+    before = epoch.number
     te.destroy_ub()
-    assert userbuffers.generation() == before and userbuffers.groups() == []
+    assert epoch.number == before and userbuffers.groups() == []

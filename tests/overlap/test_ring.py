@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from te_lite.overlap import fused, ring
+from te_lite.overlap import ring
+from te_lite.overlap.fused import Fused
 from te_lite.overlap.group import Group
+from te_lite.overlap.ring import Ring
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,8 @@ def operands(m: int, n: int, k: int, ranks: int) -> tuple[SimpleNamespace, Simpl
 def test_numbers_of_pieces_that_auto_tries(m, n, ranks, rings, blocks):
     """Those that divide the rows, and not what the rule takes anyway."""
     gemm, a = operands(m, n, 8192, ranks)
-    assert ring.counts(gemm, a, ranks) == rings and fused.counts(gemm, a, ranks) == blocks
+    exchange = SimpleNamespace(tp=SimpleNamespace(size=ranks))
+    assert Ring.counts(exchange, gemm, a) == rings and Fused.counts(exchange, gemm, a) == blocks
     assert all((count,) * (ranks - 1) != ring.cuts_of(gemm, a, ranks) for count in rings)
 
 
@@ -80,18 +83,22 @@ def test_gemms_take_turns_on_two_streams(monkeypatch):
     group.in_turns = lambda: Group.in_turns(group)
     shard = SimpleNamespace(shape=(2, 16), row=torch.zeros(2, 16), wire=lambda _: (), from_wire=lambda *_: "own")
     b = SimpleNamespace(operand=lambda layout: log.append(f"operand on {current[0]}"))
-    gather = SimpleNamespace(group=group, shard=lambda source: f"shard {source}")
+    gathering = SimpleNamespace(q=shard, shard=lambda source: f"shard {source}")
 
     class Gemm:
-        columns, dtype, b_layout = 3, torch.float32, "col"
+        columns, dtype, layout, bias = 3, torch.float32, "col", None
 
-        def __call__(self, a, out):
+        def product(self, a, bias, out):
             log.append(f"{a} on {current[0]}")
             out.fill_(float(a.split()[-1]) if " " in a else 1.0)
 
+        def finish(self, product):
+            log.append("finished")
+            return product
+
     gemm = Gemm()
     gemm.b = b
-    out = ring.gather_gemm(gemm, shard, gather)
+    out = Ring.all_gather_gemm(SimpleNamespace(group=group), gemm, gathering)
     assert out.view(4, -1)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
     gemms = ["own on main", "shard 2 on beside", "shard 3 on main", "shard 0 on beside"]
-    assert log == ["operand on main", "beside waits for main", *gemms, "main waits for beside"]
+    assert log == ["operand on main", "beside waits for main", *gemms, "main waits for beside", "finished"]

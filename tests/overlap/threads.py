@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from te_lite.overlap.bootstrap import Exchange
+from te_lite.overlap.bootstrap import Rendezvous
 from te_lite.overlap.config import layer_methods
 from te_lite.overlap.group import Group
 from te_lite.quantize.identity import HIGH_PRECISION
@@ -26,8 +26,8 @@ class Table:
         self.barrier, self.values = threading.Barrier(size, timeout=LIMIT_S), [None] * size
 
 
-class ThreadExchange(Exchange):
-    """An Exchange among threads. ranks: as the world would number them."""
+class ThreadExchange(Rendezvous):
+    """An Rendezvous among threads. ranks: as the world would number them."""
 
     def __init__(self, rank: int, table: Table, ranks: tuple[int, ...] | None = None) -> None:
         self.rank, self.size, self.table = rank, len(table.values), table
@@ -60,7 +60,7 @@ def on_threads(size: int, run: Callable[[int, ThreadExchange], T], ranks: tuple[
     return [future.result() for future in futures]
 
 
-def make_group(exchange: Exchange, tokens: int = 64, hidden: int = 32, **options: Any) -> Group:
+def make_group(exchange: Rendezvous, tokens: int = 64, hidden: int = 32, **options: Any) -> Group:
     """A group on the CPU with the default methods."""
     return Group(exchange, torch.device("cpu"), tokens, hidden, torch.bfloat16, layer_methods(None, 1), **options)
 

@@ -1,0 +1,81 @@
+"""Auto: of the exchanges that a call may take the one that is fastest here, as choice.py has measured.
+
+Where nothing is measured, by rule: Fused, or Ring where it refuses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from te_lite.ops.registry import capturing
+from te_lite.overlap.choice import MOST
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.epilogues import Activate, ActivateGrad, run_unfused
+from te_lite.overlap.exchange import Exchange, Gemm
+from te_lite.overlap.fused import Fused, refusal
+from te_lite.overlap.ring import Ring
+from te_lite.quantize.qtensor import Layout, QTensor
+
+
+class Auto(Ring):
+    """Wraps others; itself it moves nothing."""
+
+    name = "auto"
+
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+        found = super()._stand_in(a, gemm, layout)
+        if found is not self:
+            return found
+        assert gemm is not None
+        choices, place = self.group.choices, self.place
+        best: type[Ring] = Ring if refusal(gemm, a, self.group) else Fused
+        rule = best(place)
+        if not choices.measures:
+            return rule
+        ways: dict[str, Exchange] = {"collective": Collective(place), "ring": Ring(place), best.name: rule}
+        if layout is None:
+            ways |= {f"{best.name} by {count}": best(place, count=count) for count in rule.counts(gemm, a)}
+        problem = self._problem(a, gemm, layout)
+        known = choices.knows(problem, ways)
+        if not known and (choices.timed >= MOST or capturing()):
+            return rule
+        self.group.announce(f"auto: {problem}")
+        timed = gemm if known else self._to_be_timed(gemm)
+        runs = {name: partial(self._run, way, f"{name}, {problem}", a, timed, layout) for name, way in ways.items()}
+        chosen, measured = choices.choose(problem, runs, self.tp.group, self.group.control.check)
+        found = ways[chosen]
+        assert isinstance(found, Collective)
+        found.reason = measured
+        return found
+
+    def _problem(self, a: QTensor, gemm: Gemm, layout: Layout | None) -> str:
+        """In words, the same in every process that has it."""
+        added, epilogue, wanted = " and residual" * (gemm.residual is not None), gemm.epilogue, ""
+        if isinstance(epilogue, (Activate, ActivateGrad)) and epilogue.want:
+            wanted = f", then {epilogue.want}{' of a gradient' * (epilogue.h is not None)}"
+        label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
+        kind = ("narrow " * self.place.narrow + "scatter") if layout is None else "gather"
+        product = f"{gemm.columns} {gemm.layout} to {gemm.dtype}, bias {gemm.bias is not None}{added}"
+        return f"{kind} {label} {list(a.shape)} x {product}, fast {gemm.fast_accum}{wanted}"
+
+    def _to_be_timed(self, gemm: Gemm) -> Gemm:
+        """gemm without what no exchange computes for it, and without touching a quantizer's state."""
+        epilogue = gemm.epilogue
+        if not isinstance(epilogue, (Activate, ActivateGrad)) or not epilogue.want:
+            return replace(gemm, epilogue=None)
+        return replace(gemm, epilogue=replace(epilogue, some_scale=torch.ones(1, device=self.group.device)))
+
+    def _run(self, way: Exchange, text: str, a: QTensor, gemm: Gemm, layout: Layout | None) -> None:
+        epilogue = gemm.epilogue
+        with self.group.operation(f"auto: {text}"):
+            if layout is None:
+                out = way.gemm_reduce_scatter(gemm, a)
+            else:
+                gathering = way.all_gather(a, layout, multiplied=True, whole=False)
+                out = way.all_gather_gemm(gemm, gathering)
+                gathering.close()
+        if isinstance(epilogue, (Activate, ActivateGrad)):
+            run_unfused(epilogue, out[1] if isinstance(epilogue, Activate) else out)

@@ -1,0 +1,92 @@
+"""Epilogues: what becomes of a GEMM's product. A value that always runs, and whose result is what the GEMM gives.
+
+Calling an epilogue is the unfused program. A kernel that computes the same beside the GEMM is asked for it by
+capability: `want` for those of ops/gemm_gather.py, `of_slots` for a sum that is read where ranks have left its parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.cast import amax, transform
+from te_lite.ops.reduce import reduce_slots
+from te_lite.ops.source import Source, act, dact
+from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.quantizer import Quantizer
+
+Operand = Source | QTensor  # what is quantized for the next GEMM, or is already
+
+
+class Epilogue:
+    """Of a product[M, n], or of the sum of products over ranks."""
+
+    want = ""  # what a kernel may leave in place of the product, see Wanted in ops/gemm_gather.py; "": nothing
+
+    def __call__(self, product: Tensor) -> Any:
+        raise NotImplementedError
+
+    def of_slots(self, slots: Tensor, own: Tensor, rank: int) -> Any:
+        """Of the sum over ranks that is still in parts, slots[R, M, n] and own[M, n], as ops/reduce.py adds them."""
+        return self(reduce_slots(slots, own, None, rank, slots.dtype, None))
+
+
+@dataclass(slots=True)
+class Activate(Epilogue):
+    """(product h[M, 2F] or [M, F], v = activation(h)[M, F] as `quantizer` takes it for the next GEMM).
+
+    some_scale: fp32 [1], where only the time counts: no state of the quantizer is touched.
+    """
+
+    quantizer: Quantizer
+    activation: str
+    want: str = ""
+    some_scale: Tensor | None = None
+    h = None
+
+    def __call__(self, product: Tensor) -> tuple[Tensor, Operand]:
+        return product, act(product, self.activation)
+
+    def source(self, product: Tensor) -> Source:
+        """v, to be computed from the product."""
+        return act(product, self.activation)
+
+    def given(self, product: Tensor | None, v: Operand) -> Any:
+        """The result where a kernel has computed v."""
+        return product, v
+
+
+@dataclass(slots=True)
+class ActivateGrad(Epilogue):
+    """v = the gradient of h, where the product is that of activation(h), as `quantizer` takes it for the next GEMMs."""
+
+    quantizer: Quantizer
+    activation: str
+    h: Tensor
+    want: str = ""
+    some_scale: Tensor | None = None
+
+    def __call__(self, product: Tensor) -> Operand:
+        return dact(product, self.h, self.activation)
+
+    source = __call__
+
+    def given(self, product: Tensor | None, v: Operand) -> Any:
+        """The result where a kernel has computed v."""
+        return v
+
+
+def run_unfused(epilogue: Activate | ActivateGrad, v: Operand) -> None:
+    """What is left of the epilogue's `want` where its result is v, by kernels of its own, to be timed."""
+    if not isinstance(v, Source) or v.kind == "plain" or v.amax is not None:
+        return  # a kernel has computed it
+    if epilogue.want == "high precision":
+        transform(v, hp_dtype=v.dtype)
+    elif epilogue.want == "amax":
+        amax(v)
+    else:
+        fp8: torch.dtype = epilogue.quantizer.format.dtype
+        transform(v, fp8_dtype=fp8, row=True, col=True, scale=epilogue.some_scale)

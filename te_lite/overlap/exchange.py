@@ -1,0 +1,178 @@
+"""Exchanges: how what one GEMM reads or gives travels between the ranks of a group, as four verbs.
+
+A linear's forward and backward (functional/parallel.py) are written once over the verbs; an exchange says when the
+bytes move. With R ranks, tokens M = R * m, and `_shard_m` for what is split by tokens:
+
+    all_gather(a_shard_m, layout)      begins; a[M, k] = the shards of all ranks, in their order, is read later
+    all_gather_gemm(gemm, gathering)   gemm(a)
+    reduce_scatter(gemm, partial)      begins; y_shard_m = this rank's rows of the sum of partial[M, n] over the ranks
+    gemm_reduce_scatter(gemm, a)       the same of the products of all ranks
+
+What is summed ends as what is not: with gemm.finish(). `Collective` (collective.py) is the specification, by
+torch.distributed; `Bulk`, `Ring` and `Fused` go through userbuffers, each of them the one before with other GEMMs;
+`Auto` picks among them. The table of exchanges is in exchanges.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from te_lite.ops.nvtx import nvtx_range
+from te_lite.overlap.epilogues import Epilogue
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.qtensor import Layout, QTensor, matmul
+
+if TYPE_CHECKING:
+    import torch
+
+    from te_lite.overlap.group import Group
+
+
+@dataclass(slots=True)  # frozen takes thrice as long to construct
+class Gemm:
+    """A GEMM with its second operand in place: gemm(a) = finish(a.row[M, k] @ b^T[k, n] + bias[n]).
+
+    layout: that of b whose last dimension is k. dtype: of the product. label: of its range in profilers. bias[n],
+    residual[M, n]: where products are summed over ranks they are added to the sum, of which the epilogue is then.
+    """
+
+    b: QTensor
+    layout: Layout
+    dtype: torch.dtype
+    fast_accum: bool
+    label: str
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    epilogue: Epilogue | None = None
+
+    @property
+    def columns(self) -> int:
+        """n."""
+        return self.b.shape[self.layout != "row"]
+
+    def product(
+        self, a: QTensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """a @ b^T + bias alone, in another dtype where one is given; written to `out` where that is given."""
+        with nvtx_range(self.label):
+            return matmul(a, "row", self.b, self.layout, dtype or self.dtype, bias, self.fast_accum, out)
+
+    def finish(self, product: Tensor) -> Any:
+        """epilogue(product + residual); the product alone where there is neither."""
+        if self.residual is not None:
+            product.add_(self.residual)
+        return product if self.epilogue is None else self.epilogue(product)
+
+    def __call__(self, a: QTensor) -> Any:
+        """The whole program where no ranks' products are summed."""
+        product = self.product(a, self.bias)
+        return product if self.residual is self.epilogue is None else self.finish(product)
+
+
+class Note(NamedTuple):
+    """What the exchange of a GEMM was in the newest call. sent: bytes that this rank sent to others."""
+
+    method: str
+    sent: int
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where an exchange serves: one GEMM of one linear.
+
+    gemm: "fprop", "dgrad" or "wgrad". group: the userbuffers of its ranks. method: as ub_cfgs calls the exchange that
+    was asked for. label, recipe: of the linear, for texts that the ranks must agree on. strict: what does not overlap
+    is an error. narrow: partial sums travel as ops/narrow.py has them, where fused kernels send them and its blocks
+    fit. remark: for the report. note: of the newest call, None before any that moved something.
+    """
+
+    tp: TensorParallel
+    gemm: str
+    group: Group | None = None
+    method: str = ""
+    label: str = ""
+    recipe: str = ""
+    strict: bool = False
+    narrow: bool = False
+    remark: str = ""
+    note: Note | None = None
+
+    def text(self, what: str, q: QTensor | Tensor, gemm: Gemm | None = None) -> str:
+        """What the ranks must agree on. q: what is moved, or multiplied by `gemm`."""
+        if self.group is None:
+            return what
+        by = "" if gemm is None else f" x {gemm.columns}"
+        label = getattr(getattr(q, "format", None), "label", "") or str(q.dtype).removeprefix("torch.")
+        return f"{self.label} {what}, {self.tp.mode}-parallel, {label} {list(q.shape)}{by}{self.recipe}"
+
+
+class Gathering(Protocol):
+    """An all-gather that has begun."""
+
+    q: QTensor  # this rank's shard
+
+    def whole(self) -> QTensor:
+        """The gathered tensor, once it is there; borrowed, where it lies in a userbuffer."""
+
+    def close(self) -> None:
+        """What has been read will not be read again."""
+
+
+class Summing(Protocol):
+    """A reduce-scatter that has begun."""
+
+    def result(self) -> Any:
+        """gemm.finish() of the sum, this rank's rows, once the others' partial sums are there."""
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class Exchange:
+    """The verbs. A new one is a class that serves some of them, and a line in exchanges.py.
+
+    hides: behind GEMMs. gathers, scatters: whether users may ask for it (ub_cfgs) where a GEMM reads gathered tokens,
+    and where it gives what is scattered. name: as the report calls it.
+    """
+
+    name: str
+    gathers = scatters = hides = False
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.tp = place, place.tp
+
+    def settled(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+        """The exchange that a call takes, the same on every rank: this one, or one that stands in for it.
+
+        a: what is gathered in `layout`, for `gemm` or, with None, to be read later; with layout None: what is
+        multiplied and then scattered. Raises RuntimeError under strict, before anything has begun.
+        """
+        return self
+
+    def operation(self, what: str, q: QTensor, gemm: Gemm | None = None) -> AbstractContextManager[Any]:
+        """Around the verbs of one call: where a rank fails inside, the others hear of it. As of Place.text."""
+        group = self.place.group
+        if group is None or group.closed:
+            return _NOTHING
+        return group.operation(self.place.text(what, q, gemm))
+
+    def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
+        """multiplied: all_gather_gemm will take it. whole: whole() will be called."""
+        raise NotImplementedError
+
+    def all_gather_gemm(self, gemm: Gemm, gathering: Gathering) -> Any:
+        """gemm of the gathered tensor. Leaves the gathering open."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, gemm: Gemm, partial: Tensor) -> Summing:
+        """Of partial[M, n], which gemm.product() gave and nobody writes to before result()."""
+        raise NotImplementedError
+
+    def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
+        """gemm.finish() of the sum over ranks of the products with a, this rank's rows."""
+        raise NotImplementedError

@@ -1,0 +1,21 @@
+"""The table of exchanges that hide communication, by the names that ub_cfgs gives them.
+
+A new exchange is a class in a file of its own and a line here; ub_cfgs, overlap_report() and the tests of every
+exchange take it from the table. Order counts: the first that fits a GEMM is its default.
+"""
+
+from __future__ import annotations
+
+from te_lite.overlap.auto import Auto
+from te_lite.overlap.bulk import Bulk, External
+from te_lite.overlap.fused import Fused
+from te_lite.overlap.ring import Pipeline, Ring
+
+EXCHANGES: dict[str, type[Bulk]] = {
+    "auto": Auto,
+    "ring_exchange": Ring,
+    "pipeline": Pipeline,
+    "fused": Fused,
+    "bulk": Bulk,
+    "external": External,
+}
