@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -118,13 +119,18 @@ class Runner:
     args: argparse.Namespace
     scratch: Path
 
+    def __post_init__(self) -> None:
+        # A copy: all children run the same program, whatever is written to meanwhile.
+        self._child = self.scratch / "program" / CHILD.name
+        shutil.copytree(CHILD.parent, self._child.parent, ignore=shutil.ignore_patterns("__pycache__"))
+
     def run(self, folder: Path, label: str, cases: Sequence[str], part: tuple[int, int], dump: Path | None) -> Cases:
         """One child; case -> result, of ranks with their number before each tensor."""
         out = self.scratch / f"{label}{part[0]}.json"
         command = [sys.executable]
         if self.args.ranks:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.args.ranks}"]
-        command += [str(CHILD), "--out", str(out), "--device", self.args.device]
+        command += [str(self._child), "--out", str(out), "--device", self.args.device]
         command += ["--part", *map(str, part), "--cases", *cases]
         command += ["--ranks"] if self.args.ranks else []
         command += ["--dump", str(dump)] if dump is not None else []

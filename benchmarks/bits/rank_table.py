@@ -18,7 +18,8 @@ import te_lite as te
 
 SIZES = Sizes(128, 256, 192)  # of all ranks
 TOKENS = 288  # of a rank, the most that userbuffers hold
-EVERY = (*RECIPES, "delayed_recent", *(name for name in OPTIONS if name not in STATEFUL))
+# "tensorwise" is another name of "current".
+EVERY = (*(name for name in (*RECIPES, *OPTIONS) if name not in ("tensorwise", "delayed_e4m3")),)
 LIMIT_S = 120  # of a collective
 FP32 = torch.float32
 CACHED = ({"is_first_microbatch": True}, {"is_first_microbatch": False})
@@ -119,7 +120,7 @@ SPECIAL_METHODS = ("unsharded", "collective", "bulk", "ring_exchange")
 SPECIAL_RECIPES = ("bf16", "delayed", "current", "blockwise")
 # On CPU ranks the other methods are rings, or combine what the main ones do.
 FEW_RECIPES = ("bf16", "delayed", "current", "mxfp8", "rowwise_with_gw_hp")
-FEW = ("", "ragged, residual", "main_grad, cached")
+FEW = ("", "ragged, residual")
 
 
 def _possible(label: str, recipe: str) -> bool:
