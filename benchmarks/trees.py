@@ -10,7 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from te_lite.testing.results import tree_hash
+from benchmarks.result_files import tree_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 

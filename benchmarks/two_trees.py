@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 
 import torch
 
+from benchmarks import result_files
 from benchmarks.trees import ROOT, environment, two_trees
-from te_lite.testing import results
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STAGES = ("modules", "kernels")
@@ -167,7 +167,7 @@ def summary(rows: Sequence[Row], held: dict[str, bool]) -> str:
         return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
     columns = ("stage", "row", "gpu_ratio", "wall_ratio", "host_ratio", "spread", "old_gpu_us", "new_gpu_us")
-    lines = [results.text_table(columns, [[cell(row[name]) for name in columns] for row in rows])]
+    lines = [result_files.text_table(columns, [[cell(row[name]) for name in columns] for row in rows])]
     for row in rows:
         if row["error"]:
             lines.append(f"failed: {row['stage']} {row['row']}: {row['error']}")
@@ -213,10 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (RuntimeError, ValueError) as error:
             print(error, file=sys.stderr)
             return 1
-        old_tree, tree = (results.tree_hash(folder / "te_lite") for folder in folders)
+        old_tree, tree = (result_files.tree_hash(folder / "te_lite") for folder in folders)
     rows = [row for stage in args.stages for row in compared(stage, *taken[stage])]
     held = verdict(rows, pairs, args.least_pairs)
-    results.write_results(
+    result_files.write_results(
         args.out / "two_trees.json", "two_trees", rows, tree=tree, device=args.device, old_tree=old_tree, pairs=pairs,
         rounds=args.rounds, wall_rounds=args.wall_rounds, medians=medians(rows), criteria=held,
     )  # fmt: skip
