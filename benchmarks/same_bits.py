@@ -39,7 +39,7 @@ from benchmarks.trees import ROOT, environment, two_trees
 
 CHILD = Path(__file__).resolve().parent / "bits" / "child.py"
 SHOWN = 20  # cases of each kind
-GPU_PARTS = 5  # processes of each tree; each compiles kernels on one core
+GPU_PARTS = 7  # processes of each tree, two recipes each; each compiles kernels on one core
 TAIL = 4000  # characters of a child that failed
 
 Cases = dict[str, dict[str, Any]]
@@ -126,12 +126,13 @@ class Runner:
 
     def run(self, folder: Path, label: str, cases: Sequence[str], part: tuple[int, int], dump: Path | None) -> Cases:
         """One child; case -> result, of ranks with their number before each tensor."""
+        every = self.args.every if dump is None else 1
         out = self.scratch / f"{label}{part[0]}.json"
         command = [sys.executable]
         if self.args.ranks:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.args.ranks}"]
         command += [str(self._child), "--out", str(out), "--device", self.args.device]
-        command += ["--part", *map(str, part), "--cases", *cases]
+        command += ["--part", *map(str, part), "--every", str(every), "--cases", *cases]
         command += ["--ranks"] if self.args.ranks else []
         command += ["--dump", str(dump)] if dump is not None else []
         variables = {"TE_LITE_CACHE": str(self.scratch / f"cache_{label}")}  # what one tree has kept is not the other's
@@ -238,8 +239,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=0, help="run the cases of so many ranks instead")
     parser.add_argument("--cases", nargs="+", default=["*"], help="patterns of names")
+    parser.add_argument("--every", type=int, default=1, help="take every so many-th case, for a quick look")
     parser.add_argument("--new-cases", nargs="+", default=[], help="patterns of cases that the old tree need not run")
-    parser.add_argument("--parts", type=int, help="processes of each tree; default: 1, on a GPU 5")
+    parser.add_argument("--parts", type=int, help="processes of each tree; default: 1, on a GPU 7")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: those of both trees, of ranks one")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for one process")
     args = parser.parse_args(argv)

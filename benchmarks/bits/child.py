@@ -37,7 +37,8 @@ def chosen(cases: Iterable[Case], args: argparse.Namespace) -> list[Case]:
         raise ValueError(f"cases with one name: {sorted(twice)}; label them apart")
     index, parts = args.part
     wanted = [case for case in found if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in args.cases)]
-    return wanted[index::parts]
+    recipes = list(dict.fromkeys(case.recipe for case in wanted))  # kernels are compiled in one part each
+    return [case for case in wanted[:: args.every] if recipes.index(case.recipe) % parts == index]
 
 
 def run_one(case: Case, run: Callable[[Recorder], None], device: torch.device, dump: Path | None) -> dict[str, Any]:
@@ -102,6 +103,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", action="store_true", help="the cases of several ranks, under torchrun")
     parser.add_argument("--cases", nargs="+", default=["*"], help="patterns of names")
+    parser.add_argument("--every", type=int, default=1, help="take every so many-th case")
     parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("INDEX", "PARTS"))
     parser.add_argument("--dump", type=Path, help="folder for the tensors themselves")
     return parser.parse_args(argv)

@@ -169,14 +169,14 @@ def norm_cases() -> Iterator[Case]:
         yield Case(kind, "bf16", "wide", {}, (19,), Sizes(5136, 0, 0))
 
 
-# On a GPU each kernel is compiled for each activation: these recipes go through all of them.
-ALL_ACTIVATIONS_ON_GPU = ("bf16", "delayed", "mxfp8")
+# On a GPU each kernel is compiled for each activation and dtype: these recipes go through all of them.
+COMPILED_OFTEN = ("bf16", "delayed", "mxfp8")
 
 
 def compiled_often(case: Case) -> bool:
     """Whether a GPU leaves the case out: compiling its kernels takes long, and other cases show the same."""
-    activation = case.build.get("activation")
-    return activation not in (None, "gelu", "swiglu", "srelu") and case.recipe not in ALL_ACTIVATIONS_ON_GPU
+    unusual = case.build.get("activation") not in (None, "gelu", "swiglu", "srelu") or case.label == "fp16"
+    return unusual and case.recipe not in COMPILED_OFTEN
 
 
 def cases(device: torch.device) -> Iterator[Case]:
