@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import bench, result_files
 from te_lite.ops.source import plain
 from te_lite.quantize.blockwise import SQUARES, VECTORS, Blocks
 from te_lite.quantize.mxfp8 import MX
 from te_lite.quantize.per_tensor import Current, PerTensorFormat
 from te_lite.quantize.qtensor import QTensor, matmul
 from te_lite.quantize.rowwise import ROWS, Rows
-from te_lite.testing import bench, results
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BF16 = torch.bfloat16
@@ -146,7 +146,7 @@ def summary(rows: list[dict]) -> str:
         ]
         cells = ["-" if value is None else format(value, spec) for value, spec in numbers]
         lines.append([f"{row['m']}x{row['k']}x{row['n']}", row["gemm"], *cells, row["error"] or ""])
-    return results.text_table(("M x K x N", "gemm", "gpu_us", "TFLOP/s", "of bf16", "of torch", "error"), lines)
+    return result_files.text_table(("M x K x N", "gemm", "gpu_us", "TFLOP/s", "of bf16", "of torch", "error"), lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,9 +160,9 @@ def main(argv: list[str] | None = None) -> int:
     clock = bench.clock_for(args.device)
     shapes = SHAPES if torch.device(args.device).type == "cuda" else SMOKE_SHAPES
     rows = [row for m, k, n in shapes for row in measure(m, k, n, clock, args)]
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    tree = args.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     names = ["x".join(map(str, shape)) for shape in shapes]
-    results.write_results(args.out / "gemms.json", "gemms", rows, tree=tree, device=args.device, shapes=names)
+    result_files.write_results(args.out / "gemms.json", "gemms", rows, tree=tree, device=args.device, shapes=names)
     print(summary(rows))
     return 1 if any(row["error"] for row in rows) else 0
 

@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 
 import torch
 
+from benchmarks import result_files
 from benchmarks.check_logs import demo_mistakes, demo_numbers, training_numbers
 from benchmarks.commands import read_junit, run_command
-from te_lite.testing import results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -114,7 +114,7 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
     if workers and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers), "--dist", "loadgroup"]
     # README's tables are made from what this run is about to write.
-    command += ["--deselect", "tests/test_report.py::test_documents_match_the_committed_results"]
+    command += ["--deselect", "tests/benchmarks/test_report.py::test_documents_match_the_committed_results"]
     command += shlex.split(args.pytest_args) or ["tests"]
     spread = {"TE_LITE_SPREAD": gpus} if "not multigpu" in mark and (gpus := visible(args)) else {}
     run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS, **spread)
@@ -286,7 +286,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.end = time.monotonic() + args.total_limit
     args.out = args.out.resolve()
-    args.tree_hash = args.tree_hash or results.tree_hash(ROOT / "te_lite")
+    args.tree_hash = args.tree_hash or result_files.tree_hash(ROOT / "te_lite")
     return args
 
 
@@ -296,7 +296,7 @@ def summary(stages: Sequence[Stage]) -> str:
         detail = ", ".join(f"{k} {v}" for k, v in stage.detail.items() if not isinstance(v, list))
         lines.append((stage.stage, stage.status, f"{stage.seconds:.0f} s", detail))
     failures = [f"FAILED {name}" for stage in stages for name in stage.detail.get("failures", [])]
-    return "\n".join([*failures[:40], results.text_table(("stage", "status", "time", "detail"), lines)])
+    return "\n".join([*failures[:40], result_files.text_table(("stage", "status", "time", "detail"), lines)])
 
 
 def earlier_rows(args: argparse.Namespace) -> list[dict]:
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = earlier + [{**asdict(stage), "gpus": gpu_count(args)} for stage in stages]
         tests = next((row["detail"] for row in rows if row["stage"] == "tests"), None)
         path = args.out / "gpu_check.json"
-        results.write_results(path, "gpu_check", rows, tree=args.tree_hash, device=args.device, tests=tests)
+        result_files.write_results(path, "gpu_check", rows, tree=args.tree_hash, device=args.device, tests=tests)
     print("\n" + summary(stages))
     return 0 if all(stage.status in ("passed", "skipped") for stage in stages) else 1
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 
 import torch
 
-from te_lite.testing import bench, results
+from benchmarks import bench, result_files
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -233,7 +233,7 @@ def summary(rows: list[dict]) -> str:
         share = row.get("of_copy")
         cells.append("-" if share is None else f"{share:.2f}")
         lines.append([f"{row['m']}x{row['n']}", row["kernel"], *cells, row.get("error") or ""])
-    return results.text_table(("shape", "kernel", "gpu_us", "host_us", "GB/s", "of copy", "error"), lines)
+    return result_files.text_table(("shape", "kernel", "gpu_us", "host_us", "GB/s", "of copy", "error"), lines)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -262,9 +262,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for m, n in args.shapes:
         rows += measure(m, n, args.families, clock, args)
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    tree = args.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     shapes = [f"{m}x{n}" for m, n in args.shapes]
-    results.write_results(args.out / "kernels.json", "kernels", rows, tree=tree, device=args.device, shapes=shapes)
+    result_files.write_results(args.out / "kernels.json", "kernels", rows, tree=tree, device=args.device, shapes=shapes)
     print(summary(rows))
     return 1 if any(row.get("error") for row in rows) else 0
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 
 import torch
 
+from benchmarks import bench, result_files
 from benchmarks.modules import BF16, RESULTS, ModuleStep
-from te_lite.testing import bench, results
 
 RECIPES = ("current", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 TOKENS = (512, 2048, 8192)
@@ -109,7 +109,7 @@ def summary(rows: list[dict]) -> str:
         cells = (row.get(name) for name in header)
         lines.append(["" if c is None else f"{c:.2f}" if isinstance(c, float) else c for c in cells])
     tables = (f'    "{recipe}": {table},'.replace("inf", "math.inf") for recipe, table in minimum(rows).items())
-    return "\n".join([results.text_table(header, lines), "MINIMUM = {", *tables, "}"])
+    return "\n".join([result_files.text_table(header, lines), "MINIMUM = {", *tables, "}"])
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -143,8 +143,8 @@ def main(argv: list[str] | None = None) -> int:
             rows += measure(tokens, features, clock, args)
             if torch.device(args.device).type == "cuda":
                 torch.cuda.empty_cache()
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
-    results.write_results(args.out / "layer_gain.json", "layer_gain", rows, tree=tree, device=args.device)
+    tree = args.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    result_files.write_results(args.out / "layer_gain.json", "layer_gain", rows, tree=tree, device=args.device)
     print(summary(rows))
     return 1 if any(row.get("error") for row in rows) else 0
 

@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 import torch
 import torch.nn.functional as F
 
-from benchmarks import host_profile
-from te_lite.testing import bench, results
+from benchmarks import bench, host_profile, result_files
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BF16 = torch.bfloat16
@@ -232,7 +231,7 @@ def summary(rows: list[dict]) -> str:
         if row.get("error"):
             errors.append(" ".join([*(row[name] for name in names), row["error"]]))
     header = (*names, *columns, "TE gpu_us", "TE wall_us", "gpu/TE")
-    return "\n".join([results.text_table(header, lines), *errors])
+    return "\n".join([result_files.text_table(header, lines), *errors])
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -273,9 +272,9 @@ def main(argv: list[str] | None = None) -> int:
             rows += measure(module, shape, args.recipes, clock, args)
             if torch.device(args.device).type == "cuda":
                 torch.cuda.empty_cache()
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    tree = args.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     shapes = [asdict(shape) for shape in args.shapes]
-    results.write_results(args.out / "modules.json", "modules", rows, tree=tree, device=args.device, shapes=shapes)
+    result_files.write_results(args.out / "modules.json", "modules", rows, tree=tree, device=args.device, shapes=shapes)
     print(summary(rows))
     return 1 if any(row.get("error") for row in rows) else 0
 

@@ -26,12 +26,11 @@ import torch
 import torch.distributed as dist
 
 import te_lite as te
-from benchmarks import host_profile, modules, report
+from benchmarks import bench, host_profile, modules, report, result_files
 from benchmarks.modules import BF16, RESULTS, ModuleStep, Shape
 from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
 from te_lite.overlap.config import LAYER_GEMMS, offered
-from te_lite.testing import bench, results
 
 SHAPES = (Shape("70b", 8192, 8192, 28672), Shape("8b", 8192, 4096, 14336), Shape("small", 2048, 4096, 14336))
 SMOKE_SHAPES = (Shape("smoke", 64, 64, 128),)
@@ -155,7 +154,7 @@ def summary(rows: list[dict]) -> str:
     for row in rows:
         cells = [report.number(row.get(name)) for name in columns] + [report.number(row.get(n), 2) for n in ratios]
         lines.append([row["shape"], row["method"], row["recipe"], *cells, row["error"] or ""])
-    return results.text_table(("shape", "method", "recipe", *columns, *ratios, "error"), lines)
+    return result_files.text_table(("shape", "method", "recipe", *columns, *ratios, "error"), lines)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import te_lite as te
-from benchmarks import report
+from benchmarks import bench, report, result_files
 from benchmarks.modules import BF16, RESULTS
 from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
@@ -45,7 +45,6 @@ from te_lite.overlap.ring import Ring
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Site, operands_for
-from te_lite.testing import bench, results
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def summary(rows: list[dict]) -> str:
         cell = f"{report.number(row['gpu_us'])} ({report.number(row['of_limit'], 2)})"
         lines.setdefault((row["op"], row["shape"], row["dtype"]), {})[row["candidate"]] = row["error"] or cell
     table = [[*key, *(cells.get(name, "")[:60] for name in names)] for key, cells in lines.items()]
-    return results.text_table(("op", "shape", "dtype", *names), table)
+    return result_files.text_table(("op", "shape", "dtype", *names), table)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
 
+from benchmarks import result_files
 from benchmarks.overlap_times import (
     ITEMSIZE,
     Machine,
@@ -35,7 +36,6 @@ from benchmarks.overlap_times import (
     ring,
 )
 from benchmarks.report import RESULTS, markdown
-from te_lite.testing import results
 
 MEASURED = tuple(RESULTS / f"overlap_gemms{name}.json" for name in ("", "_tp2"))
 NETWORK = 45.0  # GB/s from a GPU to other hosts: an adapter of 400 Gbit/s each. Not measured
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     found = compare(contents)
     cells = {name: {op: f"{a:.0f} / {b:.0f} = {a / b:.2f}" for op, (a, b) in found[name].items()} for name in found}
     rows = [[op, *(cells[name].get(op, "") for name in MODELS)] for op in cells["gemm"]]
-    print(results.text_table(("predicted / measured", *MODELS), rows), end="\n\n")
+    print(result_files.text_table(("predicted / measured", *MODELS), rows), end="\n\n")
     print(
         markdown(("candidate", "op", "tp", "rows", "median error", "worst", "where"), error_rows(found), text_columns=2)
     )

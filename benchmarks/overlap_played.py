@@ -26,13 +26,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from benchmarks import bench
 from benchmarks.modules import BF16, RESULTS
 from benchmarks.overlap_gemms import SHAPES, Shape, summary
 from benchmarks.ranks import run_on_ranks
 from benchmarks.recipes import RanksClock
 from te_lite.ops.gemm_scatter import MOST_BLOCKS, Narrow, gemm_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
-from te_lite.testing import bench
 
 WRITTEN_FOR = 4  # ranks that SHAPES are written for
 # Of relative_error. bf16: R - 1 partials of a norm s and their sum, s sqrt(R), are each rounded by 2^-9 at most, which

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from te_lite.testing import results
+from benchmarks import result_files
 from te_lite.testing.distributed import init_ranks, leave_ranks
 
 Measure = Callable[[argparse.Namespace, torch.device, list[dict], Callable[[], None]], None]
@@ -19,7 +19,7 @@ def run_on_ranks(name: str, args: argparse.Namespace, measure: Measure, summary:
 
     args: device, out, tree_hash. write() puts what rows holds by then into <out>/<name>.json.
     """
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    tree = args.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     rank, ranks, device = init_ranks(torch.device(args.device).type)
     if ranks < 2:
         raise SystemExit(f"{name} on {ranks} rank: there is nothing to overlap; start it with torchrun on 2 or more")
@@ -28,7 +28,7 @@ def run_on_ranks(name: str, args: argparse.Namespace, measure: Measure, summary:
 
     def write() -> None:
         if rank == 0:
-            results.write_results(args.out / f"{name}.json", name, rows, tree=tree, device=args.device, tp=ranks)
+            result_files.write_results(args.out / f"{name}.json", name, rows, tree=tree, device=args.device, tp=ranks)
 
     measure(args, device, rows, write)
     if rank == 0 and rows:

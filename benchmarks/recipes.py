@@ -36,9 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import te_lite as te
-from benchmarks import modules, report
+from benchmarks import bench, modules, report, result_files
 from benchmarks.modules import BF16, RESULTS, ModuleStep
-from te_lite.testing import bench, results
 from te_lite.testing.distributed import init_ranks, leave_ranks
 
 RECIPES = tuple(name for name in te.recipe.available() if name != "tensorwise")  # which is current
@@ -230,7 +229,7 @@ def summary(rows: list[dict], kinds: tuple[str, str]) -> str:
         cells = [report.number(row.get(name), 2) for name in errors]
         cells += [report.number(row.get(name)) for name in ("gpu_us", "wall_us", "kept_mib")]
         lines.append([row["recipe"], *cells, row["error"] or ""])
-    return results.text_table(("recipe", *errors, "gpu_us", "wall_us", "kept_mib", "error"), lines)
+    return result_files.text_table(("recipe", *errors, "gpu_us", "wall_us", "kept_mib", "error"), lines)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -248,7 +247,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     torch.manual_seed(0)
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    tree = args.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     smoke, first = torch.device(args.device).type == "cpu", True
     if args.part == "recipes":
         rows, kinds = compare_recipes(args), KINDS
@@ -263,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         extra = {"sizes": SMOKE_SHARD_SIZES if smoke else SHARD_SIZES}
     if first:
         path = args.out / f"{args.part}.json"
-        results.write_results(path, args.part, rows, tree=tree, device=args.device, **extra)
+        result_files.write_results(path, args.part, rows, tree=tree, device=args.device, **extra)
         print(summary(rows, kinds))
     if args.part == "per_shard":
         leave_ranks()

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 import te_lite as te
+from benchmarks import result_files
 from benchmarks.modules import RESULTS, Shape
 from benchmarks.overlap import BULK, RECIPES, SCATTERS, everywhere, mlp_step
 from te_lite.functional import layernorm_mlp, linear, norm
@@ -44,7 +45,6 @@ from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.fused import Fused
 from te_lite.overlap.group import Group
-from te_lite.testing import results
 from te_lite.testing.distributed import init_ranks, leave_ranks
 
 SHAPES = {"cuda": (8192, 4096, 14336), "cpu": (4096, 4096, 512)}  # tokens of all ranks, hidden, ffn
@@ -237,7 +237,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    tree = args.tree_hash or results.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
+    tree = args.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     cpu = args.device == "cpu"
     methods = args.methods or [method for method in METHODS if not (cpu and method == "fused")]
     if cpu and "fused" in methods:
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = [row for spans in found.values() for row in spans]
         sizes = {"tokens": shape.tokens, "hidden": shape.hidden, "ffn": shape.ffn}
         where = "CPU ranks: the times say nothing about GPUs" if cpu else torch.cuda.get_device_name(device)
-        results.write_results(
+        result_files.write_results(
             args.out / "timeline.json",
             "timeline",
             rows,

@@ -74,7 +74,7 @@ IMPORT_CASES = [
     ("te_lite.modules.linear", "from te_lite import autocast\nfrom te_lite.functional import linear", None),
     ("te_lite.autocast", "from te_lite.modules import weights\nfrom te_lite.checkpoint import checkpoint", None),
     ("te_lite", "from te_lite.modules.linear import Linear\nfrom . import recipe", None),
-    ("te_lite.testing.bench", "import te_lite as te\nfrom te_lite.compat import alias", None),
+    ("te_lite.testing.memory", "import te_lite as te\nfrom te_lite.compat import alias", None),
 ]
 
 
@@ -123,7 +123,7 @@ def test_core_count_leaves_out_what_is_not_core() -> None:
         "ops/cast.py": '"""Not code."""\n\na\nb  # code\n# not code\n',
         "csrc/driver.h": "// not code\n\na\n",
         "compat/te.py": "a\n",
-        "testing/bench.py": "a\n",
+        "testing/memory.py": "a\n",
         "tune.py": "a\n",
     }
     assert layering.core_lines(sources) == 3

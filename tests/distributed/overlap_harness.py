@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import te_lite as te
+from benchmarks.bench import Candidate, clock_for, interleave
 from examples.gpt import mesh
-from te_lite.testing.bench import Candidate, clock_for, interleave
 from te_lite.testing.distributed import leave_ranks
 from te_lite.testing.numerics import Closeness, assert_bitwise_equal, measure
 from tests.distributed.run_modules import report, worst

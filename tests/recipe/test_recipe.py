@@ -83,11 +83,6 @@ def test_quantization_parameters_follow_the_kind_of_scale(cls, options, expected
             assert getattr(own, name) == (QParams(not expected, 1e-4) if name == given else QParams(expected, 0.0))
 
 
-def test_per_shard_scales_is_an_option_of_current_scaling():
-    assert Float8CurrentScaling().per_shard_scales is False
-    assert Float8CurrentScaling(per_shard_scales=True) != Float8CurrentScaling()
-
-
 def test_formats():
     assert (Format.E4M3.value.max_fwd, Format.E4M3.value.max_bwd) == (448, 448)
     assert (Format.E5M2.value.max_fwd, Format.E5M2.value.max_bwd) == (57344, 57344)

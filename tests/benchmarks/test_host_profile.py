@@ -10,7 +10,7 @@ import torch
 
 from te_lite.testing.distributed import launch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # A step of Python and of a long call into C, after another such call that does not belong to it.
 SAMPLED = """

@@ -24,7 +24,7 @@ from benchmarks.overlap_times import (
 )
 from te_lite.overlap.ring import cuts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = (collective, ring, fused)
 # tokens, k, n: large, short, narrow, ragged against every tile, and less than a tile a rank.
 SIZES = ((8192, 8192, 2560), (2048, 4096, 7168), (4096, 1024, 320), (1008, 584, 1000), (256, 512, 64))

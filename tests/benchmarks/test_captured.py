@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from te_lite.testing import bench
+from benchmarks import bench
 
 
 @pytest.mark.gpu

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gemms, kernels, modules, recipes, report, timeline
-from te_lite.testing import bench, results
+from benchmarks import bench, gemms, kernels, modules, recipes, report, result_files, timeline
 from te_lite.testing.distributed import launch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class FakeClock:
@@ -122,10 +121,10 @@ def test_rates():
 def test_result_file_has_every_field(tmp_path):
     path = tmp_path / "new" / "r.json"
     rows = [{"name": "a", "gpu_us": 1.23456, "wall_us": None, "samples": 3}]
-    returned = results.write_results(path, "r", rows, tree="abc", device="cpu", note="x")
+    returned = result_files.write_results(path, "r", rows, tree="abc", device="cpu", note="x")
     content = json.loads(path.read_text())
     assert content == returned
-    assert set(results.RESULT_FIELDS) <= set(content)
+    assert set(result_files.RESULT_FIELDS) <= set(content)
     assert content["tree"] == "abc" and content["note"] == "x" and content["device"] == "cpu"
     assert content["torch"] == torch.__version__
     assert content["rows"] == [{"name": "a", "gpu_us": 1.235, "wall_us": None, "samples": 3}]
@@ -151,9 +150,9 @@ def test_tree_hash_is_gits(tmp_path):
     (tmp_path / "__pycache__" / "b.pyc").write_text("built")
     (tmp_path / "_C.so").write_text("built")
     (tmp_path / "empty").mkdir()
-    assert results.tree_hash(tmp_path) == expected
+    assert result_files.tree_hash(tmp_path) == expected
     (tmp_path / "b.py").write_text("x = 2\n")
-    assert results.tree_hash(tmp_path) != expected
+    assert result_files.tree_hash(tmp_path) != expected
 
 
 def test_shapes_match_the_published_times():

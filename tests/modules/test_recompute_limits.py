@@ -1,4 +1,4 @@
-"""As tests/test_recompute.py: calls that no graph holds, autocasts around backward, copies, recipes with state."""
+"""As test_recompute.py: calls that no graph holds, autocasts around backward, copies, recipes with state."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ import torch
 import te_lite as te
 from te_lite.quantize import per_tensor
 from tests.harness import delayed_state, under
-from tests.test_recompute import (
+from tests.modules.test_recompute import (
     HOW,
     KINDS,
     OFF,

@@ -11,7 +11,7 @@ import torch
 from te_lite import _C, doctor
 from te_lite.doctor import BROKEN, NOTE, OK, Finding
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=150 << 30, multi_processor_count=132)
 WITH_GPU = {"available": True, "reason": "", "driver_version": 13000, "devices": 1}
 WITHOUT = {"available": False, "reason": "libcuda.so.1 cannot be opened", "driver_version": 0, "devices": 0}

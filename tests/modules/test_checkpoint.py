@@ -180,7 +180,7 @@ def test_autocast_inside_the_checkpointed_function(how, recipe):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_torch_checkpoint_without_context_fn_raises(use_reentrant):
-    """It does not carry delayed scaling's scales: an error that names the remedy. tests/test_recompute.py has recipes
+    """It does not carry delayed scaling's scales: an error that names the remedy. test_recompute.py has recipes
     without state."""
     block = Block("cpu")
     x = leaf(reference.make_tokens(16, 32, dtype=torch.bfloat16))

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import commands as run_commands
-from benchmarks import gpu_check, report
-from te_lite.testing import results
+from benchmarks import gpu_check, report, result_files
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def fake_results(folder, device="NVIDIA H200"):
@@ -23,7 +22,7 @@ def fake_results(folder, device="NVIDIA H200"):
         | {"wall_us": 310.0, "kept_mib": -0.0001, "tflops": 400.0, "samples": 20, "exposed": 0, "error": None}
         for c, r, us in keys
     ]
-    content = results.write_results(
+    content = result_files.write_results(
         folder / "modules.json", "modules", rows, tree="f" * 40, device="cpu", shapes=[shape]
     )
     content["device"] = device
@@ -45,7 +44,7 @@ def test_report_renders_between_markers(tmp_path):
 
 
 def write_fake(folder, name, rows, **extra):
-    content = results.write_results(folder / f"{name}.json", name, rows, tree="f" * 40, device="cpu", **extra)
+    content = result_files.write_results(folder / f"{name}.json", name, rows, tree="f" * 40, device="cpu", **extra)
     content["device"] = "NVIDIA H200"
     (folder / f"{name}.json").write_text(json.dumps(content))
 
@@ -99,7 +98,7 @@ def test_gpu_check_counts_tests_and_fails_when_one_fails(tmp_path):
     common = ["--stages", "tests", "demo", "--device", "cpu", "--out", str(tmp_path), "--tree-hash", "t"]
     assert gpu_check.main([*common, "--pytest-args", str(file)]) == 1
     content = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert set(results.RESULT_FIELDS) <= set(content)
+    assert set(result_files.RESULT_FIELDS) <= set(content)
     counts = content["tests"]
     assert (counts["passed"], counts["failed"], counts["skipped"], counts["errors"]) == (1, 1, 1, 0)
     assert len(counts["failures"]) == 1 and counts["failures"][0].endswith("test_b")
