@@ -20,8 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # an installed te_lite is not needed
+
+from te_lite.testing.distributed import launch  # noqa: E402
+
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 MARK = "-- end of a block --"
+ON_CPU = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
@@ -47,22 +52,14 @@ def blocks(page: str) -> Iterator[Block]:
             yield Block("command", code, None, output)
 
 
-def run(command: list[str], folder: Path, **variables: str) -> str:
-    """What it prints, without what torchrun says to stderr."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{command} ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def run_command(line: str, folder: Path) -> str:
-    """`line` with this interpreter's torchrun. Variables may stand in front, as in a shell."""
+    """What rank 0 prints under `line`, a torchrun command. Variables may stand in front, as in a shell."""
     words = shlex.split(line)
-    variables = {}
+    env = dict(ON_CPU)
     while "=" in words[0]:
-        name, _, variables[name] = words.pop(0).partition("=")
-    assert words[0] == "torchrun", f"{line}: tutorials start torchrun only"
-    return run([sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]], folder, **variables)
+        name, _, env[name] = words.pop(0).partition("=")
+    assert words[:2] == ["torchrun", "--nproc-per-node"], f"{line}: tutorials start torchrun --nproc-per-node only"
+    return launch(folder / words[3], *words[4:], ranks=int(words[2]), env=env)
 
 
 def run_session(session: list[Block]) -> list[str]:
@@ -70,7 +67,10 @@ def run_session(session: list[Block]) -> list[str]:
     program = "".join(f"{block.code}\nprint({MARK!r}, flush=True)\n" for block in session)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "session.py").write_text(program)
-        return run([sys.executable, "session.py"], Path(folder)).split(f"{MARK}\n")[:-1]
+        command = [sys.executable, "session.py"]
+        done = subprocess.run(command, cwd=folder, env=os.environ | ON_CPU, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"the program ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout.split(f"{MARK}\n")[:-1]
 
 
 def outputs(page: str) -> list[tuple[range, str]]:
