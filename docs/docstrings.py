@@ -4,7 +4,8 @@ import re
 
 import griffe
 
-ARGUMENT = re.compile(r"^(?=[a-z_][\w.]*(?:, [a-z_][\w.]*)*: )", re.MULTILINE)
+# Only behind the end of a sentence: elsewhere a word before a colon is prose.
+ARGUMENT = re.compile(r"(?:\A|(?<=[.;:]\n))(?=[a-z_][\w.]*(?:, [a-z_][\w.]*)*: )")
 
 
 class Arguments(griffe.Extension):

@@ -1,10 +1,12 @@
 """Pages link to what exists, and the site's navigation names every page. `make docs` checks anchors too."""
 
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
+import te_lite
 from tests.docs.tutorials import ROOT
 
 DOCS = ROOT / "docs"
@@ -39,3 +41,10 @@ def test_sources_name_documents_that_exist() -> None:
     named = {(path, name) for path, text in texts.items() for name in re.findall(r"\bdocs/[\w/-]+\.md\b", text)}
     missing = [f"{path.relative_to(ROOT)}: {name}" for path, name in named if not (ROOT / name).exists()]
     assert len(named) > 10 and not missing, missing
+
+
+def test_the_reference_names_what_exists() -> None:
+    names = [name for page in DOCS.rglob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    public = {f"te_lite.{name}" for name in te_lite.__all__ if name != "recipe"}
+    assert len(names) > 40 and all(pkgutil.resolve_name(name) is not None for name in names)
+    assert public <= set(names), f"no page of docs/reference/api has {sorted(public - set(names))}"
