@@ -1,4 +1,4 @@
-# make setup | test | sanitize | demo | demo-mpi | gpu-check | bench | lint | clean          (docs/install.md)
+# make setup | test | sanitize | demo | demo-mpi | docs | gpu-check | bench | lint | clean   (docs/how-to/install.md)
 #
 # By default everything runs in VENV, which is created and filled when it is missing or stale. With PYTHON=...
 # on the command line that interpreter is used as it is (a GPU machine that has its own torch): nothing but
@@ -38,7 +38,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR) $(PYTHON))
 STALE := always
 endif
 
-.PHONY: setup test sanitize lint demo demo-mpi gpu-check bench clean always
+.PHONY: setup test sanitize lint demo demo-mpi docs gpu-check bench clean always
 
 setup: $(STAMP)
 
@@ -75,6 +75,13 @@ demo: $(STAMP)
 demo-mpi: $(STAMP)
 	@$(ENOUGH_GPUS) || export CUDA_VISIBLE_DEVICES=; \
 	$(MPIRUN) -n $(RANKS) --allow-run-as-root --oversubscribe $(PYTHON) examples/train_gpt.py $(DEMO_ARGS)
+
+# What builds the site is installed when it is first wanted. A broken link ends the build.
+docs: $(STAMP)
+	@$(PYTHON) -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \
+	$(PYTHON) -m pip install $(QUIET) -c constraints.txt -e '.[docs]'
+	@PATH="$(dir $(abspath $(PYTHON))):$$PATH" NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
+	@echo 'the site is out/site/index.html; its search wants a server: $(PYTHON) -m http.server -d out/site'
 
 gpu-check: $(STAMP)
 	$(PYTHON) benchmarks/gpu_check.py --tree-hash $(or $(TREE),$(error TREE is empty: outside a git \

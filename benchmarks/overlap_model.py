@@ -6,7 +6,7 @@
 Printed: predicted and measured time of each row of overlap_gemms.json and overlap_gemms_tp2.json, where there is one;
 the errors; the reduce-scatters that overlap_played.py plays; for a layer's forward over TP size, hidden size and place,
 Collective's time over that of the best overlapped schedules, and up to which hidden size they gain nothing. All but the
-first as in docs/overlap.md.
+first as in docs/notebook/overlap-model.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read(paths: Iterable[Path]) -> list[dict]:
 
 def on_one_host(tp: int) -> Machine:
     """NCCL's share of the links between two GPUs is fitted to the rows of tp 2. These are of a newer tree than those of
-    tp 4: its wait kernels poll early and take 1.2 to 1.6 us (docs/performance.md, What was tried)."""
+    tp 4: its wait kernels poll early and take 1.2 to 1.6 us (docs/notebook/schedules.md, What was tried)."""
     return replace(Machine(), nccl_share=0.66, wait=1.4) if tp == 2 else Machine()
 
 

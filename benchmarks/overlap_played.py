@@ -36,7 +36,7 @@ from te_lite.ops.narrow import BLOCK, E4M3
 
 WRITTEN_FOR = 4  # ranks that SHAPES are written for
 # Of relative_error. bf16: R - 1 partials of a norm s and their sum, s sqrt(R), are each rounded by 2^-9 at most, which
-# is 2^-9 ((R-1) / sqrt(R) + 1) of the sum: 0.007 at 8 ranks. fp8: 0.025 is expected there (docs/numerics.md, Partial
+# is 2^-9 ((R-1) / sqrt(R) + 1) of the sum: 0.007 at 8 ranks. fp8: 0.025 is expected (numerics.md, Partial
 # sums on a narrower wire), and the mean of so many values hardly strays.
 MOST_ERROR = {"fused": 2.0**-7, "fused narrow": 2.0**-5}
 SCATTERS = tuple(shape for shape in SHAPES if shape.op == "RS")

@@ -1,4 +1,4 @@
-"""How long all-gather + GEMM and GEMM + reduce-scatter take by each schedule, as a model (docs/overlap.md).
+"""How long all-gather + GEMM and GEMM + reduce-scatter take by each schedule: docs/notebook/overlap-model.md.
 
     collective    | NCCL | GEMM |                   or    | GEMM | NCCL |
     ring          | own | rank+1 | rank+2 | ...          | to rank+1 | to rank+2 | ... | own | sum |
@@ -41,8 +41,8 @@ class Machine:
     start: float = 10.0  # fitted: from the main stream to the copy stream
     transfer: float = 6.5  # a push and its flag, what cutting three of them in two costs
     stores: float = 0.82  # of bandwidth, by multiprocessors in place of copy engines: fitted to fused RS proj 70b fp8
-    flag: float = 5.0  # from a tile's last byte to its block's flag: a write across the links (docs/performance.md)
-    wait: float = 3.0  # a kernel that waits for flags (docs/performance.md)
+    flag: float = 5.0  # from a tile's last byte to its block's flag: across the links (docs/notebook/schedules.md)
+    wait: float = 3.0  # a kernel that waits for flags (docs/notebook/schedules.md)
     nccl_share: float = 0.81  # fitted at tp 4: of bandwidth
     nccl: float = 27.0  # fitted at tp 4, and taken the same at every tp
     memory: float = 4270.0  # a plain copy, and

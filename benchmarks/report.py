@@ -1,4 +1,4 @@
-"""Render the tables of README.md, docs/performance.md and docs/recipes.md from the committed results.
+"""Render the tables of README.md and of two pages of docs/ (DOCUMENTS) from the committed results.
 
     python benchmarks/report.py              # rewrite what lies between the markers
     python benchmarks/report.py --check      # status 1 when a document does not match the results
@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PUBLISHED = ROOT / "benchmarks" / "published.json"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "recipes.md")
+PAGES = ("README.md", "docs/background/performance.md", "docs/how-to/choose-a-recipe.md")
+DOCUMENTS = tuple(ROOT / page for page in PAGES)
 MARKED = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results:\2 -->)", re.DOTALL)
 
 Key = tuple[str, str, str]  # shape, module, recipe

@@ -1,6 +1,6 @@
 """A quantizer of one's own: E4M3 with one scale a tensor, rounded at random so that errors cancel over many roundings.
 
-docs/custom-quantizers.md walks through this file.
+docs/how-to/write-a-quantizer.md walks through this file.
 """
 
 from dataclasses import dataclass

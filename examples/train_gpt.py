@@ -4,7 +4,7 @@
     mpirun -n 2 python examples/train_gpt.py --tp 2 --sequence-parallel --recipe current
     python examples/train_gpt.py --recipe bf16 --steps 50
 
-docs/demo.md explains the options and what the summary says.
+docs/how-to/run-the-demo.md explains the options and what the summary says.
 """
 
 import faulthandler

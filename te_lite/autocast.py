@@ -182,7 +182,7 @@ def quantized_model_init(
 
     recipe: gives the weights' format (default DelayedScaling()); use the modules under an autocast with a recipe of
     that format. preserve_high_precision_init_val: param.get_high_precision_init_val() is the initial value on the CPU,
-    for master weights, until param.clear_high_precision_init_val(). See docs/quantized-tensors.md.
+    for master weights, until param.clear_high_precision_init_val(). See docs/how-to/quantized-parameters.md.
 
     Raises ValueError for recipes whose GEMMs do not read a weight through one quantizer, TypeError for what is no bool.
     """

@@ -198,7 +198,7 @@ class RowwiseScaling(Recipe):
 
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
-    """Quantizers of your own (docs/custom-quantizers.md).
+    """Quantizers of your own (docs/how-to/write-a-quantizer.md).
 
     qfactory(role) -> Quantizer, or None for high precision; asked once for each operand of each GEMM when a module
     builds its plan. role: te_lite.quantize.custom.Role. Recipes are equal when their qfactory is: define it once, not
@@ -224,7 +224,7 @@ class CustomRecipe(Recipe):
             )
 
 
-# A recipe, or "module:class" of one that stands elsewhere (docs/custom-quantizers.md), imported when it is asked for.
+# A recipe, or "module:class" of one that stands elsewhere, imported when asked for (docs/how-to/write-a-quantizer.md).
 _BY_NAME: dict[str, Recipe | str] = {
     "bf16": HighPrecision(),
     "delayed": DelayedScaling(),

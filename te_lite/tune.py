@@ -1,4 +1,4 @@
-"""`te_lite tune`: measures ahead of a run what "auto" would measure at its first use (docs/overlap.md).
+"""`te_lite tune`: measures ahead of a run what "auto" measures at its first use (docs/how-to/overlap-methods.md).
 
     torchrun --nproc-per-node 4 --no-python te_lite tune --hidden 8192 --ffn 28672 --tokens 8192
     torchrun --nproc-per-node 4 -m te_lite.tune --hidden 4096 --ffn 14336 --tokens 8192 2048 --recipes bf16 delayed

@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md about who may import whom, as functions over source text.
+"""The rules of docs/background/architecture.md about who may import whom, as functions over source text.
 
 They take text, not files, so that tests/test_layering.py can show that each of them finds what it is for.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 MAX_FILE_LINES = 350
 # Of code: docstrings, comments and blank lines are not counted; compat/, diagnostics/, testing/, doctor.py and tune.py
-# stand apart. The goal is 10,000; docs/architecture.md says what the rest is.
+# stand apart. The goal is 10,000; docs/notebook/design-decisions.md says what the rest is.
 MAX_CORE_LINES = 10_294
 
 # A module may import what stands on its own level or below. The first part of the name after te_lite decides.
@@ -94,7 +94,7 @@ def _called_name(node: ast.Call) -> str:
 def import_violations(module: str, source: str, is_package: bool = False) -> list[str]:
     here = stratum(module)
     if here not in LEVELS:
-        return [f"{module}: te_lite/{here} is on no level; add it to tests/layering.py, docs/architecture.md"]
+        return [f"{module}: te_lite/{here} is on no level; add it to tests/layering.py, docs/reference/source-files.md"]
     found = []
     for line, target in imports(module, source, is_package):
         there = stratum(target)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 import te_lite as te
@@ -83,7 +84,7 @@ class Block(nn.Module):
         gather = {"ub_overlap_ag": True} if config.overlap else {}
         bulk = {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True} if config.overlap else {}
         scatter = {"ub_overlap_rs": True} if config.overlap else {}
-        self.local_heads, self.head_size = config.heads // mesh.tp_size, config.hidden // config.heads
+        self.local_heads = config.heads // mesh.tp_size
         self.qkv = te.LayerNormLinear(
             config.hidden,
             3 * config.hidden,
@@ -111,12 +112,9 @@ class Block(nn.Module):
 
     def attention(self, x: Tensor, rotary: Tensor) -> Tensor:
         """x + attention(rms_norm(x)); the norm is qkv's."""
-        qkv = self.qkv(x)
-        seq, batch = qkv.shape[0], qkv.shape[1]
-        # [S, B, A/R, 3, D] -> three of [B, A/R, S, D]
-        q, k, v = qkv.view(seq, batch, self.local_heads, 3, self.head_size).permute(3, 1, 2, 0, 4).unbind(0)
+        q, k, v = rearrange(self.qkv(x), "s b (heads three d) -> three b heads s d", heads=self.local_heads, three=3)
         a = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, is_causal=True)
-        a = a.permute(2, 0, 1, 3).reshape(seq, batch, self.local_heads * self.head_size)
+        a = rearrange(a, "b heads s d -> s b (heads d)")
         return self.proj(a, residual=x)  # x is added in the pass that sums the ranks' partial results
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:

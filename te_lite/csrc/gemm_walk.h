@@ -12,7 +12,7 @@ constexpr int kStep = kBoxBytes >> !IS_BYTE(A_TYPE);  // elements of K in a stag
 constexpr u32 kABytes = kTileRows * kBoxBytes, kBBytes = COLUMNS * kBoxBytes, kStageBytes = kABytes + kBBytes;
 constexpr bool kForward = ACT && !GRAD;               // a tile has columns of both halves of h
 constexpr int kStages = COLUMNS == 128 ? 6 - GRAD : 4;
-constexpr int kSplitSteps = 4;  // with SPLIT, of a sum in the tensor cores; docs/numerics.md, Accumulation
+constexpr int kSplitSteps = 4;  // with SPLIT, of a sum in the tensor cores; docs/background/numerics.md, Accumulation
 constexpr u32 kSlotBytes = NARROW ? kTileRows * (BOX_COLUMNS(COLUMNS) + 4) : kABytes;  // a box of a slot
 constexpr int kTogether = NARROW ? 3 : kStageBytes / kSlotBytes;  // of them in a stage; more would spill more registers
 constexpr int kHalfRows = kTileRows / 2;              // of a warpgroup

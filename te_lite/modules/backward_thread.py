@@ -2,7 +2,7 @@
 
 torch runs the backward of CUDA nodes on a thread of its own, one a device. With one device in the process it gains
 nothing, and Python code that takes turns on two cores drags its objects from one cache to the other: a te_lite step
-whose kernels are small took 1.4 to 1.9 times as long as on one thread (docs/performance.md, host time).
+whose kernels are small took 1.4 to 1.9 times as long as on one thread (docs/notebook/host-time.md, host time).
 """
 
 from __future__ import annotations

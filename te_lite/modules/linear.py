@@ -142,7 +142,7 @@ class Linear(_OneLinear):
     save_original_input: keep x itself for backward instead of its quantized copy.
 
     Raises ValueError for sizes that tp_size does not divide and for a group of another size, RuntimeError for
-    ub_* flags before te.initialize_ub (docs/overlap.md).
+    ub_* flags before te.initialize_ub (docs/how-to/overlap.md).
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def initialize_ub(
     shape: [tokens of all ranks (sequence * batch), hidden], the largest of the run; calls that need more run without
     overlap. tp_group: its ranks (default: the world in blocks of tp_size neighbours); call once for each group.
     use_fp8, quantization_modes: as Transformer Engine's; one set of buffers serves every number format here.
-    dtype: the widest that travels. ub_cfgs: "fc1_fprop" -> {"method": ...}, see docs/overlap.md.
+    dtype: the widest that travels. ub_cfgs: "fc1_fprop" -> {"method": ...}, see docs/reference/overlap.md.
     bootstrap_backend: "gloo", "nccl" or "mpi" for the exchange of handles (default: torch.distributed as it is).
     strict: an overlap that is asked for and does not happen is an error instead of a line in overlap_report().
     cuda_graphs: slots of their own for calls captured in CUDA graphs; twice the memory.

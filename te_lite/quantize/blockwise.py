@@ -1,6 +1,6 @@
 """Blockwise scaling: E4M3 with a scale for 1 x 128 values of x and dy and for 128 x 128 of w.
 
-Scheme: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3; scales by docs/numerics.md.
+Scheme: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3; scales by docs/background/numerics.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """fp8 with one scale a tensor: delayed scaling (scales of earlier steps) and current scaling (the tensor's own).
 
-Formulas: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433); scales by docs/numerics.md.
+Formulas: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433); scales: docs/background/numerics.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, 
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
 from te_lite.watch import group_max
 
-LEAST_COLUMNS = 256  # tokens of a shard: rows of so many bytes are pushed at the links' rate (docs/performance.md)
+LEAST_COLUMNS = 256  # tokens of a shard: rows of so many bytes travel at the links' rate (docs/notebook/schedules.md)
 INPUTS_PER_GEMM = 3  # forward slots: input, weight, output (Transformer Engine's order)
 GRADS_PER_GEMM = 2  # backward slots: grad_output, grad_input
 

@@ -46,13 +46,13 @@ TILES_ONLY = replace(
 )
 QKV = Problem("AG", 4, 8192, 8192, 2560, "bf16")
 
-# By tp; docs/overlap.md states the errors. Those at tp 2 were set before anything was measured there.
+# By tp; docs/notebook/overlap-model.md states the errors. Those at tp 2 were set before anything was measured there.
 # The copies of fc1 small in fp8 took 49 to 52 us in five runs of the same code, so 0.04 would be a matter of luck.
 BOUNDS = {
     4: {"gemm": 0.05, "copies": 0.06, "collective": 0.06, "ring": 0.12, "fused": 0.08},
     2: {"gemm": 0.05, "copies": 0.08, "collective": 0.1, "ring": 0.12, "fused": 0.1},
 }
-# Rows that the model misses, as docs/overlap.md says: failures that are expected, under the same bounds.
+# Rows that the model misses, as docs/notebook/overlap-model.md says: failures that are expected, under the same bounds.
 MISSED = [
     (2, "ring", "AG fc1 small bf16"),
     (2, "ring", "AG fc1 small fp8"),
@@ -212,7 +212,7 @@ def test_error_of_partial_sums_in_fp8() -> None:
     assert len(pairs) == 8 and overlap_model.errors(pairs)[0] < 0.05 and overlap_model.errors(pairs)[1] < 0.1
 
 
-@pytest.mark.xfail(strict=True, reason="the model misses this row: docs/overlap.md, Not explained")
+@pytest.mark.xfail(strict=True, reason="the model misses this row: docs/notebook/overlap-model.md, Not explained")
 @pytest.mark.parametrize(("tp", "candidate", "row"), MISSED)
 def test_error_of_a_row_that_is_missed(tp: int, candidate: str, row: str) -> None:
     name = f"{row} tp {tp}"
@@ -239,12 +239,12 @@ def test_rows_of_several_files(tmp_path: Path) -> None:
 
 
 def test_document_has_these_numbers() -> None:
-    text = (ROOT / "docs" / "overlap.md").read_text()
+    text = (ROOT / "docs" / "notebook" / "overlap-model.md").read_text()
     found = overlap_model.compare(overlap_model.read(overlap_model.MEASURED))
     played = overlap_model.played_rows(overlap_model.read([overlap_model.RESULTS / "overlap_played.json"]))
     for row in (*overlap_model.error_rows(found), *played, *overlap_model.sweep(8192), *overlap_model.edges()):
         line = "| " + " | ".join(row) + " |"
-        assert line in text, f"docs/overlap.md lacks {line}; run benchmarks/overlap_model.py and bring its tables over"
+        assert line in text, f"overlap-model.md lacks {line}: bring over what benchmarks/overlap_model.py prints"
 
 
 def test_script(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -22,6 +22,6 @@ def test_plots_show_the_committed_rows(tmp_path):
 
 
 def test_documents_show_pictures_that_exist():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
     shown = [page.parent / path for page in pages for path in re.findall(r"!\[[^\]]*\]\((\S+?)\)", page.read_text())]
     assert len(shown) > 5 and not [path for path in shown if not path.exists()]

@@ -147,8 +147,8 @@ def test_sharded_linears_say_convert_first(each):
 
 
 def test_the_first_examples_print_what_the_page_says():
-    """Each block of code of docs/convert.md that prints, followed by its output."""
-    page = (DOCS / "convert.md").read_text()
+    """Each block of code of docs/how-to/convert-a-model.md that prints, followed by its output."""
+    page = (DOCS / "how-to" / "convert-a-model.md").read_text()
     examples = re.findall(r"```python\n([^`]*)```\n\n((?:    .*\n)+)", page)
     assert len(examples) >= 2
     scope = {}

@@ -225,7 +225,7 @@ def _gated(name: str, model: Model) -> bool:
 
 
 def as_dtensors(model: Model, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """The state of tensor-parallel modules as torch.distributed.checkpoint wants it: see docs/modules.md."""
+    """A tensor-parallel model's state for torch.distributed.checkpoint: see docs/how-to/shard-with-fsdp.md."""
     state, parameters = model.state_dict(), dict(model.named_parameters())
     for name, value in state.items():
         dim = getattr(parameters.get(name), "partition_dim", -1)

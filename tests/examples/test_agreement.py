@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from einops import rearrange
 
 from examples.gpt import data, loop, mesh, optimizer, options
 from te_lite.testing.distributed import launch
@@ -26,11 +27,12 @@ def reorder(model: torch.nn.Module, seed: int) -> None:
     for block in model.blocks:
         heads = torch.randperm(config.heads, generator=generator)
         ffn = torch.randperm(config.ffn, generator=generator)
-        qkv = block.qkv.weight.view(config.heads, -1, config.hidden)
+        # views of the weights, so that a copy into them changes the model
+        qkv = rearrange(block.qkv.weight, "(heads qkv_d) hidden -> heads qkv_d hidden", heads=config.heads)
         qkv.copy_(qkv[heads])
-        proj = block.proj.weight.view(config.hidden, config.heads, -1)
+        proj = rearrange(block.proj.weight, "hidden (heads d) -> hidden heads d", heads=config.heads)
         proj.copy_(proj[:, heads])
-        fc1 = block.mlp.fc1_weight.view(2, config.ffn, config.hidden)
+        fc1 = rearrange(block.mlp.fc1_weight, "(gate_up ffn) hidden -> gate_up ffn hidden", gate_up=2)
         fc1.copy_(fc1[:, ffn])
         block.mlp.fc2_weight.copy_(block.mlp.fc2_weight[:, ffn])
 

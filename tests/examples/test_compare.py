@@ -120,11 +120,11 @@ def test_the_committed_comparison_is_of_every_recipe_and_within_the_bound() -> N
 
 def test_the_demos_page_says_what_the_comparison_says() -> None:
     result = json.loads((REPOSITORY / "docs" / "img" / "recipes.json").read_text())
-    text = (REPOSITORY / "docs" / "demo.md").read_text()
+    text = (REPOSITORY / "docs" / "how-to" / "run-the-demo.md").read_text()
     for row in result["runs"]:
         numbers = (row[key] for key in ("train_loss", "held_out_loss", "train_ratio", "held_out_ratio"))
         line = f"| {row['recipe']} | {row['tp']} | " + " | ".join(f"{number:.4f}" for number in numbers) + " |"
-        assert line in text, f"docs/demo.md lacks {line}"
+        assert line in text, f"docs/how-to/run-the-demo.md lacks {line}"
     flat = " ".join(text.split())
     assert f"{100 * result['worst']:.1f}%, the bound {100 * BOUND:.0f}%" in flat
     assert f"held-out text is {result['unigram_entropy']:.4f}" in flat

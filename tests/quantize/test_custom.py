@@ -1,4 +1,4 @@
-"""Quantizers of the user's own: the worked example of docs/custom-quantizers.md, and an int8 format."""
+"""Quantizers of the user's own: the worked example of docs/how-to/write-a-quantizer.md, and an int8 format."""
 
 import ast
 import math
@@ -21,7 +21,7 @@ from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import CustomRecipe
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "custom-quantizers.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "write-a-quantizer.md").read_text()
 FILE = (ROOT / "examples" / "stochastic_rounding.py").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 LINE = next(block for block in BLOCKS if block.startswith("    "))  # the one line of te_lite/recipe.py's table

@@ -1,0 +1,50 @@
+"""The tutorials run as they stand, and print what they show."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.tutorials import ROOT, blocks, outputs, run_session
+
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?|-?\d+e[+-]\d+")
+
+
+def same(shown: str, printed: str) -> bool:
+    """Word by word; numbers with a point may differ as they do between CPUs, which training amplifies."""
+    words = list(zip(re.findall(r"\S+", shown), re.findall(r"\S+", printed), strict=False))
+    if len(shown.split()) != len(printed.split()):
+        return False
+    for a, b in words:
+        if NUMBER.sub("#", a) != NUMBER.sub("#", b):
+            return False
+        pairs = zip(map(float, NUMBER.findall(a)), map(float, NUMBER.findall(b)), strict=True)
+        if not all(math.isclose(x, y, rel_tol=0.5, abs_tol=0.05) for x, y in pairs):
+            return False
+    return True
+
+
+def test_what_counts_as_the_same() -> None:
+    assert same("loss 0.199 ring", "loss  0.21 ring") and same("a 1.5e+08\n", "a 1.6e+08")
+    assert not same("loss 0.199", "loss 0.9") and not same("ring 0.1", "bulk 0.1") and not same("3 steps", "4 steps")
+    assert not same("a b", "a")
+
+
+def test_the_program_of_the_readme_runs() -> None:
+    page = (ROOT / "README.md").read_text()
+    (program,) = (block for block in blocks(page) if block.kind == "session")
+    assert "fc2_wgrad" in run_session([program])[0]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_tutorial(path: Path) -> None:
+    page = path.read_text()
+    assert any(block.output is not None for block in blocks(page))
+    for place, printed in outputs(page):
+        shown = page[place.start : place.stop]
+        assert same(shown, printed), (
+            f"{path.name} shows\n{shown}\nand its program prints\n{printed}\n"
+            f"If the program is right, run: python tests/docs/tutorials.py {path.relative_to(ROOT)}"
+        )
