@@ -57,10 +57,8 @@ def _method(name: str, options: Mapping[str, Any]) -> str:
         raise TypeError(f"ub_cfgs[{name!r}]={brief(options)}: must be a dict of options, such as {{'method': 'auto'}}")
     for option in options:
         if option not in OPTIONS:
-            raise ValueError(
-                f"ub_cfgs[{name!r}] has the option {option!r}: must be one of {OPTIONS}; "
-                + remedy("option", option, OPTIONS)
-            )
+            near = remedy("option", option, OPTIONS)
+            raise ValueError(f"ub_cfgs[{name!r}] has the option {option!r}: must be one of {OPTIONS}; {near}")
     method = options.get("method", DEFAULTS[name])
     if method not in METHODS:
         near = remedy("method", method, METHODS)
@@ -109,10 +107,8 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
         found = dict(DEFAULTS)
         for name, options in config.items():
             if name not in DEFAULTS:
-                raise ValueError(
-                    f"ub_cfgs names the layer {name!r}: must be one of {tuple(DEFAULTS)}; "
-                    + remedy("layer", name, DEFAULTS)
-                )
+                near = remedy("layer", name, DEFAULTS)
+                raise ValueError(f"ub_cfgs names the layer {name!r}: must be one of {tuple(DEFAULTS)}; {near}")
             found[name] = _method(name, options)
             ignored += [f"{name}.{option}" for option in options if option in IGNORED]
         found_narrow = {name for name, options in config.items() if options.get("fp8_buf")}
