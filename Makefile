@@ -29,7 +29,7 @@ PYTHON := $(VENV)/bin/python
 MPIRUN ?= $(VENV)/bin/mpirun
 STAMP := $(VENV)/te_lite-installed
 INSTALL = { test -x $(PYTHON) || $(BASE_PYTHON) -m venv $(VENV); } && \
-	$(PYTHON) -m pip install $(QUIET) -c constraints.txt -e '.[test,demo,mpi]'
+	$(PYTHON) -m pip install $(QUIET) -c constraints.txt -e '.[test,lint,demo,mpi]'
 endif
 
 # The stamp says which checkout was installed for which interpreter: an environment shared by two checkouts
@@ -47,8 +47,14 @@ $(STAMP): setup.py pyproject.toml constraints.txt $(wildcard te_lite/csrc/*) $(S
 	@$(INSTALL)
 	@mkdir -p $(@D) && echo '$(CURDIR) $(PYTHON)' > $@
 
+# The hooks of .pre-commit-config.yaml call ruff, clang-format and mypy by name: those beside PYTHON come first.
 lint: $(STAMP)
-	$(PYTHON) -m ruff check .
+	@PATH="$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH"; export PATH; \
+	if git rev-parse --git-dir > /dev/null 2>&1; then \
+		PRE_COMMIT_HOME=$(CURDIR)/build/pre-commit $(PYTHON) -m pre_commit run --all-files; \
+	else \
+		echo 'make lint: pre-commit needs a git checkout; without it clang-format is left out'; ruff check . && mypy; \
+	fi
 
 # One pytest call, so one summary, also after a lint failure. Of the TEST_WORKERS processes
 # one alone runs tests/distributed (tests/conftest.py): ranks never run beside other ranks.
@@ -91,5 +97,5 @@ bench: $(STAMP)
 	$(PYTHON) benchmarks/modules.py $(BENCH_ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info te_lite/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info te_lite/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -194,7 +194,5 @@ class GemmPlan:
         self, library: Cublaslt, m: int, n: int, k: int, a_type: int, b_type: int, out_type: int, a_scale: int,
         b_scale: int, bias: bool, fast: bool, accumulate: bool, alignment: int, most_workspace: int,
     ) -> None: ...  # fmt: skip
-    def run(
-        self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, stream: int
-    ) -> None:
+    def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, stream: int) -> None:
         """Addresses, and a stream handle. Any thread may call it. RuntimeError where cublasLt refuses."""

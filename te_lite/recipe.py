@@ -67,13 +67,16 @@ class DelayedScaling(Recipe):
             )
 
 
+_OPEN: Any = None  # for fields that _check settles: nobody reads None there
+
+
 @dataclass(frozen=True)
 class _PerOperand(Recipe):
     """A recipe that may scale each operand in its own way."""
 
-    fp8_quant_fwd_inp: QParams | None = field(default=None, kw_only=True)
-    fp8_quant_fwd_weight: QParams | None = field(default=None, kw_only=True)
-    fp8_quant_bwd_grad: QParams | None = field(default=None, kw_only=True)
+    fp8_quant_fwd_inp: QParams = field(default=_OPEN, kw_only=True)
+    fp8_quant_fwd_weight: QParams = field(default=_OPEN, kw_only=True)
+    fp8_quant_bwd_grad: QParams = field(default=_OPEN, kw_only=True)
 
     def _fill_in(self, powers_of_2: bool) -> None:
         usual = QParams(power_2_scale=powers_of_2)

@@ -66,7 +66,9 @@ class MMParams:
     """How one GEMM accumulates: split (promoted to fp32 as it goes) or fast."""
 
     use_split_accumulator: bool = True
-    __post_init__ = _check_types
+
+    def __post_init__(self) -> None:
+        _check_types(self)
 
 
 @dataclass(frozen=True)

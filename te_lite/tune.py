@@ -34,10 +34,10 @@ def layer(args: argparse.Namespace, device: torch.device) -> list[tuple[nn.Modul
     ranks = dist.get_world_size()
     common: dict[str, Any] = {"bias": args.bias, "params_dtype": torch.bfloat16, "device": device, "tp_size": ranks}
     common |= {"tp_group": dist.group.WORLD, "sequence_parallel": True, **FLAGS}
-    hidden, norm = args.hidden, {"normalization": "RMSNorm"}
-    qkv = te.LayerNormLinear(hidden, args.qkv or 3 * hidden, parallel_mode="column", ub_name="qkv", **norm, **common)
+    hidden, normed = args.hidden, common | {"normalization": "RMSNorm"}
+    qkv = te.LayerNormLinear(hidden, args.qkv or 3 * hidden, parallel_mode="column", ub_name="qkv", **normed)
     proj = te.Linear(hidden, hidden, parallel_mode="row", ub_name="proj", **common)
-    mlp = te.LayerNormMLP(hidden, args.ffn, set_parallel_mode=True, activation=args.activation, **norm, **common)
+    mlp = te.LayerNormMLP(hidden, args.ffn, set_parallel_mode=True, activation=args.activation, **normed)
     return [(qkv, hidden), (proj, hidden // ranks), (mlp, hidden)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +200,14 @@ def check(
         got = step(module, x, dy, recipe)
         truth, low = oracle.step(x, dy)
         compare(f"{spec} {recipe} step {i}", got, truth, low)
+
+
+def through_a_file(state: Any) -> Any:
+    """`state` as torch.load reads it with weights_only=True from what torch.save wrote."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def delayed_state(module: torch.nn.Module) -> dict[str, Tensor]:

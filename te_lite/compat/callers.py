@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from te_lite.arguments import flag
 from te_lite.ops.cast import FP8_MAX, amax
 from te_lite.ops.source import Source
 from te_lite.quantize.params import operands_of
-from te_lite.quantize.per_tensor import FORMATS, Current, per_tensor_cast
+from te_lite.quantize.per_tensor import FORMATS, Current, PerTensorFormat, per_tensor_cast
 from te_lite.quantize.quantizer import Quantized, Quantizer
 from te_lite.quantize.tensor import QuantizedTensor, SameToAutograd, quantized, source_of
 from te_lite.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams
@@ -25,9 +25,10 @@ from te_lite.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams
 class Given(Quantizer):
     """scale as given; the amax of v is recorded in `amax`, as a maximum."""
 
+    format: PerTensorFormat
     fused: bool = True
-    scale: Tensor | None = None
-    amax: Tensor | None = None
+    scale: Tensor = field(kw_only=True)
+    amax: Tensor = field(kw_only=True)
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         if self.scale.device != source.device or self.amax.device != source.device:

@@ -34,10 +34,11 @@ class ConvertedLinear(Linear, nn.Linear):
 
     _default: State
 
-    reset_parameters = nn.Linear.reset_parameters
+    # What nn.Linear has, and in its form: without defer_init and is_first_microbatch.
+    reset_parameters = nn.Linear.reset_parameters  # type: ignore[assignment]
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state  # no key in checkpoints
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         """x [..., in_features] -> y [..., out_features]."""
         return Linear.forward(self, input)
 
@@ -179,7 +180,7 @@ def _convert(linear: nn.Linear, name: str, recipe: Recipe) -> None:
     made._specs = {}  # no attributes of ours on its parameters
     for key, value in vars(made).items():
         vars(linear).setdefault(key, value)
-    linear._default = State(True, recipe, None, Pass())
+    vars(linear)["_default"] = State(True, recipe, None, Pass())
     linear.__class__ = ConvertedLinear
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from te_lite import arguments, recipe
 from te_lite.autocast import autocast
@@ -18,7 +18,8 @@ from te_lite.modules.layernorm_mlp import LayerNormMLP
 from te_lite.modules.linear import Linear
 from te_lite.modules.norm import _Norm
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OWN = "te_lite.recipe", "te_lite.recipe_base"
 _RECIPES = {name: value for name, value in vars(recipe).items() if getattr(value, "__module__", "") in _OWN}
@@ -68,16 +69,16 @@ def missing(module: str, known: Iterable[str]) -> Callable[[str], Any]:
     return __getattr__
 
 
-def named(function: F) -> F:
+def named(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, which answers a keyword that it does not have with the nearest one that it has."""
 
     @functools.wraps(function)
-    def answering(*args: Any, **kwargs: Any) -> Any:
+    def answering(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
             parameters = inspect.signature(function).parameters.values()
-            known = [one.name for one in parameters if one.name != "self" and one.kind is not one.VAR_KEYWORD]
+            known = [one.name for one in parameters if one.name != "self"]
             unknown = [name for name in kwargs if name not in known]
             if not unknown:
                 raise
@@ -88,7 +89,8 @@ def named(function: F) -> F:
     return answering
 
 
-recipe.__getattr__ = missing("te_lite.recipe", _RECIPES)
-for _class in (*_RECIPES.values(), autocast, Linear, LayerNormLinear, LayerNormMLP, _Norm):
-    if isinstance(_class, type) and "__init__" in vars(_class):
+vars(recipe)["__getattr__"] = missing("te_lite.recipe", _RECIPES)
+_classes: tuple[Any, ...] = (*_RECIPES.values(), autocast, Linear, LayerNormLinear, LayerNormMLP, _Norm)
+for _class in _classes:
+    if "__init__" in vars(_class):
         _class.__init__ = named(_class.__init__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -16,7 +15,7 @@ from te_lite.modules.scale_state import NO_STATE
 from te_lite.modules.weights import SpecModule
 
 # What Transformer Engine's versions wrote for no state, as bytes; before 2.0 it was torch.save's file of None.
-_NOTHING = (b"", *(pickle.dumps(value, protocol) for value in (None, {}) for protocol in range(6)))
+_NOTHING = (b"", *(pickle.dumps(value, protocol) for value in (None, dict[str, Any]()) for protocol in range(6)))
 
 
 def _is_no_state(state: Any) -> bool:
@@ -38,7 +37,7 @@ def _drop(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_meta
     state_dict.pop(f"{prefix}_extra_state", None)
 
 
-def plain_state_dict(module: nn.Module, *, prefix: str = "", keep_vars: bool = False) -> OrderedDict[str, Any]:
+def plain_state_dict(module: nn.Module, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
     """module.state_dict(prefix=prefix, keep_vars=keep_vars) without the `_extra_state` of the te_lite modules in it.
 
     It loads strictly into the same model of nn.Linear, nn.LayerNorm and nn.RMSNorm. The tensors are the module's own,

@@ -61,7 +61,7 @@ class Control {
   void break_group(const std::string& message);  // the first reason stays
   bool is_broken() const { return own_.broken.load(std::memory_order_acquire) != 0; }
   std::optional<std::string> broken() const;
-  void check() const;  // throws GroupBroken
+  void check() const;                  // throws GroupBroken
   bool told() const { return told_; }  // whether check() has thrown
   // A word that becomes 1 when the group breaks, for those that look at nothing else; null: no more.
   void set_abort_word(uint32_t* word);

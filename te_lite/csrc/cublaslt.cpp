@@ -46,8 +46,8 @@ static_assert(sizeof(Heuristic) == 96, "cublasLt's ABI");
      Heuristic* results, int* count)) \
   X(cublasLtMatmul, Status, \
     (void* handle, void* operation, const void* alpha, const void* a, void* a_layout, const void* b, void* b_layout, \
-     const void* beta, const void* c, void* c_layout, void* d, void* d_layout, const void* algorithm, \
-     void* workspace, size_t bytes, void* stream))
+     const void* beta, const void* c, void* c_layout, void* d, void* d_layout, const void* algorithm, void* workspace, \
+     size_t bytes, void* stream))
 
 // The library with a handle for the device that is current.
 struct Cublaslt {

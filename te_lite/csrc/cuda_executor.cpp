@@ -228,16 +228,16 @@ class CudaExecutor final : public Executor {
 
   const PrimaryContext context_;
   std::atomic<bool> stop_{false};  // the watcher
-  void* streams_[2];       // the main one is that of the segment that is issued
-  void* event_ = nullptr;  // one is enough: a stream that waits for it keeps to what was recorded by then
+  void* streams_[2];               // the main one is that of the segment that is issued
+  void* event_ = nullptr;          // one is enough: a stream that waits for it keeps to what was recorded by then
   const Kernel& wait_kernel_;
   const CUdeviceptr flags_;
   const size_t flag_bytes_;
   std::mutex issuing_;
 
-  std::mutex mutex_;  // of all below
+  std::mutex mutex_;              // of all below
   std::vector<Pending> pending_;  // in the order of issue
-  uint32_t* host_ = nullptr;  // pinned: the flags as last seen, then the abort word
+  uint32_t* host_ = nullptr;      // pinned: the flags as last seen, then the abort word
   void* own_stream_ = nullptr;
   std::unique_ptr<std::thread> watcher_;
 };

@@ -81,9 +81,9 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr int kCaptureModeRelaxed = 2;
 constexpr int kCaptureNone = 0;
-constexpr int kMemOpWrite32 = 2;  // with flags 0: after a fence for what the stream wrote before
+constexpr int kMemOpWrite32 = 2;           // with flags 0: after a fence for what the stream wrote before
 constexpr int kFunctionDynamicShared = 8;  // the most that a launch may ask for
-constexpr int kLaunchEarly = 6;  // programmatic stream serialization
+constexpr int kLaunchEarly = 6;            // programmatic stream serialization
 constexpr int kMapUint8 = 0;
 constexpr int kMapUint16 = 1;
 constexpr int kMapSwizzle64 = 2, kMapSwizzle128 = 3;

@@ -41,7 +41,9 @@ class HostExecutor final : public Executor {
     }
     const std::unique_lock<std::shared_mutex> alone(using_);
     // Not before: who was in issue() may have waited for what it had queued.
-    { std::lock_guard<std::mutex> lock(lane_->mutex); lane_->stop = true; }
+    std::unique_lock<std::mutex> lock(lane_->mutex);
+    lane_->stop = true;
+    lock.unlock();
     lane_->changed.notify_all();
     if (lane_->thread.joinable()) lane_->thread.join();
   }

@@ -52,8 +52,8 @@ class Kernel {
     TE_LITE_CHECK(cuCtxGetCurrent, &current);
     if (current != context_) TE_LITE_CHECK(cuCtxSetCurrent, context_);
     CUlaunchAttribute early{kLaunchEarly, 0, 1, {}};
-    const CUlaunchConfig config{programs, 1, 1, threads_, 1, 1, shared_bytes_, reinterpret_cast<void*>(stream), &early,
-                                early_};
+    void* const on = reinterpret_cast<void*>(stream);
+    const CUlaunchConfig config{programs, 1, 1, threads_, 1, 1, shared_bytes_, on, &early, early_};
     TE_LITE_CHECK(cuLaunchKernelEx, &config, function_, parameters, nullptr);
   }
 

@@ -41,8 +41,8 @@ void drop(DLManagedTensor* managed) {
 
 py::object dlpack(uint64_t address, int64_t bytes, int device, const py::object& owner) {
   auto* out = new Export{{{}, owner.inc_ref().ptr(), &drop}, bytes};
-  out->tensor = {reinterpret_cast<void*>(address), device < 0 ? 1 : 2, std::max(device, 0), 1, 1, 8, 1, &out->bytes,
-                 nullptr, 0};
+  out->tensor = {
+      reinterpret_cast<void*>(address), device < 0 ? 1 : 2, std::max(device, 0), 1, 1, 8, 1, &out->bytes, nullptr, 0};
   return py::capsule(static_cast<DLManagedTensor*>(out), "dltensor", [](PyObject* capsule) {
     // A consumer renames the capsule and has the deleter from then on.
     if (!PyCapsule_IsValid(capsule, "dltensor")) return;
@@ -73,8 +73,8 @@ void bind_userbuffers(py::module_& m) {
                        double silence, std::vector<int> names) {
              return std::make_unique<Control>(rank, size, addresses, timeout, silence, std::move(names));
            }),
-           "rank"_a, "size"_a, "addresses"_a, "owner"_a, "timeout"_a, "silence"_a = 5.0,
-           "names"_a = std::vector<int>(), py::keep_alive<1, 5>())
+           "rank"_a, "size"_a, "addresses"_a, "owner"_a, "timeout"_a, "silence"_a = 5.0, "names"_a = std::vector<int>(),
+           py::keep_alive<1, 5>())
       .def("announce", &Control::announce, "operation"_a, "value"_a)
       .def("agree", &Control::agree, "operation"_a, "value"_a, Unlocked())
       .def("break_group", &Control::break_group, "message"_a)
@@ -86,8 +86,7 @@ void bind_userbuffers(py::module_& m) {
   // programs
   py::class_<Program>(m, "Program", "Steps over buffers and flags, written down once. See _C.pyi.")
       .def(py::init<std::string>(), "name"_a)
-      .def("copy", &Program::copy, "stream"_a, "to"_a, "argument"_a, "offset"_a, "bytes"_a, "rows"_a = 1,
-           "pitch"_a = 0)
+      .def("copy", &Program::copy, "stream"_a, "to"_a, "argument"_a, "offset"_a, "bytes"_a, "rows"_a = 1, "pitch"_a = 0)
       .def("set", &Program::set, "stream"_a, "flag_address"_a, "delta"_a)
       .def("wait", &Program::wait, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)
       .def("expect", &Program::expect, "flag_address"_a, "delta"_a, "rank"_a, "kind"_a)

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,12 @@ class Sums:
     delayed: its scale comes from earlier steps, and is 1 before the first of them.
     """
 
+    _extremes: Tensor  # like _counts, from the first call on
+    _counts: Tensor
+
     def __init__(self, delayed: bool = False) -> None:
         self.delayed = delayed
         self.calls = self.elements = 0
-        self._extremes = self._counts = None
 
     @torch.no_grad()
     def add(self, v: Tensor, q: QTensor, layout: Layout) -> None:
@@ -51,7 +53,7 @@ class Sums:
         largest = float((torch.finfo if data.is_floating_point() else torch.iinfo)(data.dtype).max)
         # What the largest value stands for, element by element: no format need be asked how its scales lie.
         full = torch.full(data.shape, largest, device=data.device).to(data.dtype)
-        limit = replace(exact, **{layout: full}).dequantize()
+        limit = (replace(exact, row=full) if layout == "row" else replace(exact, col=full)).dequantize()
         size, scale, used = v.abs(), largest / limit, v != 0  # the scale of a block of zeros says nothing
         extremes = torch.stack([size.amax(), scale.where(used, 0).amax(), -scale.where(used, torch.inf).amin()])
         counts = torch.stack([(used & (exact.dequantize() == 0)).sum(), (size > limit * _ROUNDING).sum()])
@@ -76,14 +78,15 @@ class Sums:
 class Watched(Quantizer):
     """`inner`, whose results are noted in all_sums[key]. Its answers and its calls are the inner one's."""
 
-    inner: Quantizer | None = None
-    all_sums: dict[Key, Sums] | None = None
-    key: Key = ("", "", "")
+    inner: Quantizer = field(kw_only=True)
+    all_sums: dict[Key, Sums] = field(kw_only=True)
+    key: Key = field(kw_only=True)
 
     def _note(self, source: Source, q: QTensor) -> None:
         if not source.rows * source.cols:
             return
         v = source.x.float() if source.kind == "plain" else transform(source, hp_dtype=torch.float32).hp
+        assert v is not None
         layer, operand, label = self.key
         shared = self.format.col_from_row  # the col layout holds the same numbers
         if q.row is not None:

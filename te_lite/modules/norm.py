@@ -38,7 +38,7 @@ def norm_params(spec: NormSpec, features: int, sequence_parallel: bool | None) -
     return params
 
 
-def add_norm(module: nn.Module, features: int, given: Mapping[str, Any]) -> None:
+def add_norm(module: Any, features: int, given: Mapping[str, Any]) -> None:
     """The norm in front of a linear in `module`. given: the arguments of the module's constructor, by name."""
     for option in ("normalization", "eps", "zero_centered_gamma", "return_layernorm_output"):
         setattr(module, option, given[option])
@@ -50,7 +50,7 @@ def add_norm(module: nn.Module, features: int, given: Mapping[str, Any]) -> None
         module.layer_norm_bias = None
 
 
-def spec_of(module: nn.Module) -> NormSpec:
+def spec_of(module: Any) -> NormSpec:
     """Of the norm that add_norm gave, with the outputs that the module's attributes ask for now."""
     returned, gathered = module.return_layernorm_output, module.return_layernorm_output_gathered
     if (module._norm.returned, module._norm.gathered) != (returned, gathered):
@@ -60,18 +60,18 @@ def spec_of(module: nn.Module) -> NormSpec:
 
 class _Norm(SpecModule):
     normalization: str
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(
         self, normalized_shape: int | tuple[int, ...] | None = None, eps: float = 1e-5,
         sequence_parallel: bool | None = None, params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False, hidden_size: int | None = None, device: Any = None, **kwargs: Any,
+        zero_centered_gamma: bool = False, hidden_size: int | None = None, device: Any = None,
     ) -> None:  # fmt: skip
         owner = type(self).__name__
-        if kwargs:
-            raise TypeError(f"{owner} got unknown arguments {sorted(kwargs)}; see help(te.{owner})")
         super().__init__()
-        shape = normalized_shape if normalized_shape is not None else hidden_size
-        shape = tuple(shape) if isinstance(shape, (tuple, list, torch.Size)) else (shape,)
+        size = normalized_shape if normalized_shape is not None else hidden_size
+        shape: tuple[Any, ...] = tuple(size) if isinstance(size, (tuple, list, torch.Size)) else (size,)
         if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
             raise ValueError(f"normalized_shape={normalized_shape!r}: must be a positive size or a tuple of them")
         check_dtype(owner, params_dtype)
@@ -104,7 +104,7 @@ class _Norm(SpecModule):
             raise TypeError(f"{owner} got an input of {inp.dtype}: must be bfloat16, float16 or float32; cast it first")
         params = self.weight, self.bias
         for name, param in zip(self._specs, params, strict=False):
-            if param.device != inp.device or not param.is_contiguous():
+            if param is not None and (param.device != inp.device or not param.is_contiguous()):
                 check_param(owner, self._specs[name], name, param, inp.device, True)
         kind = inp.device.type
         x = inp.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else inp

@@ -63,11 +63,11 @@ class ParamSpec:
         value = torch.empty_like(param) if isinstance(param, QuantizedTensor) else param
         with torch.no_grad(), fork() if self.random else nullcontext():
             self.init(value)
-        if value is not param:
+        if isinstance(param, QuantizedTensor):
             param.quantize_(value)
             self._keep_init(param, value)
 
-    def _keep_init(self, param: Tensor, value: Tensor) -> None:
+    def _keep_init(self, param: Any, value: Tensor) -> None:
         if self.preserve:
             param._high_precision_init_val = value.detach().cpu()
 
@@ -84,13 +84,13 @@ class ParamSpec:
 
     def mark(self, param: nn.Parameter) -> None:
         """Attributes that Megatron reads."""
-        param.tensor_model_parallel = self.partition_dim is not None
-        param.partition_dim = -1 if self.partition_dim is None else self.partition_dim
-        param.partition_stride = 1
+        whole = self.partition_dim is None
+        marks = {"tensor_model_parallel": not whole, "partition_dim": -1 if whole else self.partition_dim}
         if self.sequence_parallel is not None:
-            param.sequence_parallel = self.sequence_parallel
+            marks["sequence_parallel"] = self.sequence_parallel
         if self.late_grad:
-            param.skip_backward_post_hook = True
+            marks["skip_backward_post_hook"] = True
+        vars(param).update(marks, partition_stride=1)
 
 
 class SpecModule(nn.Module):
@@ -133,7 +133,8 @@ def reset(module: SpecModule, device: Any, fork: Callable[[], Any]) -> None:
         old = getattr(module, name)
         if old.device.type == "meta" or (spec.quantizer is not None and not isinstance(old, QuantizedTensor)):
             made = spec.make(old.dtype, device, fork)
-            module.register_parameter(name, made.requires_grad_(old.requires_grad))
+            made.requires_grad_(old.requires_grad)
+            module.register_parameter(name, made)
         else:  # the optimizer may hold it
             spec.fill(old, fork)
     module._renewed()
@@ -174,7 +175,8 @@ class _Join(torch.autograd.Function):
                 return torch.cat(parts)
             end += part.numel() * part.element_size()
         shape = (sum(ctx.sizes), *first.shape[1:])
-        return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), shape)
+        # Its types lack the form without strides.
+        return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), shape)  # type: ignore[call-overload]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
@@ -232,7 +234,7 @@ class WeightCache:
         key = written, quantizer, for_dgrad, torch.is_inference_mode_enabled()
         kept, of, q = self._kept
         same = tracked and [id(ref()) for ref in of] == [id(part) for part in parts]
-        if first or not same or kept != key:
+        if q is None or first or not same or kept != key:
             with nvtx_range("te_lite.quantize"):
                 source = plain(weight.detach(), name="weight")
                 q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)

@@ -109,9 +109,10 @@ def block_cast(
     if not (row or col):
         raise ValueError("row=False, col=False: ask for at least one layout")
     largest = torch.finfo(source.x.dtype).max
-    if op is None and source.kind == "dact" and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
+    if op is None and source.dy is not None and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
         # A block would lie across the halves, which a tile computes apart; fp32 in between changes no bit.
-        source = plain(transform(source, hp_dtype=torch.float32).hp)
+        exact: Any = transform(source, hp_dtype=torch.float32).hp
+        source = plain(exact)
     out = _allocate(source, block, square, row, col, flat, bias_grad)
     (op or _block_cast_op)(*source[:-1], block, square, pow2, eps, largest, flat, *out)
     return out
@@ -185,8 +186,7 @@ def _dequantize_cuda(data: Tensor, scale: Tensor, block_m: int, block_n: int, dt
     tile_m = max(tile_m, block_m)
     programs = -(-rows // tile_m) * -(-cols // tile_n)
     numbers = (rows, cols, *scale.stride())
-    constants = (block_m, block_n, tile_m, tile_n)
-    launch(dequantize_kernel, programs, (), (data, scale, out), numbers, constants, num_warps)
+    launch(dequantize_kernel, programs, (), (data, scale, out), numbers, (block_m, block_n, tile_m, tile_n), num_warps)
     return out
 
 

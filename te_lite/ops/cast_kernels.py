@@ -96,7 +96,8 @@ def _emit(v, scales, outputs, m0, n0, n_out, rows, cols, width, padded, E5M2: tl
             factors = (c, c, c, c)
         if row_scale is not None:
             m = m0 + tl.arange(0, v[0].shape[0]) * 4
-            factors = [tl.load(row_scale + m + r, mask=m + r < rows, other=1.0)[:, None] for r in (0, 1, 2, 3)]
+            # A tuple to Triton, which mypy does not know.
+            factors = [tl.load(row_scale + m + r, mask=m + r < rows, other=1.0)[:, None] for r in (0, 1, 2, 3)]  # type: ignore[assignment]
         q = [tiles.to_fp8_bytes(v[r] * factors[r], E5M2) for r in (0, 1, 2, 3)]
         tiles.store_quarters(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width)
     if col is not None:

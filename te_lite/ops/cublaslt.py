@@ -7,6 +7,7 @@ calls. cublasLt also adds to `out`, which torch offers for no fp8 product.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -40,14 +41,12 @@ def library(device: torch.device) -> _C.Cublaslt | None:
 
 def _plan(key: tuple) -> _C.GemmPlan | None:
     """None: cublasLt does not compute this product. A problem once, so that its answer is kept."""
-    device, (m, k), (n, _), *types, scaled, bias, fast, accumulate, alignment = key
-    lt, kinds = library(device), [_TYPES.get(dtype) for dtype in types]
-    plan = None
-    if lt is not None and None not in kinds and m * n * k:
-        try:
-            plan = _C.GemmPlan(lt, m, n, k, *kinds, *scaled, bias, fast, accumulate, alignment, _MOST_WORKSPACE)
-        except RuntimeError:
-            pass
+    device, (m, k), (n, _), *types, (a_scale, b_scale), bias, fast, accumulate, align = key
+    lt, plan = library(device), None
+    if lt is not None and _TYPES.keys() >= set(types) and m * n * k:
+        a, b, out = (_TYPES[dtype] for dtype in types)
+        with suppress(RuntimeError):
+            plan = _C.GemmPlan(lt, m, n, k, a, b, out, a_scale, b_scale, bias, fast, accumulate, align, _MOST_WORKSPACE)
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
     _PLANS[key] = plan
@@ -74,8 +73,8 @@ def product(
         return False
     types = a.dtype, b.dtype, out.dtype
     key = (device, a.shape, b.shape, *types, scaled, bias is not None, fast, accumulate, 16 if low else 256)
-    plan = _PLANS.get(key, False)
-    if plan is False:
+    plan = _PLANS.get(key)
+    if plan is None and key not in _PLANS:
         plan = _plan(key)
     if plan is None:
         return False

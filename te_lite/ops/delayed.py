@@ -22,8 +22,7 @@ _ROWS = 1024  # with 8 columns 64 elements a thread; TE's usual history in one s
 
 @triton.jit
 def _delayed_update_kernel(
-    history_ptr, scale_ptr, out_ptr,
-    L, n, stride_row, stride_col, stride_scale, stride_out, fp8_max,
+    history_ptr, scale_ptr, out_ptr, L, n, stride_row, stride_col, stride_scale, stride_out, fp8_max,
     MOST_RECENT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     begin()
@@ -79,8 +78,7 @@ def delayed_update_ref(history: Tensor, scale: Tensor, fp8_max: float, algo: str
     rolled[0] = 0.0
     history.copy_(torch.where(rolls, rolled, history))
     # tensor / tensor: a Python number over a tensor is a reciprocal and a product in torch, off by an ulp.
-    new_scale = torch.full_like(amax, fp8_max) / amax
-    new_scale = new_scale.clamp(max=FP32_MAX)
+    new_scale = (torch.full_like(amax, fp8_max) / amax).clamp(max=FP32_MAX)
     (scale if out is None else out).copy_(torch.where(rolls & amax.isfinite() & (amax > 0), new_scale, scale))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from te_lite.ops.registry import FakeTensor, Op, register
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LOW = (torch.bfloat16, torch.float16)
+Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 
 
-def placed(t: Tensor | None) -> Tensor | None:
+def placed(t: Maybe) -> Maybe:
     """t, as it lies, where cuBLAS and the tensor-copy unit can read it: on a GPU at a multiple of 16 bytes."""
     return t if t is None or not t.is_cuda or type(t) is FakeTensor or t.data_ptr() % 16 == 0 else t.clone()
 
@@ -85,13 +87,12 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     """cuBLAS's fp8 GEMM in `with_epilogue`, written to `out` where it is of the dtype that cuBLAS writes. scaled: as in
     ops/cublaslt.py."""
-    scales = {"scale_a": a_scale, "scale_b": b_scale}
 
     def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         to = out if out is not None and out.dtype == dtype else a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
         if product(to, a, b, a_scale, b_scale, scaled, bias, fast_accum):
             return to
-        return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum, out=to)
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast_accum, out=to)
 
     return with_epilogue(multiply, a, b, out_dtype, bias, fused)
 

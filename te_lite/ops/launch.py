@@ -20,7 +20,7 @@ from triton.language.target_info import cuda_capability_geq
 
 from te_lite import _C
 
-_COMPILED: dict[tuple, Any] = {}
+_COMPILED: dict[tuple | None, Any] = {}
 _KERNELS: dict[int, Any] = {}  # by id, which no other kernel can get while one is held here
 _MOST = 4096  # entries; each token count makes some, and a run with ever new ones must not fill the memory
 
@@ -55,7 +55,7 @@ def sm_count(device: torch.device) -> int:
 
 
 def launch(
-    kernel: Any, programs: int, unaligned: Sequence[Tensor | None], tensors: Sequence[Tensor | None],
+    kernel: Any, programs: int, unaligned: Sequence[Tensor | None], tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
     numbers: tuple[int | float, ...], constants: tuple[Any, ...], num_warps: int, registers: int | None = None,
 ) -> None:  # fmt: skip
     """kernel[(programs,)](*unaligned, *tensors, *numbers, *constants) on their device's current stream; nothing where
@@ -68,7 +68,8 @@ def launch(
     if not programs:
         return
     device = tensors[0].device
-    if device.index is not None and device.index != torch._C._cuda_getDevice():
+    index = device.index
+    if index is not None and index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, programs, unaligned, tensors, numbers, constants, num_warps, registers)
         return
@@ -80,8 +81,8 @@ def launch(
             bits |= address
     key = None if bits & 15 else (id(kernel), device, types, numbers, constants, num_warps, registers)
     ready = _COMPILED.get(key)
-    if ready is not None:
-        ready.launch(programs, torch._C._cuda_getCurrentRawStream(device.index), (*addresses, *numbers, *constants))
+    if ready is not None and index is not None:
+        ready.launch(programs, torch._C._cuda_getCurrentRawStream(index), (*addresses, *numbers, *constants))
         return
     options = {"num_warps": num_warps} if registers is None else {"num_warps": num_warps, "maxnreg": registers}
     compiled = kernel[(programs,)](*unaligned, *tensors, *numbers, *constants, **options)

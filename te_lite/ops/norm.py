@@ -124,6 +124,7 @@ def norm_forward_ref(
     if scale is None:
         return produce_ref(made).to(x.dtype), mean, rstd
     out = transform_ref(made, fp8_dtype=dtype, row=True, scale=scale, amax_out=amax_out)
+    assert scale_inv is not None and out.scale_inv is not None and out.row is not None
     scale_inv.copy_(out.scale_inv)
     return out.row, mean, rstd
 

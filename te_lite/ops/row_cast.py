@@ -58,9 +58,7 @@ def _amax_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, 
 
 
 _vector_amax_op = register(
-    f"vector_amax({FLAT}, Tensor(a!)? row_amax, Tensor(b!)? col_amax) -> ()",
-    cpu=_amax_ref,
-    cuda=_amax_cuda,
+    f"vector_amax({FLAT}, Tensor(a!)? row_amax, Tensor(b!)? col_amax) -> ()", cpu=_amax_ref, cuda=_amax_cuda
 )
 
 

@@ -13,16 +13,15 @@ from te_lite.ops.launch import INTERPRETED
 from te_lite.ops.source import produce
 
 
-def pack(kind: str, order: str) -> tl.constexpr:
+def pack(kind: str, a: str, b: str, c: str, d: str) -> tl.constexpr:
     """Assembler: four fp32 values, operands in this order, to the four bytes of a register, lowest first."""
-    a, b, c, d = order
     return tl.constexpr(f"""{{ .reg .b16 low, high;
         cvt.rn.satfinite.{kind}x2.f32 low, ${b}, ${a};
         cvt.rn.satfinite.{kind}x2.f32 high, ${d}, ${c};
         mov.b32 $0, {{low, high}}; }}""")
 
 
-_PACK_E4M3, _PACK_E5M2 = pack("e4m3", "1234"), pack("e5m2", "1234")
+_PACK_E4M3, _PACK_E5M2 = pack("e4m3", *"1234"), pack("e5m2", *"1234")
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 

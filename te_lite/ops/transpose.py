@@ -72,8 +72,7 @@ def _transpose_cuda(data: Tensor) -> Tensor:
     block_m, block_n, num_warps = _TILE
     tiles = -(-rows // block_m) * -(-cols // block_n)
     tensors = (data.view(torch.uint8), out.view(torch.uint8))
-    sizes = (rows, cols, out.shape[1])
-    launch(transpose_kernel, tiles, (), tensors, sizes, (block_m, block_n), num_warps)
+    launch(transpose_kernel, tiles, (), tensors, (rows, cols, out.shape[1]), (block_m, block_n), num_warps)
     return out
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_lite.ops.launch import INTERPRETED
 from te_lite.ops.tiles import magnitude_bits, pack, quarters, to_fp8_words
 
-_PAIRS_E4M3, _PAIRS_E5M2 = pack("e4m3", "1324"), pack("e5m2", "1324")  # $1 and $2 are even columns, $3 and $4 odd ones
+_PAIRS_E4M3, _PAIRS_E5M2 = pack("e4m3", *"1324"), pack("e5m2", *"1324")  # $1, $2 are even columns, $3, $4 odd ones
 # Four rows of pairs, two columns of them in each register -> words of four rows: even columns, then odd ones.
 _TURN = tl.constexpr("""{ .reg .b32 a, b, c, d;
     prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $6, $7, 0x5140; prmt.b32 c, $4, $5, 0x7362; prmt.b32 d, $6, $7, 0x7362;

@@ -46,13 +46,13 @@ def share_memory(exchange: Rendezvous, size: int, device: torch.device) -> list[
     """`size` bytes of every rank, mapped here by file descriptors, in the order of ranks: host memory for the CPU, else
     the driver's, on `device`. Collective."""
     fds: dict[int, int] = {}  # by rank
-    what, load = "host memory", HostMemory
-    if device.type != "cpu":
-        what, load = "GPU memory", partial(_C.CudaMemory.import_fd, device.index)
+    here = device.type == "cpu"
+    what = "host memory" if here else "GPU memory"
+    load: Any = HostMemory if here else partial(_C.CudaMemory.import_fd, device.index)
 
     def make() -> Any:
         """This rank's, whose descriptor is in fds as soon as there is one."""
-        if device.type != "cpu":
+        if not here:
             memory = _C.CudaMemory.vmm(device.index, size)
             fds[exchange.rank] = memory.export_fd()
             return memory
@@ -81,7 +81,7 @@ class Arena:
         self.bytes = 0
         self._places: dict[str, tuple[int, int, int]] = {}  # name -> (offset, bytes of a slot, slots)
         self._memory: list[Any] = []
-        self._own: Tensor | None = None
+        self._own = torch.empty(0)
 
     def reserve(self, name: str, size: int, slots: int = 1) -> None:
         """Room for `slots` slots of `size` bytes each, before commit."""
@@ -99,7 +99,7 @@ class Arena:
 
     def release(self) -> None:
         """Lets go of the memory; views that still live keep it."""
-        self._own, self._memory = None, []
+        self._own, self._memory = torch.empty(0), []
 
     def slot_bytes(self, name: str) -> int:
         """Bytes of one slot of buffer `name`."""

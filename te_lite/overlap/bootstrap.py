@@ -106,7 +106,7 @@ class Rendezvous:
         try:
             yield
         except RuntimeError as error:
-            deadline, dead = time.monotonic() + ENDING_S, []
+            deadline, dead = time.monotonic() + ENDING_S, list[int]()
             while self._places and not dead and time.monotonic() < deadline:
                 time.sleep(0.01)
                 dead = [rank for rank, place in self._places.items() if _ended(*place)]
@@ -115,7 +115,7 @@ class Rendezvous:
 
     def step(self, what: str, run: Callable[[], T]) -> T:
         """run() on every rank; where it fails on any, BootstrapError on all of them. Collective."""
-        result, error = None, None
+        error: str | None = None
         try:
             result = run()
         except Exception as caught:

@@ -66,10 +66,8 @@ def _method(name: str, options: Mapping[str, Any]) -> str:
         raise TypeError(f"ub_cfgs[{name!r}]={brief(options)}: must be a dict of options, such as {{'method': 'auto'}}")
     for option in options:
         if option not in OPTIONS:
-            raise ValueError(
-                f"ub_cfgs[{name!r}] has the option {option!r}: must be one of {OPTIONS}; "
-                + remedy("option", option, OPTIONS)
-            )
+            near = remedy("option", option, OPTIONS)
+            raise ValueError(f"ub_cfgs[{name!r}] has the option {option!r}: must be one of {OPTIONS}; {near}")
     method = options.get("method", offered(name)[0])
     if method not in tuple(EXCHANGES):
         near = remedy("method", method, EXCHANGES)
@@ -118,10 +116,8 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
         found = defaults()
         for name, options in config.items():
             if name not in LAYER_GEMMS:
-                raise ValueError(
-                    f"ub_cfgs names the layer {name!r}: must be one of {LAYER_GEMMS}; "
-                    + remedy("layer", name, LAYER_GEMMS)
-                )
+                near = remedy("layer", name, LAYER_GEMMS)
+                raise ValueError(f"ub_cfgs names the layer {name!r}: must be one of {LAYER_GEMMS}; {near}")
             found[name] = _method(name, options)
             ignored += [f"{name}.{option}" for option in options if option in IGNORED]
         found_narrow = {name for name, options in config.items() if options.get("fp8_buf")}

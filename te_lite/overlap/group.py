@@ -110,7 +110,6 @@ class Group:
             self._buffers[name] = Buffer(self.arena, name, at, first_epoch, words)
             at += Buffer.flags_needed(self.size)
         exchange.all(None)  # nobody's flags are written any more
-        self.control = self.executor = None
         try:
             exchange.step("starting userbuffers", self._watch)
         except BaseException:
@@ -233,12 +232,13 @@ class Group:
         self._stop()
 
     def _stop(self) -> None:
-        for part in (self.executor, self.control):
+        control: _C.Control | None = getattr(self, "control", None)  # _watch may have failed before
+        for part in (getattr(self, "executor", None), control):
             if part is not None:
                 part.close()
         self._buffers.clear()
         self._maxima.clear()
         self.arena.release()
-        if self.control is not None and self.control.broken and not self.control.told:
-            text = f"results may be wrong: userbuffers were broken when they ended: {self.control.broken}"
+        if control is not None and control.broken and not control.told:
+            text = f"results may be wrong: userbuffers were broken when they ended: {control.broken}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -35,8 +35,9 @@ class BlockFormat(TensorFormat):
     flat: bool = False
     block: ClassVar[int] = BLOCK
 
+    # The base has it as a class variable, which costs its readers nothing.
     @property
-    def label(self) -> str:
+    def label(self) -> str:  # type: ignore[override]
         return "e4m3 128x128" if self.square else "e4m3 1x128"
 
     def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
@@ -82,6 +83,7 @@ SQUARES = BlockFormat(col_from_row=True, square=True)
 class Blocks(Quantizer):
     """Each block by its own amax, by row and by column from the same high-precision values."""
 
+    format: BlockFormat
     fused: bool = True
     pow2: bool = True
     eps: float = 0.0
@@ -92,7 +94,7 @@ class Blocks(Quantizer):
             source, block=self.format.block, square=square, pow2=self.pow2, eps=self.eps, row=row, col=col, flat=flat,
             bias_grad=bias_grad,
         )  # fmt: skip
-        if col and not (square or flat):
+        if col_scale is not None and not (square or flat):
             col_scale = col_scale.t()
         shape = (source.rows, source.cols)
         return QTensor(self.format, shape, source.dtype, data, scale, col_data, col_scale), sums

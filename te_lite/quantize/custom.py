@@ -38,12 +38,12 @@ def operands(recipe: CustomRecipe, site: Site) -> GemmOperands:
     quantized tensor serves both.
     """
 
-    def pair(operand: str, *gemms: str) -> tuple[Quantizer, Quantizer]:
-        first, second = (_ask(recipe, Role(gemm, operand, site)) for gemm in gemms)
+    def pair(one: Role, other: Role) -> tuple[Quantizer, Quantizer]:
+        first, second = _ask(recipe, one), _ask(recipe, other)
         return first, first if second == first else second
 
-    x_fprop, x_wgrad = pair("x", "fprop", "wgrad")
-    w_fprop, w_dgrad = pair("w", "fprop", "dgrad")
-    dy_dgrad, dy_wgrad = pair("dy", "dgrad", "wgrad")
+    x_fprop, x_wgrad = pair(Role("fprop", "x", site), Role("wgrad", "x", site))
+    w_fprop, w_dgrad = pair(Role("fprop", "w", site), Role("dgrad", "w", site))
+    dy_dgrad, dy_wgrad = pair(Role("dgrad", "dy", site), Role("wgrad", "dy", site))
     fprop, dgrad = GemmQuantizers(x_fprop, w_fprop), GemmQuantizers(dy_dgrad, w_dgrad)
     return GemmOperands(fprop, dgrad, GemmQuantizers(dy_wgrad, x_wgrad))

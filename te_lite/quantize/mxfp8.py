@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from te_lite.ops.block_cast import MX_BLOCK
 from te_lite.quantize.blockwise import BlockFormat, Blocks
-from te_lite.quantize.qtensor import TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Site
 from te_lite.recipe import MXFP8BlockScaling
 
@@ -30,7 +29,7 @@ class MXFormat(BlockFormat):
 class MX(Blocks):
     """Each block of 32 by its own amax, by row and by column from the same high-precision values."""
 
-    format: TensorFormat = MXFormat()
+    format: BlockFormat = MXFormat()
 
 
 def operands(recipe: MXFP8BlockScaling, site: Site) -> GemmOperands:

@@ -11,7 +11,7 @@ from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import GemmOperands, Quantizer, Site, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
-from te_lite.recipe import Recipe
+from te_lite.recipe import DelayedScaling, Recipe
 
 
 def operands_of(recipe: Recipe) -> GemmOperands:
@@ -26,7 +26,7 @@ def weight_quantizer(recipe: Recipe) -> Quantizer:
     Delayed scaling: the weight's own amax each time that it is written, since its scale must fit these very numbers.
     Raises ValueError for a recipe that has no such quantizer.
     """
-    if recipe.delayed():
+    if isinstance(recipe, DelayedScaling):
         return Current(FORMATS[recipe.fp8_format.forward_dtype])
     reason = "its quantizers are the user's own" if recipe.custom() else ""
     if not reason:

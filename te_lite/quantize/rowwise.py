@@ -53,7 +53,7 @@ class RowFormat(TensorFormat):
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         shape = rows, like.shape[1]
         if layout == "row":
-            return QTensor(ROWS, shape, like.dtype, *parts)
+            return QTensor(ROWS, shape, like.dtype, parts[0], parts[1])
         return QTensor(ROWS, shape, like.dtype, col=transpose(parts[0]), col_scale=like.col_scale)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
@@ -74,6 +74,7 @@ class Rows(Quantizer):
     A column's amax is reduced over `amax_group` where the tokens of v are sharded over its ranks.
     """
 
+    format: RowFormat
     fused: bool = True
     pow2: bool = True
     amax_group: dist.ProcessGroup | None = None

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.quantize.quantizer import Quantizer
 
 aten = torch.ops.aten
+_DATA: Any = torch.Tensor.data  # a descriptor, which its type does not say
 _RESHAPES = {
     aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
@@ -33,7 +34,7 @@ def source_of(values: Tensor) -> Source:
     return plain(values.reshape(math.prod(values.shape[:-1]), values.shape[-1]).contiguous())
 
 
-def _fits(new: QTensor | None, q: QTensor) -> bool:
+def _fits(new: QTensor | None, q: QTensor) -> TypeGuard[QTensor]:
     """The bytes of `new` give every layout that `q` holds."""
     if new is None or new.format != q.format or new.shape != q.shape:
         return False
@@ -74,8 +75,9 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, q: QTensor, shape: Sequence[int], quantizer: Quantizer | None = None) -> QuantizedTensor:
-        device = (q.row if q.row is not None else q.col).device
-        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=q.dtype, device=device)
+        data = q.col if q.row is None else q.row
+        assert data is not None
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=q.dtype, device=data.device)
         self.q, self.quantizer = q, quantizer
         return self
 
@@ -85,16 +87,17 @@ class QuantizedTensor(torch.Tensor):
         """The same numbers as a plain tensor of `dtype` (default: self.dtype), rounded once."""
         dtype = self.dtype if dtype is None else dtype
         if self.requires_grad and torch.is_grad_enabled():
-            return SameToAutograd.apply(self, lambda x: x._values(dtype))
-        return self._values(dtype)
+            return SameToAutograd.apply(self, lambda x: x._decoded(dtype))
+        return self._decoded(dtype)
 
-    def _values(self, dtype: torch.dtype) -> Tensor:
+    def _decoded(self, dtype: torch.dtype) -> Tensor:
         return replace(self.q, dtype=dtype).dequantize().reshape(self.shape)
 
     def quantize_(self, src: Tensor) -> QuantizedTensor:
         """Writes the numbers of `src` (any dtype, a shape that expands to self's), quantized anew, into self."""
         with torch.no_grad():
-            return self.copy_(src)
+            self.copy_(src)
+        return self
 
     def __setitem__(self, key: Any, value: Any) -> None:
         values = self.dequantize().detach()
@@ -105,13 +108,15 @@ class QuantizedTensor(torch.Tensor):
         """The numbers of `src` in self's memory, in every layout that is held; bytes where the formats agree."""
         q, new = self.q, src.q if isinstance(src, QuantizedTensor) else None
         if src.shape != self.shape or not _fits(new, q):
-            values = (src if new is None else src._values(src.dtype)).to(self.device).expand(self.shape)
+            values = (src if new is None else new.dequantize().reshape(src.shape)).to(self.device).expand(self.shape)
+            assert self.quantizer is not None  # _written has seen to it
             new, _ = self.quantizer.quantize(source_of(values), row=q.row is not None, col=q.col is not None)
         new = replace(new)  # src is not to keep what operand() may make
-        for layout, held in (("row", q.row), ("col", q.col)):
-            if held is not None:
-                for old, fresh in zip(q.operand(layout), new.operand(layout), strict=True):
-                    old.copy_(fresh)
+        if q.col is not None:
+            new.operand("col")
+        for old, fresh in zip(q.tensors[:4], new.tensors[:4], strict=True):
+            if old is not None and fresh is not None:
+                old.copy_(fresh)
 
     # layouts
 
@@ -195,7 +200,7 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def data(self) -> QuantizedTensor:
-        return torch.Tensor.data.__get__(self)
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -204,7 +209,7 @@ class QuantizedTensor(torch.Tensor):
                 f"{self._summary()} got .data of type {type(value).__name__}: must be a QuantizedTensor; write numbers "
                 "with quantize_() or copy_(), and build a module of another dtype with params_dtype"
             )
-        torch.Tensor.data.__set__(self, value)
+        _DATA.__set__(self, value)
         self.q, self.quantizer = value.q, value.quantizer
 
     def _like(self, q: QTensor, shape: Sequence[int] | None = None) -> QuantizedTensor:
@@ -213,18 +218,18 @@ class QuantizedTensor(torch.Tensor):
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("q", "quantizer")}
 
-    def __copy__(self) -> QuantizedTensor:
+    def __copy__(self) -> Tensor:
         made = self._like(self.q).requires_grad_(self.requires_grad)
         vars(made).update(self._attributes())
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         made = memo[id(self)] = self._like(self.q.map(Tensor.clone)).requires_grad_(self.requires_grad)
         vars(made).update(copy.deepcopy(self._attributes(), memo))
         made.grad = copy.deepcopy(self.grad, memo)
         return made
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         # A scale may be cut from a block, which would be stored as a whole.
         q = self.q.map(lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
         if q.row is not None and q.format.col_from_row:
@@ -241,13 +246,14 @@ class QuantizedTensor(torch.Tensor):
         layouts = "+".join(name for name, data in (("row", q.row), ("col", q.col)) if data is not None) or "no data"
         return f"QuantizedTensor({tuple(self.shape)}, {self.dtype}, {q.format.label}, {layouts})"
 
-    def __repr__(self, **_: Any) -> str:
+    # mypy knows no name of the keyword that torch has here.
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         scale = self.q.operand_scale
         if scale is None or scale.is_meta or not self.numel():
             return self._summary()
         scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
         low, high = scale.min().item(), scale.max().item()
-        values = ", ".join(f"{value:.4g}" for value in self._values(self.dtype).flatten()[:4].tolist())
+        values = ", ".join(f"{value:.4g}" for value in self._decoded(self.dtype).flatten()[:4].tolist())
         more = ", ..." if self.numel() > 4 else ""
         access = "" if self.quantizer is not None else ", read only"
         return f"{self._summary()[:-1]}, scale_inv {low:.4g} to {high:.4g}, [{values}{more}]{access})"
@@ -288,8 +294,9 @@ class QuantizedTensor(torch.Tensor):
                 return self._like(self.q, shape)
         return None
 
+    # Its type in torch is that of the function which turns it off.
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func is aten.detach_.default:
             return args[0]  # autograd's alone
@@ -302,12 +309,12 @@ class QuantizedTensor(torch.Tensor):
                 return same
             if func.name().endswith("_like") or func.name().startswith("aten::new_"):  # the numbers do not matter
                 args = (torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:])
-        plains = {id(t): t._values(t.dtype) for t in written}
+        plains = {id(t): t._decoded(t.dtype) for t in written}
 
         def as_plain(value: Any) -> Any:
             if not isinstance(value, cls):
                 return value
-            return plains[id(value)] if id(value) in plains else value._values(value.dtype)
+            return plains[id(value)] if id(value) in plains else value._decoded(value.dtype)
 
         out = func(*tree_map(as_plain, args), **tree_map(as_plain, kwargs))
         for t in written:
@@ -327,7 +334,7 @@ class QuantizedTensor(torch.Tensor):
 def _rebuild(
     format_spec: Spec, quantizer_spec: Spec | None, tensors: tuple, dtypes: tuple, q_shape: tuple[int, int],
     shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, attributes: dict[str, Any],
-) -> QuantizedTensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """The tensor that __reduce_ex__ took apart."""
     format = from_spec(format_spec, TensorFormat)
     quantizer = None if quantizer_spec is None else from_spec(quantizer_spec, Quantizer, format=format)

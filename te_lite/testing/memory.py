@@ -20,7 +20,7 @@ _DEPTH = 8  # attributes of attributes: plan -> kept -> QTensor -> data is 4
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
     """Every node of the autograd graph below `outputs`, each once."""
-    todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    todo: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen: set[int] = set()
     alive = []  # ids are compared: keep what they belong to
     while todo:

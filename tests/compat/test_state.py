@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import te_lite as te
 from te_lite.testing.numerics import assert_bitwise_equal
-from tests.harness import RECIPES, step, under
+from tests.harness import RECIPES, step, through_a_file, under
 
 BF16 = torch.bfloat16
 MAKE = {
@@ -39,13 +39,6 @@ def trained(kind, recipe="delayed"):
         for i in range(2):
             step(module, tokens(i), tokens(i + 9, 64 if kind == "LayerNormMLP" else 96), recipe)
     return module
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def torch_model():

@@ -22,7 +22,7 @@ int needs_init(const char* entry) { return initialised ? result(entry) : 3; }
 
 std::atomic<int> live{0};  // what was taken from the driver and not given back
 void* wait_kernel = nullptr;
-std::string calls;         // what streams were given; a test issues from one thread
+std::string calls;  // what streams were given; a test issues from one thread
 bool capturing = false;
 
 int taken(const char* entry, int change) {

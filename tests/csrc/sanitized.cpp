@@ -21,11 +21,11 @@ extern "C" int fake_live();
 
 namespace {
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (condition) break;                                                       \
-    std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition);    \
-    std::_Exit(3);                                                              \
+#define CHECK(condition) \
+  do { \
+    if (condition) break; \
+    std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #condition); \
+    std::_Exit(3); \
   } while (false)
 
 constexpr size_t kPiece = 1000, kPart = 1 << 16;  // bytes: of a copy; of a rank's flags and arena

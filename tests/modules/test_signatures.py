@@ -32,7 +32,7 @@ LAYERNORM_MLP = (
 )
 NORM = (
     "normalized_shape=None eps=1e-05 sequence_parallel=None params_dtype=None zero_centered_gamma=False "
-    "hidden_size=None device=None kwargs"
+    "hidden_size=None device=None"
 )
 FORWARD = "inp is_first_microbatch=None fp8_output=False fp8_grad=False"
 AUTOCAST = "enabled=True calibrating=False recipe=None amax_reduction_group=None"

@@ -13,7 +13,7 @@ import te_lite as te
 from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
-from tests.harness import RECIPES, build, delayed_state, step
+from tests.harness import RECIPES, build, delayed_state, step, through_a_file
 from tests.reference import LINEAR, LN_LINEAR, LN_MLP, Spec
 
 KINDS = (LINEAR, LN_LINEAR, LN_MLP)
@@ -46,14 +46,6 @@ def trained(kind, name, steps=3, device="cpu"):
     for i in range(steps):
         step(module, tokens(i), tokens(i + 20), recipe_of(name))
     return module
-
-
-def through_a_file(state):
-    """torch.save and torch.load with weights_only=True."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import io
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import te_lite as te
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.testing.numerics import FACTOR, assert_bitwise_equal
-from tests.harness import step, under
+from tests.harness import step, through_a_file, under
 from tests.quantize.test_params import (
     KINDS,
     RECIPES,
@@ -141,13 +140,6 @@ def test_training_follows_the_run_with_bf16_parameters(recipe):
 
 
 # Checkpoints
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @recipes
