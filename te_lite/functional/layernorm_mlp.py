@@ -20,18 +20,19 @@ from te_lite.functional.linear import (
 from te_lite.functional.norm import NormSpec, norm_grad, norm_output, norm_source, norm_take
 from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import backward_method, forward_method, load, save
+from te_lite.ops.activation import Activation
 from te_lite.ops.source import act, dact
 from te_lite.overlap.schedule import Activated
 from te_lite.quantize.quantizer import Quantizer
 
 
 def _then(
-    plan: LinearPlan, of: Quantizer, wgrads: Quantizer, activation: str, both: bool, h: Tensor | None = None
+    plan: LinearPlan, of: Quantizer, wgrads: Quantizer, activation: Activation, both: bool, h: Tensor | None = None
 ) -> Activated | None:
     """What the GEMM before may compute of what `of` quantizes for `plan`: of its linear's input, or, with h, of the
     gradient of its output h. wgrads: the quantizer for wgrad. both: rows and columns will be wanted, as fp8 comes."""
-    want = of.wants_from_gemm(plan.dtype) if activation == "swiglu" and of is wgrads else ""
-    return Activated(of, want, h) if want and (both or want != "fp8") else None
+    want = of.wants_from_gemm(plan.dtype) if activation.fused and of is wgrads else ""
+    return Activated(of, want, activation, h) if want and (both or want != "fp8") else None
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -43,7 +44,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @forward_method
     def forward(
-        ctx: Any, call: Call, spec: NormSpec, activation: str, x: Tensor, *params: Tensor | None
+        ctx: Any, call: Call, spec: NormSpec, activation: Activation, x: Tensor, *params: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         (plan1, plan2), (gamma, beta, w1, b1, w2, b2, residual) = call.plans, params
         need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad

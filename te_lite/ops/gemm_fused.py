@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from te_lite import _C, kept
+from te_lite.ops.activation import Activation
 from te_lite.ops.flags import signed
 from te_lite.ops.flops import launched
 from te_lite.ops.gemm import FP8, _check_fp8
@@ -29,14 +30,15 @@ _ARGUMENTS = struct.Struct("=29Q11i4x")  # FusedArguments of csrc/gemm_fused.h
 ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8[0]: "e4m3", FP8[1]: "e5m2"}
 _SCALES = ("none", "tensor", "row")
+SWIGLU = Activation.of("swiglu")
 _ACTS = ("", "high precision", "amax", "fp8")
 
 
 class Kind(NamedTuple):
     """What the kernel is compiled for. scales: "none", "tensor" (of a also one a rank) or "row". b_t: b[N, K] lies as
-    [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of swiglu of a gather's output,
-    or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there. narrow: as ops/narrow.py makes them a
-    scatter's partials travel. residual: it is added to a scatter's sum."""
+    [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of `activation`
+    of a gather's output, or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there. narrow: as
+    ops/narrow.py makes them a scatter's partials travel. residual: it is added to a scatter's sum."""
 
     gather: bool
     a: torch.dtype
@@ -52,6 +54,7 @@ class Kind(NamedTuple):
     fp8: torch.dtype = FP8[0]
     narrow: bool = False
     residual: bool = False
+    activation: Activation = SWIGLU
 
     @property
     def macros(self) -> list[str]:
@@ -60,6 +63,9 @@ class Kind(NamedTuple):
         values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
         values |= {"NARROW": int(self.narrow), "ACT": _ACTS.index(self.act), "GRAD": int(self.grad)}
         values |= {"ACT_TYPE": _TYPES[self.fp8], "RESIDUAL": int(self.residual)}
+        # As C++ has floats to the bit, which are those that Triton's kernels take for these parameters.
+        parameters = ",".join(f"{value.hex()}f" for value in self.activation.parameters)
+        values |= {"ACTIVATION": self.activation.name, "PARAMETERS": parameters}
         return [f"-D{name}={value}" for name, value in values.items()]
 
 
@@ -78,7 +84,8 @@ def unavailable(device: torch.device) -> str:
     return "fused kernels are compiled at run time: pip install cuda-bindings"
 
 
-_NAMES = ("gemm_fused.cu", "gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_fused.h", "hopper.h")
+_HEADERS = ("gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_activation.h", "gemm_fused.h", "hopper.h")
+_NAMES = ("gemm_fused.cu", *_HEADERS)
 
 
 @cache

@@ -13,7 +13,7 @@ from te_lite._C import MOST_FUSED_RANKS
 from te_lite.ops import source
 from te_lite.ops.gemm import placed
 from te_lite.ops.gemm_fused import ALIGNMENT, ROWS, transposed
-from te_lite.ops.gemm_gather import NOTHING, Activation, Wanted, act_refusal, gemm_gather
+from te_lite.ops.gemm_gather import NOTHING, Epilogue, Wanted, act_refusal, gemm_gather
 from te_lite.ops.gemm_scatter import Narrow, blocks
 from te_lite.ops.gemm_scatter import gemm_scatter as run_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
@@ -84,12 +84,12 @@ def _wanted(gemm: Product, own: QTensor) -> Wanted:
     if then is None or act_refusal(own.shape[0], gemm.columns, then.want, then.h is not None, split):
         return NOTHING
     if then.want != "fp8":
-        return Wanted(then.want, placed(then.h))
+        return Wanted(then.want, placed(then.h), activation=then.activation)
     scale, amax = then.quantizer.take_scale() if then.some_scale is None else (then.some_scale, None)
-    return Wanted("fp8", placed(then.h), scale, amax, then.quantizer.format.dtype)
+    return Wanted("fp8", placed(then.h), scale, amax, then.quantizer.format.dtype, then.activation)
 
 
-def _result(gemm: Product, out: Tensor | None, made: Activation, scale: Tensor | None) -> Source | QTensor:
+def _result(gemm: Product, out: Tensor | None, made: Epilogue, scale: Tensor | None) -> Source | QTensor:
     if made.amax is not None:
         return gemm.then.source(out)._replace(amax=made.amax)
     if made.data_t is None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_lite.ops.activation import Activation
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source, act, dact
@@ -23,8 +24,8 @@ from te_lite.quantize.quantizer import Quantizer
 
 @dataclass(slots=True)
 class Activated:
-    """v = swiglu of a GEMM's product, or with h[M, 2F] the gradient of h where the product is that of swiglu(h): what
-    the GEMM may compute at its end as `quantizer` wants it.
+    """v = activation(a GEMM's product), or with h[M, 2F] the gradient of h where the product is that of activation(h):
+    what the GEMM may compute at its end as `quantizer` wants it.
 
     want: "high precision", "amax" or "fp8", see ops/gemm_gather.py. result: what the next linear takes for v, set by
     the GEMM if it did. some_scale: fp32 [1], where only the time counts: no state of the quantizer is touched.
@@ -32,13 +33,14 @@ class Activated:
 
     quantizer: Quantizer
     want: str
+    activation: Activation
     h: Tensor | None = None
     result: Source | QTensor | None = None
     some_scale: Tensor | None = None
 
     def source(self, product: Tensor) -> Source:
         """v, to be computed from the product."""
-        return act(product, "swiglu") if self.h is None else dact(product, self.h, "swiglu")
+        return act(product, self.activation) if self.h is None else dact(product, self.h, self.activation)
 
     def apart(self, product: Tensor) -> None:
         """What the GEMM spares, by kernels of its own, to be timed."""

@@ -5,6 +5,7 @@ import torch
 
 import te_lite as te
 from te_lite.functional import layernorm_mlp
+from te_lite.ops.activation import Activation
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.source import Source, act, plain
 from te_lite.overlap.schedule import Activated
@@ -172,9 +173,19 @@ def test_unknown_activation_names_the_known_ones():
         te.LayerNormMLP(64, 96, normalization="BatchNorm", device="cpu")
 
 
+@pytest.mark.parametrize("given, match", [
+    ({"limit": 1.0}, r"has \['limit'\]: activation 'gelu' takes none; leave"), ({0: 1}, r"has \[0\]"),
+    ([1.0], r"\[1.0\]: must be a dict.*pass"),
+])  # fmt: skip
+def test_activation_params_of_one_that_takes_none(given, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        te.LayerNormMLP(64, 96, activation="gelu", activation_params=given, device="cpu")
+    assert te.LayerNormMLP(64, 96, activation="gelu", activation_params={}, device="cpu").activation == "gelu"
+
+
 def _made_by_gemm(then: Activated, h: torch.Tensor) -> Source | QTensor:
     """What a GEMM that ends with the activation leaves, by kernels of its own."""
-    source = act(h, "swiglu")
+    source = act(h, Activation.of("swiglu"))
     if then.want == "amax":
         return source._replace(amax=amax(source))
     if then.want == "high precision":

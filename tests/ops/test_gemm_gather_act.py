@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from te_lite.ops import gemm_gather as G
+from te_lite.ops.activation import Activation
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.source import act, dact
 from te_lite.testing.numerics import assert_bitwise_equal
@@ -28,7 +29,7 @@ def test_swiglu_of_the_output(case, clusters, monkeypatch):
     monkeypatch.setattr(G, "sm_count", lambda device: 2 * clusters)
     args = arguments(case, fused.problem(case, "cuda"), case.ranks - 1, "cuda")
     h = run(args)
-    source = act(h, "swiglu")
+    source = act(h, Activation.of("swiglu"))
     out, made = run_with(args, G.Wanted("high precision"))
     assert_bitwise_equal("h beside its activation", out, h)
     assert_bitwise_equal("activation", made.data, transform(source, hp_dtype=h.dtype).hp)
@@ -73,7 +74,7 @@ def test_gradient_of_swiglu(case, fast, clusters, monkeypatch):
     da = run(args, fast)
     h = (torch.randn(case.ranks * case.m, 2 * case.n, device="cuda") * 3).to(case.out)
     h[0, :4] = torch.tensor([200.0, -200.0, 90.0, -90.0])  # beyond where the derivative is clamped, and before
-    source = dact(da, h, "swiglu")
+    source = dact(da, h, Activation.of("swiglu"))
     out, made = run_with(args, G.Wanted("high precision", h), fast)
     assert out is None
     assert_bitwise_equal("gradient", made.data, transform(source, hp_dtype=h.dtype).hp)

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_lite.ops import source as S
+from te_lite.ops.activation import ACTIVATIONS, Activation
 
-NAMES = [name for name in S.ACTIVATIONS if name]
+NAMES = ACTIVATIONS
 BASES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -39,7 +40,7 @@ def assert_fp32_of(got: Tensor, want: Tensor, magnitude: float = 1.0) -> None:
 
 def test_exactly_te_s_ten_activations():
     assert sorted(NAMES) == sorted([*BASES, *GATED])
-    assert all(S.is_glu(name) == (name in GATED) for name in NAMES)
+    assert all(Activation.of(name).glu == (name in GATED) for name in NAMES)
 
 
 @pytest.mark.parametrize("dtype", S.DTYPES)
@@ -51,7 +52,7 @@ def test_activation_and_its_gradient(name, dtype):
     h64 = h.double().requires_grad_()
     y64 = activation64(name, h64)
     y64.backward(dy.double())
-    value, gradient = S.act(h, name), S.dact(dy, h, name)
+    value, gradient = S.act(h, Activation.of(name)), S.dact(dy, h, Activation.of(name))
     assert (value.rows, value.cols) == (m, f) and (gradient.rows, gradient.cols) == tuple(h.shape)
     terms = 1 + float(dy.abs().max()) * float(h.abs().max()) ** 2
     assert_fp32_of(S.produce_ref(value), y64.detach(), terms)
@@ -63,7 +64,7 @@ def test_gradient_far_out_is_its_limit_and_nan_stays(name):
     """x * s * (1 - s) would be inf * 0 there."""
     far = torch.tensor([[1e30, -1e30, float("inf"), float("-inf"), float("nan")]])
     h = torch.cat((far, torch.ones_like(far)), 1) if name in GATED else far
-    gate = S.produce_ref(S.dact(torch.ones_like(far), h, name))[0, :5].tolist()
+    gate = S.produce_ref(S.dact(torch.ones_like(far), h, Activation.of(name)))[0, :5].tolist()
     up = 2e30 if name in ("srelu", "sreglu") else 1.0
     assert gate[0] == pytest.approx(up) and gate[1] == 0 and gate[3] == 0
     assert gate[2] == (float("inf") if up > 1 else 1.0)
@@ -73,7 +74,7 @@ def test_gradient_far_out_is_its_limit_and_nan_stays(name):
 
 def test_the_gate_comes_first():
     h = torch.tensor([[-1.0, 2.0, 10.0, 100.0]])
-    assert S.produce_ref(S.act(h, "reglu")).tolist() == [[0.0, 200.0]]
+    assert S.produce_ref(S.act(h, Activation.of("reglu"))).tolist() == [[0.0, 200.0]]
 
 
 @pytest.mark.parametrize("mean, beta, zero_centered", [(True, True, False), (False, False, True), (True, False, True)])
@@ -99,7 +100,7 @@ def test_plain_is_the_tensor():
 
 def test_empty():
     for rows, cols in ((0, 8), (4, 0)):
-        assert S.produce_ref(S.act(torch.empty(rows, cols), "swiglu")).shape == (rows, cols // 2)
+        assert S.produce_ref(S.act(torch.empty(rows, cols), Activation.of("swiglu"))).shape == (rows, cols // 2)
 
 
 _X = torch.zeros(4, 6)
@@ -108,11 +109,11 @@ _REFUSED = {
     "fp64": (TypeError, lambda: S.plain(_X.double())),
     "three dimensions": (ValueError, lambda: S.plain(_X[None])),
     "transposed": (ValueError, lambda: S.plain(_X.t())),
-    "unknown activation": (ValueError, lambda: S.act(_X, "mish")),
-    "no activation": (ValueError, lambda: S.act(_X, "")),
-    "odd gated width": (ValueError, lambda: S.act(_X[:, :5].contiguous(), "swiglu")),
-    "dy of h's width": (ValueError, lambda: S.dact(_X, _X, "swiglu")),
-    "dy of another type": (ValueError, lambda: S.dact(_X.half(), _X, "gelu")),
+    "unknown activation": (ValueError, lambda: S.act(_X, Activation.of("mish"))),
+    "no activation": (ValueError, lambda: S.act(_X, Activation.of(""))),
+    "odd gated width": (ValueError, lambda: S.act(_X[:, :5].contiguous(), Activation.of("swiglu"))),
+    "dy of h's width": (ValueError, lambda: S.dact(_X, _X, Activation.of("swiglu"))),
+    "dy of another type": (ValueError, lambda: S.dact(_X.half(), _X, Activation.of("gelu"))),
     "gamma of rows": (ValueError, lambda: S.norm(_X, None, torch.ones(4), torch.ones(4))),
     "rstd of columns": (ValueError, lambda: S.norm(_X, None, torch.ones(6), torch.ones(6))),
     "bf16 statistics": (TypeError, lambda: S.norm(_X, None, torch.ones(4).bfloat16(), torch.ones(6))),
