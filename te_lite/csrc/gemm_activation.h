@@ -1,6 +1,6 @@
-// The activations of [gate | up] that fused GEMMs compute, as structs with their parameters, in the order of
-// te_lite/ops/activation.py: ACTIVATION is the name of one, PARAMETERS their values. All bits are those that Triton's own
-// kernels compute, also of what a compiler might contract.
+// The activations of [gate | up] that fused GEMMs compute. ACTIVATION is the name of the one that a kernel is compiled for;
+// its parameters are macros with the names that te_lite/ops/activation.py gives them, in upper case. All bits are those
+// that Triton's own kernels compute.
 #pragma once
 
 namespace te_lite {
@@ -15,10 +15,10 @@ __device__ __forceinline__ float sigmoid(float x) {
 
 // value: of a pair; grads: those of gate and up, where that of the value is d.
 struct swiglu {
-  __device__ __forceinline__ float value(float gate, float up) const {
+  static __device__ __forceinline__ float value(float gate, float up) {
     return __fmul_rn(gate, sigmoid(gate)) * up;
   }
-  __device__ __forceinline__ float2 grads(float d, float gate, float up) const {
+  static __device__ __forceinline__ float2 grads(float d, float gate, float up) {
     const float s = sigmoid(gate), inside = fminf(fmaxf(gate, -128.0f), 128.0f);
     const float slope = __fmaf_rn(__fmul_rn(inside, s), __fsub_rn(1.0f, s), s);
     return {__fmul_rn(__fmul_rn(up, d), slope), __fmul_rn(__fmul_rn(gate, s), d)};

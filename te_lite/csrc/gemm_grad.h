@@ -47,7 +47,6 @@ __device__ __forceinline__ void transpose(u32 (&b)[4]) {
 __device__ __forceinline__ void differentiate(const Maps& maps, const Arguments& p, const Shared& shared) {
   const int thread = threadIdx.x % 128, lane = thread % 32, fours = thread / 32 * 4 + lane % 4;
   const float scale = ACT == 3 ? *p.act_scale : 1.0f;
-  const ACTIVATION activation{PARAMETERS};
   float peak = 0.0f;
   Place at;
   for (int i = 0, use = 0; shared.tile(p, i, at); i++) {
@@ -81,10 +80,10 @@ __device__ __forceinline__ void differentiate(const Maps& maps, const Arguments&
           u32 dgate[4], dup[4];  // in fp8, for ACT 3
 #pragma unroll
           for (int k = 0; k < 4; k++) {
-            const float2 v[4] = {activation.grads(unpack(grad[k].x), unpack(gate[k].x), unpack(up[k].x)),
-                                 activation.grads(unpack(grad[k].x >> 16), unpack(gate[k].x >> 16), unpack(up[k].x >> 16)),
-                                 activation.grads(unpack(grad[k].y), unpack(gate[k].y), unpack(up[k].y)),
-                                 activation.grads(unpack(grad[k].y >> 16), unpack(gate[k].y >> 16), unpack(up[k].y >> 16))};
+            const float2 v[4] = {ACTIVATION::grads(unpack(grad[k].x), unpack(gate[k].x), unpack(up[k].x)),
+                                 ACTIVATION::grads(unpack(grad[k].x >> 16), unpack(gate[k].x >> 16), unpack(up[k].x >> 16)),
+                                 ACTIVATION::grads(unpack(grad[k].y), unpack(gate[k].y), unpack(up[k].y)),
+                                 ACTIVATION::grads(unpack(grad[k].y >> 16), unpack(gate[k].y >> 16), unpack(up[k].y >> 16))};
             float largest = 0.0f;
 #pragma unroll
             for (int c = 0; c < 4 && ACT > 1; c++) {

@@ -84,6 +84,11 @@ class Activation(NamedTuple):
         return cls(name, tuple(float(given.get(key, default)) for key, default in rule.defaults.items()))
 
     @property
+    def named(self) -> dict[str, float]:
+        """The parameters by name."""
+        return dict(zip(_RULES[self.name].defaults, self.parameters, strict=True))
+
+    @property
     def base(self) -> str:
         return _RULES[self.name].base
 

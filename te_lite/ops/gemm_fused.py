@@ -63,9 +63,8 @@ class Kind(NamedTuple):
         values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
         values |= {"NARROW": int(self.narrow), "ACT": _ACTS.index(self.act), "GRAD": int(self.grad)}
         values |= {"ACT_TYPE": _TYPES[self.fp8], "RESIDUAL": int(self.residual)}
-        # As C++ has floats to the bit, which are those that Triton's kernels take for these parameters.
-        parameters = ",".join(f"{value.hex()}f" for value in self.activation.parameters)
-        values |= {"ACTIVATION": self.activation.name, "PARAMETERS": parameters}
+        values |= {"ACTIVATION": self.activation.name}
+        values |= {name.upper(): f"{value.hex()}f" for name, value in self.activation.named.items()}
         return [f"-D{name}={value}" for name, value in values.items()]
 
 
