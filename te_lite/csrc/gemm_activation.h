@@ -3,6 +3,8 @@
 // that Triton's own kernels compute.
 #pragma once
 
+#include "hopper.h"
+
 namespace te_lite {
 
 // 1 / (1 + exp(-x)). What is flushed is no part of 1 + e.
@@ -24,5 +26,26 @@ struct swiglu {
     return {__fmul_rn(__fmul_rn(up, d), slope), __fmul_rn(__fmul_rn(gate, s), d)};
   }
 };
+
+#ifdef LIMIT
+// nan stays nan. At a limit the gradient still passes.
+struct clamped_swiglu {
+  static constexpr float limit = LIMIT, alpha = ALPHA, offset = GLU_LINEAR_OFFSET;
+
+  static __device__ __forceinline__ float linear(float up) {
+    return __fadd_rn(max_or_nan(min_or_nan(up, limit), -limit), offset);
+  }
+  static __device__ __forceinline__ float value(float gate, float up) {
+    const float x = min_or_nan(gate, limit);
+    return __fmul_rn(__fmul_rn(x, sigmoid(__fmul_rn(x, alpha))), linear(up));
+  }
+  static __device__ __forceinline__ float2 grads(float d, float gate, float up) {
+    const float x = min_or_nan(gate, limit), z = __fmul_rn(x, alpha), s = sigmoid(z);
+    const float inside = fminf(fmaxf(z, -128.0f), 128.0f);
+    const float slope = __fmaf_rn(__fmul_rn(inside, s), __fsub_rn(1.0f, s), s), d_up = __fmul_rn(__fmul_rn(x, s), d);
+    return {__fmul_rn(__fmul_rn(linear(up), d), gate > limit ? 0.0f : slope), fabsf(up) > limit ? 0.0f : d_up};
+  }
+};
+#endif
 
 }  // namespace te_lite

@@ -6,6 +6,7 @@ compute it, a struct in csrc/gemm_activation.h. Kernels are compiled for an acti
 
 from __future__ import annotations
 
+import ctypes
 import reprlib
 from collections.abc import Mapping
 from numbers import Real
@@ -50,14 +51,15 @@ _RULES = {
     "sreglu": _Rule("srelu", glu=True),
     "silu": _Rule("silu"),
     "swiglu": _Rule("silu", glu=True, fused=True),
+    "clamped_swiglu": _Rule("clamped", True, True, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
 }
 ACTIVATIONS = tuple(name for name in _RULES if name)
 
 
 class Activation(NamedTuple):
-    """An activation with the values of all its parameters, in its rule's order; "" is none. `of` checks both.
+    """An activation with the values of all its parameters, in its rule's order, rounded to fp32; "" is none.
 
-    A plain one maps h[M, F] to value(h). A glu maps h[M, 2F] = [gate | up] to value(gate) * up.
+    `of` checks both. A plain one maps h[M, F] to value(h), a glu h[M, 2F] = [gate | up] to value(gate) * linear(up).
     """
 
     name: str = ""
@@ -81,7 +83,7 @@ class Activation(NamedTuple):
                 raise TypeError(f"activation_params[{key!r}]={reprlib.repr(value)}: must be a number; pass a float")
             if not abs(value) <= _FLOAT_MAX or (key == "limit" and value <= 0):
                 raise ValueError(f"activation_params[{key!r}]={value}: must be finite in fp32, a limit > 0; choose one")
-        return cls(name, tuple(float(given.get(key, default)) for key, default in rule.defaults.items()))
+        return cls(name, tuple(ctypes.c_float(given.get(key, default)).value for key, default in rule.defaults.items()))
 
     @property
     def named(self) -> dict[str, float]:
@@ -116,6 +118,10 @@ def _gate_ref(x: Tensor, base: str) -> Tensor:
 def value_ref(x: Tensor, activation: Activation) -> Tensor:
     """The activation of x, of a glu that of the gate, in x's own dtype."""
     base = activation.base
+    if base == "clamped":
+        limit, alpha, _ = activation.parameters
+        x = x.clamp(max=limit)
+        return x * torch.sigmoid(alpha * x)
     if base not in ("relu", "srelu"):
         return x * _gate_ref(x, base)
     y = torch.relu(x)
@@ -127,6 +133,11 @@ def slope_ref(x: Tensor, activation: Activation) -> Tensor:
     base = activation.base
     if base in ("relu", "srelu"):
         return 2.0 * torch.relu(x) if base == "srelu" else torch.where(x <= 0, 0.0, 1.0).to(x.dtype)
+    if base == "clamped":
+        limit, alpha, _ = activation.parameters
+        z = alpha * x.clamp(max=limit)
+        s = torch.sigmoid(z)
+        return torch.where(x > limit, 0.0, s + z.clamp(-_LIMIT.value, _LIMIT.value) * s * (1 - s))
     s, xc = _gate_ref(x, base), x.clamp(-_LIMIT.value, _LIMIT.value)
     slope = (_QGELU.value * xc if base == "qgelu" else xc) * s * (1 - s)
     return s + (slope * (_GELU_B.value * (1 + 3 * _GELU_C.value * xc * xc)) if base == "gelu" else slope)
@@ -134,12 +145,22 @@ def slope_ref(x: Tensor, activation: Activation) -> Tensor:
 
 def glu_ref(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """A glu of [gate | up]."""
-    return value_ref(gate, activation) * up
+    return value_ref(gate, activation) * _linear_ref(up, activation)
+
+
+def _linear_ref(up: Tensor, activation: Activation) -> Tensor:
+    if activation.base != "clamped":
+        return up
+    limit, _, offset = activation.parameters
+    return up.clamp(-limit, limit) + offset
 
 
 def glu_grads_ref(d: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """Gradients of gate and of up, from d, that of glu_ref."""
-    return d * up * slope_ref(gate, activation), d * value_ref(gate, activation)
+    d_gate, d_up = d * _linear_ref(up, activation) * slope_ref(gate, activation), d * value_ref(gate, activation)
+    if activation.base == "clamped":
+        d_up = torch.where(up.abs() > activation.parameters[0], 0.0, d_up)
+    return d_gate, d_up
 
 
 @triton.jit
@@ -153,10 +174,27 @@ def _gate(x, BASE: tl.constexpr):
 
 
 @triton.jit
+def _at_most(x, LIMIT: tl.constexpr):
+    return tl.where(x > LIMIT, LIMIT, x)  # not a minimum: nan stays nan
+
+
+@triton.jit
+def _linear(up, ACTIVATION: tl.constexpr):
+    """_linear_ref of an fp32 tile."""
+    if ACTIVATION.base == "clamped":
+        LIMIT: tl.constexpr = ACTIVATION.parameters[0]
+        up = tl.where(up < -LIMIT, -LIMIT, _at_most(up, LIMIT)) + ACTIVATION.parameters[2]
+    return up
+
+
+@triton.jit
 def value(x, ACTIVATION: tl.constexpr):
     """value_ref of an fp32 tile."""
     BASE: tl.constexpr = ACTIVATION.base
-    if BASE == "relu" or BASE == "srelu":
+    if BASE == "clamped":
+        x = _at_most(x, ACTIVATION.parameters[0])
+        y = x * _gate(ACTIVATION.parameters[1] * x, BASE)
+    elif BASE == "relu" or BASE == "srelu":
         y = tl.where(x <= 0.0, 0.0, x)  # not a maximum: nan stays nan
         if BASE == "srelu":
             y = y * y
@@ -173,6 +211,11 @@ def slope(x, ACTIVATION: tl.constexpr):
         d = tl.where(x <= 0.0, 0.0, 1.0)
     elif BASE == "srelu":
         d = 2.0 * tl.where(x <= 0.0, 0.0, x)
+    elif BASE == "clamped":
+        z = ACTIVATION.parameters[1] * _at_most(x, ACTIVATION.parameters[0])
+        s = _gate(z, BASE)
+        d = s + tl.minimum(tl.maximum(z, -_LIMIT), _LIMIT) * s * (1.0 - s)
+        d = tl.where(x > ACTIVATION.parameters[0], 0.0, d)
     else:
         xc = tl.minimum(tl.maximum(x, -_LIMIT), _LIMIT)
         s = _gate(x, BASE)
@@ -186,11 +229,13 @@ def slope(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def glu(gate, up, ACTIVATION: tl.constexpr):
     """glu_ref of fp32 tiles."""
-    return value(gate, ACTIVATION) * up
+    return value(gate, ACTIVATION) * _linear(up, ACTIVATION)
 
 
 @triton.jit
 def glu_grads(d, gate, up, ACTIVATION: tl.constexpr):
     """glu_grads_ref of fp32 tiles."""
     d_up = d * value(gate, ACTIVATION)
-    return d * up * slope(gate, ACTIVATION), d_up
+    if ACTIVATION.base == "clamped":
+        d_up = tl.where(tl.abs(up) > ACTIVATION.parameters[0], 0.0, d_up)
+    return d * _linear(up, ACTIVATION) * slope(gate, ACTIVATION), d_up

@@ -132,7 +132,7 @@ def sources(m: int, n: int, dtype: torch.dtype, device: str) -> dict[str, S.Sour
         return (2 * torch.randn(*shape)).to(dtype).to(device)
 
     table = {"plain": S.plain(special(m, n, dtype, device))}
-    for one in map(Activation.of, ACTIVATIONS):
+    for one in (*map(Activation.of, ACTIVATIONS), Activation.of("clamped_swiglu", {"limit": 1.0})):
         h, dy = random(m, n * (2 if one.glu else 1)), random(m, n)
         table |= {one.name: S.act(h, one), f"d{one.name}": S.dact(dy, h, one)}
     statistics = torch.randn(m, device=device), torch.rand(m, device=device) + 0.5

@@ -8,12 +8,15 @@ from torch import Tensor
 
 from te_lite.ops import block_cast, cast, cast_kernels, row_cast, sums
 from te_lite.ops import source as S
-from te_lite.ops.activation import Activation
+from te_lite.ops.activation import ACTIVATIONS, Activation
 from te_lite.ops.transpose import _transpose_cuda, transpose_ref
 from te_lite.ops.word_tiles import words_fit
 from tests.ops.interpreted import only_interpreted, run_interpreted
 
 E4M3 = torch.float8_e4m3fn
+
+
+CLAMPED = Activation.of("clamped_swiglu", {"limit": 1, "alpha": 0})  # of small integers a product of powers of two
 
 
 def test_cast_kernels_in_the_interpreter():
@@ -40,8 +43,10 @@ def _sources(m: int, n: int) -> dict[str, S.Source]:
         "plain": S.plain(x.bfloat16()),
         "relu": S.act(x.half(), Activation.of("relu")),
         "sreglu": S.act(h, Activation.of("sreglu")),
+        "clamped_swiglu": S.act(h, CLAMPED),
         "drelu": S.dact(dy, x, Activation.of("relu")),
         "dreglu": S.dact(dy.bfloat16(), h.bfloat16(), Activation.of("reglu")),
+        "dclamped_swiglu": S.dact(dy, h, CLAMPED),
         "layernorm": S.norm(x, mean, rstd, gamma, beta),
         "rmsnorm zero centered": S.norm(x, None, rstd, torch.zeros(n), None, zero_centered=True),
     }
@@ -72,6 +77,18 @@ def _poison(out: cast.Transformed) -> cast.Transformed:
         if t is not None:
             t.view(torch.uint8).fill_(0x7F)
     return out
+
+
+@only_interpreted
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_interpreted_activation(name):
+    """And its gradient, of values that numpy's exp does not round as torch's does."""
+    one = Activation.of(name, {"limit": 1.5} if name.startswith("clamped") else None)
+    h, dy = 3 * torch.randn(33, 40), torch.randn(33, 20 if one.glu else 40)
+    for source in (S.act(h, one), S.dact(dy, h, one)):
+        out = cast._allocate(source, torch.float32, None, False, False, False)
+        cast._transform_cuda(*source.flat, None, None, None, None, 0.0, False, *out, None)
+        torch.testing.assert_close(out.hp, S.produce_ref(source), rtol=1e-5, atol=1e-5)
 
 
 @only_interpreted

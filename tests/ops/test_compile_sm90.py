@@ -117,6 +117,8 @@ CASES = [
     Case(Form("act", Activation("gelu")), "*fp16", E4M3, col=True),
     Case(Form("act", Activation("swiglu")), "*bf16", E4M3, col=True),
     Case(Form("dact", Activation("swiglu")), "*bf16", E5M2, col=True, hp="*bf16"),
+    Case(Form("act", Activation.of("clamped_swiglu")), "*bf16", E4M3, col=True),
+    Case(Form("dact", Activation.of("clamped_swiglu")), "*bf16", E5M2, col=True),
     Case(Form("dact", Activation("geglu")), "*fp32", E4M3, col=True, few=True, hp="*bf16"),
     Case(Form("dact", Activation("qgelu")), "*bf16", E4M3, col=False, current=True),
 ]

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from te_lite.ops import gemm_fused
+from te_lite.ops.activation import ACTIVATIONS, Activation
 from te_lite.ops.gemm_fused import FP8, SOURCES, Kind
 from tests.ops.fused import BF16, E4M3, E5M2, FP16
 
@@ -18,6 +19,7 @@ from tests.ops.fused import BF16, E4M3, E5M2, FP16
     (E4M3, E5M2, "row", FP16, 2, False), (E4M3, E4M3, "row", BF16, 8, False), (BF16, BF16, "none", BF16, 4, True),
     (BF16, BF16, "none", BF16, 8, False),
 ])  # fmt: skip
+@pytest.mark.parametrize("activation", [one for one in map(Activation.of, ACTIVATIONS) if one.fused], ids=str)
 @pytest.mark.parametrize(("gather", "columns", "split", "act", "grad"), [
     (True, 128, False, "", False), (True, 192, False, "", False), (True, 224, False, "", False),
     (True, 256, False, "", False), (True, 256, False, "high precision", False), (True, 256, False, "amax", False),
@@ -29,22 +31,23 @@ from tests.ops.fused import BF16, E4M3, E5M2, FP16
     (True, 128, False, "high precision", True), (True, 128, False, "fp8", True), (True, 128, False, "amax", True),
     (True, 128, True, "high precision", True),
 ])  # fmt: skip
-def test_it_compiles(gather, columns, split, act, grad, a, b, scales, out, ranks, b_t, tmp_path):
+def test_it_compiles(gather, columns, split, act, grad, activation, a, b, scales, out, ranks, b_t, tmp_path):
     """By nvcc, on a machine without NVRTC: no wgmma waits for the one before, and hardly a register is spilled."""
     if not (nvcc := shutil.which("nvcc")):
         pytest.skip("no nvcc")
-    if (b_t and columns % 64) or (split and a not in FP8):
-        pytest.skip("not offered")
     narrow, residual, fp8 = act == "narrow", act == "residual", b if b in FP8 else E4M3
     act = "" if narrow or residual else act
-    kind = Kind(gather, a, b, scales, out, ranks, b_t, columns, split, act, grad, fp8, narrow, residual)
+    if (b_t and columns % 64) or (split and a not in FP8) or not (act or activation == gemm_fused.SWIGLU):
+        pytest.skip("not offered")
+    kind = Kind(gather, a, b, scales, out, ranks, b_t, columns, split, act, grad, fp8, narrow, residual, activation)
     command = [nvcc, "-std=c++17", *kind.macros, "-cubin", "-Xptxas=-v", "-gencode=arch=compute_90a,code=sm_90a"]
     command += ["-o", tmp_path / "x.cubin", SOURCES / "gemm_fused.cu"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "serialized" not in said
     spilled = int(said.split(" bytes spill stores")[0].split()[-1])
     # With 256 columns all registers are taken; narrow ones also hold the slots of seven others. Not in the loop over K.
-    most = 104 if narrow else 0 if gather or columns == 128 else 64
+    # The fourth warpgroup keeps some of what two clamps compare, and nobody waits for it.
+    most = 80 if grad and activation.parameters else 104 if narrow else 0 if gather or columns == 128 else 64
     assert spilled <= most, said
     assert "0 bytes stack frame" in said or spilled, said
 
