@@ -182,7 +182,7 @@ def _times_up(of: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tens
 
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "geglu": _times_up(_gelu), "qgeglu": _times_up(_qgelu), "reglu": _times_up(F.relu), "sreglu": _times_up(_srelu),
-    "swiglu": _times_up(F.silu), "clamped_swiglu": clamped_swiglu,
+    "glu": _times_up(torch.sigmoid), "swiglu": _times_up(F.silu), "clamped_swiglu": clamped_swiglu,
 }  # fmt: skip
 ALL_ACTIVATIONS = (*ACTIVATIONS, *GATED)
 

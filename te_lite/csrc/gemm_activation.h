@@ -16,6 +16,14 @@ __device__ __forceinline__ float sigmoid(float x) {
 }
 
 // value: of a pair; grads: those of gate and up, where that of the value is d.
+struct glu {
+  static __device__ __forceinline__ float value(float gate, float up) { return __fmul_rn(sigmoid(gate), up); }
+  static __device__ __forceinline__ float2 grads(float d, float gate, float up) {
+    const float s = sigmoid(gate);
+    return {__fmul_rn(__fmul_rn(up, d), __fmul_rn(s, __fsub_rn(1.0f, s))), __fmul_rn(s, d)};
+  }
+};
+
 struct swiglu {
   static __device__ __forceinline__ float value(float gate, float up) {
     return __fmul_rn(gate, sigmoid(gate)) * up;

@@ -50,6 +50,7 @@ _RULES = {
     "srelu": _Rule("srelu"),
     "sreglu": _Rule("srelu", glu=True),
     "silu": _Rule("silu"),
+    "glu": _Rule("sigmoid", glu=True, fused=True),
     "swiglu": _Rule("silu", glu=True, fused=True),
     "clamped_swiglu": _Rule("clamped", True, True, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
 }
@@ -107,7 +108,7 @@ NONE = Activation()
 
 
 def _gate_ref(x: Tensor, base: str) -> Tensor:
-    """What gelu (the tanh approximation), qgelu and silu multiply x by."""
+    """What gelu (the tanh approximation), qgelu and silu multiply x by; otherwise the sigmoid."""
     if base == "gelu":
         x = _GELU_B.value * (x + _GELU_C.value * x * x * x)
     elif base == "qgelu":
@@ -122,6 +123,8 @@ def value_ref(x: Tensor, activation: Activation) -> Tensor:
         limit, alpha, _ = activation.parameters
         x = x.clamp(max=limit)
         return x * torch.sigmoid(alpha * x)
+    if base == "sigmoid":
+        return _gate_ref(x, base)
     if base not in ("relu", "srelu"):
         return x * _gate_ref(x, base)
     y = torch.relu(x)
@@ -138,6 +141,8 @@ def slope_ref(x: Tensor, activation: Activation) -> Tensor:
         z = alpha * x.clamp(max=limit)
         s = torch.sigmoid(z)
         return torch.where(x > limit, 0.0, s + z.clamp(-_LIMIT.value, _LIMIT.value) * s * (1 - s))
+    if base == "sigmoid":
+        return (s := _gate_ref(x, base)) * (1 - s)
     s, xc = _gate_ref(x, base), x.clamp(-_LIMIT.value, _LIMIT.value)
     slope = (_QGELU.value * xc if base == "qgelu" else xc) * s * (1 - s)
     return s + (slope * (_GELU_B.value * (1 + 3 * _GELU_C.value * xc * xc)) if base == "gelu" else slope)
@@ -194,6 +199,8 @@ def value(x, ACTIVATION: tl.constexpr):
     if BASE == "clamped":
         x = _at_most(x, ACTIVATION.parameters[0])
         y = x * _gate(ACTIVATION.parameters[1] * x, BASE)
+    elif BASE == "sigmoid":
+        y = _gate(x, BASE)
     elif BASE == "relu" or BASE == "srelu":
         y = tl.where(x <= 0.0, 0.0, x)  # not a maximum: nan stays nan
         if BASE == "srelu":
@@ -216,6 +223,9 @@ def slope(x, ACTIVATION: tl.constexpr):
         s = _gate(z, BASE)
         d = s + tl.minimum(tl.maximum(z, -_LIMIT), _LIMIT) * s * (1.0 - s)
         d = tl.where(x > ACTIVATION.parameters[0], 0.0, d)
+    elif BASE == "sigmoid":
+        s = _gate(x, BASE)
+        d = s * (1.0 - s)
     else:
         xc = tl.minimum(tl.maximum(x, -_LIMIT), _LIMIT)
         s = _gate(x, BASE)

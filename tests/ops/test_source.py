@@ -31,6 +31,8 @@ def activation64(one: Activation, h: Tensor) -> Tensor:
         limit, alpha, offset = one.parameters
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + offset)
+    if one.name == "glu":
+        return torch.sigmoid(gate) * up
     return BASES[GATED[one.name]](gate) * up
 
 
@@ -45,7 +47,7 @@ def assert_fp32_of(got: Tensor, want: Tensor, magnitude: float = 1.0) -> None:
 
 
 def test_exactly_these_activations():
-    assert sorted(NAMES) == sorted([*BASES, *GATED, CLAMPED])
+    assert sorted(NAMES) == sorted([*BASES, *GATED, "glu", CLAMPED])
     assert all(Activation.of(name).glu == (name not in BASES) for name in NAMES)
 
 
@@ -71,7 +73,7 @@ def test_gradient_far_out_is_its_limit_and_nan_stays(name):
     far = torch.tensor([[1e30, -1e30, float("inf"), float("-inf"), float("nan")]])
     h = torch.cat((far, torch.ones_like(far)), 1) if name not in BASES else far
     gate = S.produce_ref(S.dact(torch.ones_like(far), h, Activation.of(name)))[0, :5].tolist()
-    up = 2e30 if name in ("srelu", "sreglu") else 0.0 if name == CLAMPED else 1.0
+    up = 2e30 if name in ("srelu", "sreglu") else 0.0 if name in ("glu", CLAMPED) else 1.0
     assert gate[0] == pytest.approx(up) and gate[1] == 0 and gate[3] == 0
     assert gate[2] == (float("inf") if up > 1 else up)
     # torch passes the gradient of relu through where x is nan.
