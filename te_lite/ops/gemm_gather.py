@@ -143,15 +143,18 @@ def gemm_gather(
     width = 2 * n if grad else n // 2
     made = _allocate(own, (ranks * m, width), wanted, out_dtype, clusters)
     peak = made.amax if wanted.act == "amax" else wanted.amax
+    kind = Kind(
+        gather=True, a=own.dtype, b=b.dtype, scales=scales, out=out_dtype, ranks=ranks, b_t=fused.transposed(b),
+        columns=wide, split=split, act=wanted.act, grad=grad, fp8=wanted.fp8, activation=wanted.activation,
+    )  # fmt: skip
+    arguments = fused.Arguments(
+        ready=ready, counters=counters, word=epoch, abort=abort, a_scale=gathered_scale, own_scale=own_scale,
+        b_scale=b_scale, bias=bias, act_scale=wanted.scale, act_scale_inv=made.scale_inv, peak=peak, delta=delta, m=m,
+        n=n, k=k, rank=rank, flags=ready.shape[1], pairs=pairs, columns=columns, scales=apart,
+    )  # fmt: skip
     fused.launch(
-        Kind(True, own.dtype, b.dtype, scales, out_dtype, ranks, fused.transposed(b), wide, split, wanted.act, grad,
-             wanted.fp8, activation=wanted.activation),
-        clusters, gathered, b, own, _shards(out, ranks, m * n), (),
-        (ready, None, counters, epoch, abort, gathered_scale, own_scale, b_scale, bias, wanted.scale, made.scale_inv,
-         peak, None),
-        (delta, m, n, k, rank, ready.shape[1], 1, 0, pairs, columns, apart),
-        _shards(made.data, ranks, m * width), _shards(made.data_t, ranks, m),
-        wanted.h if grad else None,
+        kind, clusters, arguments, a=gathered, b=b, other=own, h=wanted.h if grad else None,
+        to=_shards(out, ranks, m * n), act=_shards(made.data, ranks, m * width), act_t=_shards(made.data_t, ranks, m),
     )  # fmt: skip
     return out, made
 

@@ -1,16 +1,19 @@
 """csrc/gemm_fused.cu, read from the compiler on any machine that has one."""
 
+import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from te_lite.ops import gemm_fused
 from te_lite.ops.activation import ACTIVATIONS, Activation
-from te_lite.ops.gemm_fused import FP8, SOURCES, Kind
+from te_lite.ops.gemm_fused import FP8, SOURCES, Arguments, Kind
 from tests.ops.fused import BF16, E4M3, E5M2, FP16
 
 
@@ -50,6 +53,34 @@ def test_it_compiles(gather, columns, split, act, grad, activation, a, b, scales
     most = 80 if grad and activation.parameters else 104 if narrow else 0 if gather or columns == 128 else 64
     assert spilled <= most, said
     assert "0 bytes stack frame" in said or spilled, said
+
+
+def fields_of(struct_name: str) -> list[tuple[str, bool]]:
+    """(name, whether it is a pointer or an array of them) of each field of a struct in gemm_fused.h."""
+    text = re.sub(r"//.*", "", (SOURCES / "gemm_fused.h").read_text())
+    body = re.search(rf"struct {struct_name} {{(.*?)}};", text, re.DOTALL)[1]
+    found = []
+    for line in filter(None, map(str.strip, body.split(";"))):
+        *kind, first = line.partition(",")[0].split()
+        names = [first, *line.split(",")[1:]]
+        found += [(name.strip().partition("[")[0], "*" in "".join(kind)) for name in names]
+    return found
+
+
+def test_arguments_are_those_of_the_kernel():
+    """By name and order, and each of a value of its own comes out where the struct has it."""
+    fields = fields_of("FusedArguments")
+    assert [name for name, _ in fields] == list(Arguments.__slots__) and len(fields) == 26
+    assert [name for name, pointer in fields if pointer] == list(Arguments.__slots__[:15])
+    tensors = {name: torch.zeros(1) for name in Arguments.__slots__[2:15]}
+    numbers = {name: 100 + i for i, name in enumerate(Arguments.__slots__[15:])}
+    packed = Arguments(arrived=[1, 2, 3], scales_to=range(11, 19), **tensors, **numbers).packed()
+    addresses = [t.data_ptr() for t in tensors.values()]
+    assert len(packed) == 29 * 8 + 11 * 4 + 4  # to a multiple of 8
+    want = [1, 2, 3, 0, 0, 0, 0, 0, *range(11, 19), *addresses, *numbers.values()]
+    assert list(struct.unpack("=29Q11i4x", packed)) == want
+    numbers["delta"] = 2**32 - 1  # which wraps around
+    assert struct.unpack_from("=i", Arguments(**tensors, **numbers).packed(), 29 * 8) == (-1,)
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def test_what_is_wanted_of_the_product_is_checked():
 def test_what_is_asked_of_the_kernel_is_what_it_offers(case, act, grad, fast, monkeypatch):
     """The rules of its static_asserts, for all that is not refused."""
     asked, split = [], case.a in fused.FP8 and not fast
-    monkeypatch.setattr(G.fused, "launch", lambda kind, *rest: asked.append(kind))
+    monkeypatch.setattr(G.fused, "launch", lambda kind, *_, **__: asked.append(kind))
     h = torch.zeros(case.ranks * case.m, 2 * case.n, dtype=case.out) if act and grad else None
     wanted = G.Wanted(act, h, torch.ones(1) if act == "fp8" else None)
     try:
