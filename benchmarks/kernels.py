@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 import torch
 
 from benchmarks import bench, result_files
+from te_lite.ops.activation import Activation
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -123,7 +124,7 @@ def activation_cases(t: Operands) -> list[Case]:
     """SwiGLU forward h[M, 2N] -> [M, N] and backward (dy[M, N], h) -> [M, 2N]."""
     from te_lite.ops import cast, source
 
-    act, dact = source.act(t.h, "swiglu"), source.dact(t.dy, t.h, "swiglu")
+    act, dact = source.act(t.h, Activation.of("swiglu")), source.dact(t.dy, t.h, Activation.of("swiglu"))
     size = t.size
 
     def quantize(what: object, fp8_dtype: torch.dtype) -> Callable[[], object]:

@@ -169,8 +169,20 @@ def _srelu(t: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu, "qgelu": _qgelu, "relu": F.relu, "srelu": _srelu, "silu": F.silu,
 }  # fmt: skip
-GATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": _gelu, "qgeglu": _qgelu, "reglu": F.relu, "sreglu": _srelu, "swiglu": F.silu,
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + offset)
+
+
+def _times_up(of: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda gate, up: of(gate) * up
+
+
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "geglu": _times_up(_gelu), "qgeglu": _times_up(_qgelu), "reglu": _times_up(F.relu), "sreglu": _times_up(_srelu),
+    "glu": _times_up(torch.sigmoid), "swiglu": _times_up(F.silu), "clamped_swiglu": clamped_swiglu,
 }  # fmt: skip
 ALL_ACTIVATIONS = (*ACTIVATIONS, *GATED)
 
@@ -186,7 +198,7 @@ def activate(h: Tensor, name: str, tp: int = 1) -> Tensor:
     parts = []
     for shard in h.chunk(tp, -1):
         gate, up = shard.chunk(2, -1)
-        parts.append(GATED[name](gate) * up)
+        parts.append(GATED[name](gate, up))
     return torch.cat(parts, -1)
 
 

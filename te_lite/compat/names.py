@@ -49,7 +49,6 @@ INSTEAD = {
     "recipe fp16": "nearest: bf16, which leaves the activations in their own dtype",
     "recipe fp32": "nearest: bf16, which leaves the activations in their own dtype",
     "activation swish": "nearest: silu, which is the same function",
-    "activation glu": "nearest: swiglu, geglu, reglu; the plain sigmoid gate is not there",
     "DelayedScaling interval": "leave it out: scales take their step after each pass",
     "DelayedScaling override_linear_precision": "leave it out; RowwiseScaling(high_precision_wgrad=True) keeps wgrad",
     "autocast fp8_group": "nearest: amax_reduction_group",

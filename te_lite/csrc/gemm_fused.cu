@@ -7,8 +7,9 @@
 //   GATHER          1: all-gather, 0: reduce-scatter      NARROW   1: partials travel in fp8, see gemm_slots.h
 //   RESIDUAL        1: of a reduce-scatter's sum, as if it were one more slot, the last; not with NARROW
 //   SPLIT           1: fp8 products are summed in fp32 registers every 512 elements of K; with 128 COLUMNS
-//   ACT             of an all-gather's h = [gate | up], to be followed by silu(gate) * up: 0 nothing, 1 written beside h,
+//   ACT             of an all-gather's h = [gate | up], to be followed by an activation: 0 nothing, 1 written beside h,
 //                   2 its largest magnitude, 3 both, in ACT_TYPE (e4m3, e5m2) by rows and by columns; with 256 COLUMNS
+//   ACTIVATION      which one, and macros with the names of its parameters, see gemm_activation.h
 //   GRAD            1: the product is that activation's gradient, and ACT what becomes of h's, [R * m, 2 * n]; it is
 //                   itself written only with ACT 2; with 128 COLUMNS, see gemm_grad.h
 //
@@ -135,7 +136,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const Shared& share
   // Of the held tile's activation what belongs to the box `half` of gates: j as of held.
   const auto activated = [&](int half, int j) -> float2 {
     const u32 gate = held[half][j], up = held[kBoxes / 2 + half][j];
-    const float2 v = {silu(unpack(gate)) * unpack(up), silu(unpack(gate >> 16)) * unpack(up >> 16)};
+    const float2 v = {ACTIVATION::value(unpack(gate), unpack(up)), ACTIVATION::value(unpack(gate >> 16), unpack(up >> 16))};
     const bool live = before.row + group * kHalfRows + row + j % 2 * 8 < p.m &&
                       before.col + half * kBoxColumns + j / 2 * 8 + lane % 4 * 2 < p.n / 2;
     if (ACT > 1 && live) peak = max(peak, max(magnitude(v.x), magnitude(v.y)));

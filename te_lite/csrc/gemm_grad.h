@@ -1,4 +1,4 @@
-// GRAD: a tile's product is the gradient of silu(gate) * up. A fourth warpgroup makes h's of it, box by box, while the
+// GRAD: a tile's product is the gradient of an activation of h = [gate | up]. A fourth warpgroup makes h's of it, box by box, while the
 // tensor cores are at the next tile.
 #pragma once
 
@@ -80,10 +80,10 @@ __device__ __forceinline__ void differentiate(const Maps& maps, const Arguments&
           u32 dgate[4], dup[4];  // in fp8, for ACT 3
 #pragma unroll
           for (int k = 0; k < 4; k++) {
-            const float2 v[4] = {dswiglu(unpack(grad[k].x), unpack(gate[k].x), unpack(up[k].x)),
-                                 dswiglu(unpack(grad[k].x >> 16), unpack(gate[k].x >> 16), unpack(up[k].x >> 16)),
-                                 dswiglu(unpack(grad[k].y), unpack(gate[k].y), unpack(up[k].y)),
-                                 dswiglu(unpack(grad[k].y >> 16), unpack(gate[k].y >> 16), unpack(up[k].y >> 16))};
+            const float2 v[4] = {ACTIVATION::grads(unpack(grad[k].x), unpack(gate[k].x), unpack(up[k].x)),
+                                 ACTIVATION::grads(unpack(grad[k].x >> 16), unpack(gate[k].x >> 16), unpack(up[k].x >> 16)),
+                                 ACTIVATION::grads(unpack(grad[k].y), unpack(gate[k].y), unpack(up[k].y)),
+                                 ACTIVATION::grads(unpack(grad[k].y >> 16), unpack(gate[k].y >> 16), unpack(up[k].y >> 16))};
             float largest = 0.0f;
 #pragma unroll
             for (int c = 0; c < 4 && ACT > 1; c++) {

@@ -1,6 +1,7 @@
 // The tiles of gemm_fused.cu: their sizes, who takes which, and what the warps of a block share.
 #pragma once
 
+#include "gemm_activation.h"
 #include "gemm_fused.h"
 #include "hopper.h"
 

@@ -205,18 +205,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
   return v;
 }
-// 1 / (1 + exp(-x)); as below the bits that Triton's own kernels compute (ops/source.py). What is flushed is no part of
-// 1 + e.
-__device__ __forceinline__ float sigmoid(float x) {
-  float e, gate;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(-x, 1.44269502f)));
-  asm("div.full.f32 %0, %1, %2;" : "=f"(gate) : "f"(1.0f), "f"(__fadd_rn(e, 1.0f)));
-  return gate;
-}
-__device__ __forceinline__ float silu(float x) { return __fmul_rn(x, sigmoid(x)); }
-// Gradients of gate and up, of silu(gate) * up with gradient d.
-__device__ __forceinline__ float2 dswiglu(float d, float gate, float up) {
-  const float s = sigmoid(gate), inside = fminf(fmaxf(gate, -128.0f), 128.0f);
-  const float slope = __fmaf_rn(__fmul_rn(inside, s), __fsub_rn(1.0f, s), s);
-  return {__fmul_rn(__fmul_rn(up, d), slope), __fmul_rn(__fmul_rn(gate, s), d)};
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float v;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+  return v;
 }

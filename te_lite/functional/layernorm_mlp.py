@@ -18,6 +18,7 @@ from te_lite.functional.linear import (
 )
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
+from te_lite.ops.activation import Activation
 from te_lite.overlap.epilogues import Activate, ActivateGrad
 
 
@@ -30,14 +31,14 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @forward_method
     def forward(
-        ctx: Any, call: Call, spec: NormSpec, activation: str, x: Tensor, *params: Tensor | None
+        ctx: Any, call: Call, spec: NormSpec, activation: Activation, x: Tensor, *params: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         (plan1, plan2), (gamma, beta, w1, b1, w2, b2, residual) = call.plans, params
         need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad
         made, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         need_ln = bool(norm_saved)
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
-        want = plan2.x_from_gemm if activation == "swiglu" else ""
+        want = plan2.x_from_gemm if activation.fused else ""
         epilogue = Activate(plan2.operands.fprop.a, activation, want if need_w2 or want != "fp8" else "")
         tokens, width = x.numel() // x.shape[-1], w2.shape[1]
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
@@ -65,7 +66,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         needs1 = need_ln, need_w1, b1 is not None and grads[7]
         down = below = dx = dw1 = db1 = None
         if need_h:
-            want = plan1.dy_from_gemm if ctx.activation == "swiglu" else ""
+            want = plan1.dy_from_gemm if ctx.activation.fused else ""
             if needs1[2] or (want == "fp8" and not (need_ln and need_w1)):
                 want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
             down = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, h, want)

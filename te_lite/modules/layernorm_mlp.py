@@ -16,17 +16,18 @@ from te_lite.modules.base import TeLiteModule
 from te_lite.modules.linear import linear_specs
 from te_lite.modules.norm import add_norm, spec_of
 from te_lite.modules.weights import Init
-from te_lite.ops.source import is_glu
+from te_lite.ops.activation import Activation
 
 
 class LayerNormMLP(TeLiteModule):
     """y = activation(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
 
-    activation: gelu (tanh form), geglu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu or swiglu. For the gated ones
-    fc1_weight is [2 * ffn_hidden_size, hidden_size], the gate's half first; on a tensor-parallel rank [gate shard; up
-    shard]. set_parallel_mode=True makes fc1 column-parallel and fc2 row-parallel. init_method fills fc1_weight,
-    output_layer_init_method fc2_weight. seq_length and micro_batch_size are accepted and not needed.
-    checkpoint=True keeps only x and computes the rest again in backward. The other arguments are LayerNormLinear's.
+    activation: a name that docs/modules.md lists. activation_params: those of its parameters that are not to have their
+    default, by name. For the gated ones, "...glu", fc1_weight is [2 * ffn_hidden_size, hidden_size], the gate's half
+    first; on a tensor-parallel rank [gate shard; up shard]. set_parallel_mode=True makes fc1 column-parallel and fc2
+    row-parallel. init_method fills fc1_weight, output_layer_init_method fc2_weight. seq_length and micro_batch_size are
+    accepted and not needed. checkpoint=True keeps only x and computes the rest again in backward. The other arguments
+    are LayerNormLinear's.
     """
 
     gemm_names = ("fc1", "fc2")
@@ -46,15 +47,13 @@ class LayerNormMLP(TeLiteModule):
         checkpoint: bool = False, *, sequence_dim: int = 0,
     ) -> None:  # fmt: skip
         given = locals()
-        if activation_params:
-            raise ValueError(
-                f"activation_params has {list(activation_params)}: activation {activation!r} takes none; leave it None"
-            )
+        act = Activation.of(activation, activation_params)
         modes = ("column", "row") if flag("LayerNormMLP", "set_parallel_mode", set_parallel_mode) else (None, None)
         super().__init__(given, modes, ("fc1", "fc2"), ("hidden_size", "ffn_hidden_size"))
-        self.activation, self.checkpoint = activation, checkpoint
+        self.activation, self.activation_params, self._act = activation, activation_params, act
+        self.checkpoint = checkpoint
         self.hidden_size, self.use_bias, self.return_bias = hidden_size, bias, return_bias
-        wide = ffn_hidden_size * (2 if is_glu(activation) else 1)
+        wide = ffn_hidden_size * (2 if act.glu else 1)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:
             raise ValueError(f"ffn_hidden_size={ffn_hidden_size} is not divisible by tp_size={self.tp_size}; pad it")
         fc1 = linear_specs(self, modes[0], hidden_size, wide, init_method)
@@ -88,7 +87,7 @@ class LayerNormMLP(TeLiteModule):
         call = self._begin(inp, (fc1, fc2), is_first_microbatch, False, False, residual)
         fc1_bias = self.fc1_bias if self.use_bias else None
         fc2_bias = self.fc2_bias if self.use_bias and not self.return_bias else None
-        args = (call, spec_of(self), self.activation, inp, *norm, fc1, fc1_bias, fc2, fc2_bias, residual)
+        args = (call, spec_of(self), self._act, inp, *norm, fc1, fc1_bias, fc2, fc2_bias, residual)
         return LayerNormMLPFunction.apply(*args) if call.grad else LayerNormMLPFunction.forward(None, *args)
 
     def extra_repr(self) -> str:

@@ -17,7 +17,7 @@ from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_ker
 from te_lite.ops.cast import saturate_, scale_from_amax_ref, transform
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
-from te_lite.ops.source import ACTIVATIONS, FLAT, Source, of_source, plain, produce_ref, tiled
+from te_lite.ops.source import FLAT, WORDS, Source, of_source, plain, produce_ref
 from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
@@ -109,12 +109,12 @@ def block_cast(
     if not (row or col):
         raise ValueError("row=False, col=False: ask for at least one layout")
     largest = torch.finfo(source.x.dtype).max
-    if op is None and source.dy is not None and ACTIVATIONS[source.activation][1] and source.dy.shape[1] % block:
+    if op is None and source.dy is not None and source.form.two and source.dy.shape[1] % block:
         # A block would lie across the halves, which a tile computes apart; fp32 in between changes no bit.
         exact: Any = transform(source, hp_dtype=torch.float32).hp
         source = plain(exact)
     out = _allocate(source, block, square, row, col, flat, bias_grad)
-    (op or _block_cast_op)(*source[:-1], block, square, pow2, eps, largest, flat, *out)
+    (op or _block_cast_op)(*source.flat, block, square, pow2, eps, largest, flat, *out)
     return out
 
 
@@ -142,22 +142,20 @@ def _write_ref(source, block, square, pow2, eps, largest, flat, row, row_scale, 
             transpose_into_ref(q, col)
 
 
-def _block_cast_cuda(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, block, square, pow2, eps, largest, flat,
-    row, row_scale, col, col_scale, bias_grad,
-):  # fmt: skip
-    rows, cols, base, glu = tiled(x, activation)
-    if block == BLOCK and col is not None and not (square or flat) and bias_grad is None and words_fit(kind, x, cols):
-        kind = "words"
-    config = block_config(block, square, row is not None, col is not None, kind, pow2)
+@of_source
+def _block_cast_cuda(source, block, square, pow2, eps, largest, flat, row, row_scale, col, col_scale, bias_grad):
+    rows, cols, form = source.rows, source.tile_cols, source.form
+    if block == BLOCK and col is not None and not (square or flat) and bias_grad is None and words_fit(source):
+        form = WORDS
+    config = block_config(block, square, row is not None, col is not None, form.kind, pow2)
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     splits, partial = partial_sums(bias_grad, tiles_m)
     strides = (0, 0) if row is None else row_scale.stride()
     strides += (0, 0) if col is None else col_scale.stride()[:: -1 if square else 1]
     cap = 255 - 127 - math.frexp(largest)[1] if pow2 else largest
-    tensors = (x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial)
-    constants = (kind, base, glu, zero_centered, square, cap, pow2, flat, block_m, block_n, tiles_m > splits)
+    tensors = (*source.tensors, row, row_scale, col, col_scale, partial)
+    constants = (form, square, cap, pow2, flat, block_m, block_n, tiles_m > splits)
     numbers = (eps, rows, cols, padded_rows(rows), *strides)
     launch(block_kernel, tiles_n * splits, (), tensors, numbers, constants, num_warps, registers)
     if partial is not None:

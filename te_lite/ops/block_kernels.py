@@ -137,13 +137,13 @@ def _emit_blocks(
 @triton.jit
 def _block_tile(
     source, outputs, strides, tile_m, n0, eps, rows, cols, width, padded,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr, SQUARE: tl.constexpr,
-    CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, SQUARE: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of block_kernel: sums of four rows, and those of the second tile."""
     m0 = tile_m * BLOCK_M
-    a, b = tiles.quarters(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N)
-    for i in tl.static_range(1 + (GLU and KIND == "dact")):
+    a, b = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
+    for i in tl.static_range(1 + FORM.two):
         _emit_blocks(
             (a, b)[i], outputs, strides, eps, m0, n0, n0 + i * cols, rows, cols, width, padded, SQUARE, CAP, POW2, FLAT
         )
@@ -163,14 +163,14 @@ def _word_row(w, row, m0, n0, rows, cols, eps, FP16: tl.constexpr, CAP: tl.const
 @triton.jit
 def _word_tile(
     x, outputs, strides, tile_m, n0, eps, rows, cols, padded,
-    CAP: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """_block_tile of words with a transposed copy. Blocks are as long as the tile is high; with rows it is as wide."""
     row, row_scale, col, col_scale = outputs
     row_scale_m, row_scale_n, col_scale_m, col_scale_n = strides
     FP16: tl.constexpr = x.dtype.element_ty == tl.float16
     m0 = tile_m * BLOCK_M
-    w = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
+    w = word_quarters(x, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
     # Columns' scales first: they wait for all four quarters, so that the loads are issued together.
     even, odd = column_bits(w, FP16)
     even, stored_even = _scales(even, eps, False, CAP, POW2)
@@ -194,8 +194,7 @@ def _word_tile(
 def block_kernel(
     x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial,
     eps, rows, cols, padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    SQUARE: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
+    FORM: tl.constexpr, SQUARE: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """One read of the source: E4M3 in blocks along its rows, along its columns (or square ones), column sums.
@@ -205,17 +204,17 @@ def block_kernel(
     Programs and tiles as in transform_kernel.
     """
     begin()
-    TWO: tl.constexpr = GLU and KIND == "dact"
+    TWO: tl.constexpr = FORM.two
     width = cols * 2 if TWO else cols
     source, outputs = (x, dy, mean, rstd, gamma, beta), (row, row_scale, col, col_scale)
     strides = (row_scale_m, row_scale_n, col_scale_m, col_scale_n)
-    split, n0, tiles_n = tiles.tile_of_program(cols, BLOCK_N, KIND == "norm")
-    if KIND == "words":
-        _word_tile(x, outputs, strides, split, n0, eps, rows, cols, padded, CAP, POW2, BLOCK_M, BLOCK_N)
+    split, n0, tiles_n = tiles.tile_of_program(cols, BLOCK_N, FORM.kind == "norm")
+    if FORM.kind == "words":
+        _word_tile(x, outputs, strides, split, n0, eps, rows, cols, padded, FORM, CAP, POW2, BLOCK_M, BLOCK_N)
     elif not LOOP:
         total, total2 = _block_tile(
             source, outputs, strides, split, n0, eps, rows, cols, width, padded,
-            KIND, ACT, GLU, ZERO_CENTERED, SQUARE, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+            FORM, SQUARE, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         total = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
@@ -223,7 +222,7 @@ def block_kernel(
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             a, b = _block_tile(
                 source, outputs, strides, tile_m, n0, eps, rows, cols, width, padded,
-                KIND, ACT, GLU, ZERO_CENTERED, SQUARE, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+                FORM, SQUARE, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             total += a
             if TWO:

@@ -16,7 +16,7 @@ from te_lite.ops import cast_kernels as kernels
 from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
-from te_lite.ops.source import DTYPES, FLAT, Source, of_source, produce_ref, tiled
+from te_lite.ops.source import DTYPES, FLAT, WORDS, Source, of_source, produce_ref
 from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
@@ -125,7 +125,7 @@ def transform(
     vectors = (row_scale is not None) + (col_scale is not None)
     _check_transform(hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors)
     out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors)
-    (op or _transform_op)(*source[:-1], scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out)
+    (op or _transform_op)(*source.flat, scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out)
     return out
 
 
@@ -168,16 +168,14 @@ def _amax_of(v: Tensor) -> Tensor:
     return torch.nan_to_num(v.abs().max().view(1), nan=torch.inf, posinf=torch.inf)
 
 
-def _transform_cuda(
-    kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, scale, amax, row_scale, col_scale, eps, pow2,
-    hp, row, col, scale_inv, bias_grad, amax_out,
-):  # fmt: skip
-    rows, cols, base, glu = tiled(x, activation)
+@of_source
+def _transform_cuda(source, scale, amax, row_scale, col_scale, eps, pow2, hp, row, col, scale_inv, bias_grad, amax_out):
+    rows, cols, form = source.rows, source.tile_cols, source.form
     few, hp_too, sums = rows * cols <= kernels.FEW, hp is not None, bias_grad is not None
-    words = col is not None and scale_inv is not None and not (few or hp_too or sums) and words_fit(kind, x, cols)
-    config = kernels.cast_config(col is not None, kind != "plain", few, hp_too, sums)
+    words = col is not None and scale_inv is not None and not (few or hp_too or sums) and words_fit(source)
+    config = kernels.cast_config(col is not None, source.kind != "plain", few, hp_too, sums)
     if words:
-        kind, config = "words", kernels.WORD_CONFIGS[row is not None]
+        form, config = WORDS, kernels.WORD_CONFIGS[row is not None]
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     splits, partial = partial_sums(bias_grad, max(1, tiles_m))
@@ -185,9 +183,9 @@ def _transform_cuda(
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
     kernel = kernels.one_row_kernel if rows == 1 else kernels.transform_kernel
     programs = tiles_n * splits or 1  # M = 0 needs one: scale_inv is written too
-    tensors = (x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial)
+    tensors = (*source.tensors, amax, row_scale, col_scale, hp, row, col, scale_inv, partial)
     numbers = (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel())
-    constants = (kind, base, glu, zero_centered, fp8_max, pow2, block_m, block_n, tiles_m > splits)
+    constants = (form, fp8_max, pow2, block_m, block_n, tiles_m > splits)
     launch(kernel, programs, (amax_out, scale), tensors, numbers, constants, num_warps, registers)
     if partial is not None:
         column_sums(partial, bias_grad)
@@ -210,7 +208,7 @@ def amax(source: Source) -> Tensor:
     """
     if source.amax is not None:
         return source.amax
-    return _amax_op(*source[:-1])
+    return _amax_op(*source.flat)
 
 
 def amax_ref(source: Source) -> Tensor:
@@ -223,12 +221,13 @@ def _amax_programs(device: torch.device) -> int:
     return min(kernels.AMAX_CONFIG.programs_per_sm * sm_count(device), kernels.MOST_PARTIALS)
 
 
-def _amax_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation) -> Tensor:
-    rows, cols, base, glu = tiled(x, activation)
-    partials = x.new_empty((_amax_programs(x.device),), dtype=torch.float32)
+@of_source
+def _amax_cuda(source: Source) -> Tensor:
+    partials = source.x.new_empty((_amax_programs(source.device),), dtype=torch.float32)
     block_m, block_n, num_warps, *_ = kernels.AMAX_CONFIG
-    tensors, constants = (x, dy, mean, rstd, gamma, beta, partials), (kind, base, glu, zero_centered, block_m, block_n)
-    launch(kernels.amax_kernel, partials.shape[0], (), tensors, (rows, cols), constants, num_warps)
+    tensors, numbers = (*source.tensors, partials), (source.rows, source.tile_cols)
+    constants = (source.form, block_m, block_n)
+    launch(kernels.amax_kernel, partials.shape[0], (), tensors, numbers, constants, num_warps)
     return partials
 
 

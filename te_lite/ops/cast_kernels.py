@@ -82,7 +82,7 @@ def _scale(scale, amax, scale_inv, count, eps, FP8_MAX: tl.constexpr, POW2: tl.c
 
 @triton.jit
 def _emit(v, scales, outputs, m0, n0, n_out, rows, cols, width, padded, E5M2: tl.constexpr):
-    """Write the fp32 tile, columns n_out.. of outputs `width` wide, in every form that is wanted."""
+    """Write the fp32 tile, columns n_out.. of outputs `width` wide, in every format that is wanted."""
     s, row_scale, col_scale = scales
     hp, row, col = outputs
     if hp is not None:
@@ -112,14 +112,13 @@ def _emit(v, scales, outputs, m0, n0, n_out, rows, cols, width, padded, E5M2: tl
 @triton.jit
 def _transform_tile(
     source, outputs, tile_m, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width, padded, count,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of transform_kernel: (its largest magnitude as bits, sums of four rows, those of the second tile)."""
-    TWO: tl.constexpr = GLU and KIND == "dact"
+    TWO: tl.constexpr = FORM.two
     E5M2: tl.constexpr = FP8_MAX == _E5M2_MAX
     m0 = tile_m * BLOCK_M
-    a, b = tiles.quarters(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N)
+    a, b = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
     s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)  # while the tile is on its way
     # Reduced before anything is stored: a tile of maxima would occupy registers until the end.
     largest = tiles.largest_of(a)
@@ -135,12 +134,12 @@ def _transform_tile(
 @triton.jit
 def _word_tile(
     tile_m, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count,
-    FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """_transform_tile of words, with one scale and neither hp nor sums: its largest magnitude."""
     FP16: tl.constexpr = x.dtype.element_ty == tl.float16
     m0 = tile_m * BLOCK_M
-    w = word_quarters(x, m0, n0, rows, cols, BLOCK_M, BLOCK_N)
+    w = word_quarters(x, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
     s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)
     largest = tl.max(largest_bits(largest_words(w), FP16))
     h = [to_fp8_pairs(pairs, s, FP16, FP8_MAX == _E5M2_MAX) for pairs in w]
@@ -157,8 +156,8 @@ def _word_tile(
 def transform_kernel(
     amax_out, scale, x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial,
     eps, rows, cols, padded, count,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
+    FORM: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """One read of the source, every output in it. Absent outputs are None; cols is F for a gated activation.
 
@@ -167,21 +166,21 @@ def transform_kernel(
     splits-th tile of its columns: straight-line code takes 40 registers fewer (77 against 81 us at 8192 x 8192).
     """
     begin()
-    TWO: tl.constexpr = GLU and KIND == "dact"
+    TWO: tl.constexpr = FORM.two
     # Maxima, and statistics of a norm, come from a reading of the same source directly before.
-    READ: tl.constexpr = (KIND == "norm" or amax is not None) or (row_scale is not None or col_scale is not None)
+    READ: tl.constexpr = (FORM.kind == "norm" or amax is not None) or (row_scale is not None or col_scale is not None)
     width = cols * 2 if TWO else cols
     split, n0, tiles_n = tiles.tile_of_program(cols, BLOCK_N, READ)
     source, outputs = (x, dy, mean, rstd, gamma, beta), (hp, row, col)
-    if KIND == "words":
+    if FORM.kind == "words":
         largest = _word_tile(
             split, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count,
-            FP8_MAX, POW2, BLOCK_M, BLOCK_N,
+            FORM, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     elif not LOOP:
         largest, total, total2 = _transform_tile(
             source, outputs, split, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width, padded,
-            count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
+            count, FORM, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         largest = 0
@@ -190,7 +189,7 @@ def transform_kernel(
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             most, a, b = _transform_tile(
                 source, outputs, tile_m, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width,
-                padded, count, KIND, ACT, GLU, ZERO_CENTERED, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
+                padded, count, FORM, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             largest = tl.maximum(largest, most)
             total += a
@@ -211,8 +210,7 @@ one_row_kernel = triton.jit(do_not_specialize=["rows"], do_not_specialize_on_ali
 @triton.jit
 def amax_kernel(
     x, dy, mean, rstd, gamma, beta, partials, rows, cols,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = largest |value| of the program's tiles; nan counts as inf, no tiles as 0."""
     begin()
@@ -223,8 +221,8 @@ def amax_kernel(
     for tile in tl.range(program, tl.cdiv(rows, BLOCK_M) * tiles_n, tl.num_programs(0)):
         m0 = (tile // tiles_n) * BLOCK_M
         n0 = (tile % tiles_n) * BLOCK_N
-        v, v2 = produce(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1)
+        v, v2 = produce(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
         largest = tl.maximum(largest, tl.max(tiles.magnitude_bits(v)))
-        if GLU and KIND == "dact":
+        if FORM.two:
             largest = tl.maximum(largest, tl.max(tiles.magnitude_bits(v2)))
     tl.store(partials + program, tl.minimum(largest, _INF_BITS).to(tl.float32, bitcast=True))

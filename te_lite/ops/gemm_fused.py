@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from te_lite import _C, kept
+from te_lite.ops.activation import Activation
 from te_lite.ops.flags import signed
 from te_lite.ops.flops import launched
 from te_lite.ops.gemm import FP8, _check_fp8
@@ -25,18 +27,20 @@ from te_lite.ops.gemm import FP8, _check_fp8
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
-_ARGUMENTS = struct.Struct("=29Q11i4x")  # FusedArguments of csrc/gemm_fused.h
+_ARGUMENTS = struct.Struct("=29Q11i4x")
+_NO_RANKS = (0,) * _C.MOST_FUSED_RANKS
 ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8[0]: "e4m3", FP8[1]: "e5m2"}
 _SCALES = ("none", "tensor", "row")
+SWIGLU = Activation.of("swiglu")
 _ACTS = ("", "high precision", "amax", "fp8")
 
 
 class Kind(NamedTuple):
     """What the kernel is compiled for. scales: "none", "tensor" (of a also one a rank) or "row". b_t: b[N, K] lies as
-    [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of swiglu of a gather's output,
-    or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there. narrow: as ops/narrow.py makes them a
-    scatter's partials travel. residual: it is added to a scatter's sum."""
+    [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of `activation`
+    of a gather's output, or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there. narrow: as
+    ops/narrow.py makes them a scatter's partials travel. residual: it is added to a scatter's sum."""
 
     gather: bool
     a: torch.dtype
@@ -52,6 +56,7 @@ class Kind(NamedTuple):
     fp8: torch.dtype = FP8[0]
     narrow: bool = False
     residual: bool = False
+    activation: Activation = SWIGLU
 
     @property
     def macros(self) -> list[str]:
@@ -60,6 +65,8 @@ class Kind(NamedTuple):
         values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
         values |= {"NARROW": int(self.narrow), "ACT": _ACTS.index(self.act), "GRAD": int(self.grad)}
         values |= {"ACT_TYPE": _TYPES[self.fp8], "RESIDUAL": int(self.residual)}
+        values |= {"ACTIVATION": self.activation.name}
+        values |= {name.upper(): f"{value.hex()}f" for name, value in self.activation.named.items()}
         return [f"-D{name}={value}" for name, value in values.items()]
 
 
@@ -78,7 +85,8 @@ def unavailable(device: torch.device) -> str:
     return "fused kernels are compiled at run time: pip install cuda-bindings"
 
 
-_NAMES = ("gemm_fused.cu", "gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_fused.h", "hopper.h")
+_HEADERS = ("gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_activation.h", "gemm_fused.h", "hopper.h")
+_NAMES = ("gemm_fused.cu", *_HEADERS)
 
 
 @cache
@@ -133,22 +141,55 @@ def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
         return _C.FusedGemm(compiled(kind), kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow)
 
 
+@dataclass(slots=True, kw_only=True)
+class Arguments:
+    """FusedArguments of csrc/gemm_fused.h: the same fields in the same order. None is a null pointer."""
+
+    arrived: Sequence[int] = ()
+    scales_to: Sequence[int] = ()
+    ready: Tensor
+    free: Tensor | None = None
+    counters: Tensor
+    word: Tensor
+    abort: Tensor
+    a_scale: Tensor | None
+    own_scale: Tensor | None = None
+    b_scale: Tensor | None
+    bias: Tensor | None
+    act_scale: Tensor | None = None
+    act_scale_inv: Tensor | None = None
+    peak: Tensor | None = None
+    slot_scales: Tensor | None = None
+    delta: int
+    m: int
+    n: int
+    k: int
+    rank: int
+    flags: int
+    blocks: int = 1
+    lag: int = 0
+    pairs: int
+    columns: int
+    scales: int
+
+    def packed(self) -> bytes:
+        """As the struct lies in memory."""
+        values = [getattr(self, name) for name in Arguments.__slots__]
+        of_ranks = [(*to, *_NO_RANKS)[: len(_NO_RANKS)] for to in values[:2]]
+        addresses = [0 if t is None else t.data_ptr() for t in values[2:15]]
+        return _ARGUMENTS.pack(*of_ranks[0], *of_ranks[1], *addresses, signed(self.delta), *values[16:])
+
+
 def launch(
-    kind: Kind, clusters: int, a: Tensor, b: Tensor, other: Tensor, to: Sequence[int], arrived: Sequence[int],
-    tensors: Sequence[Tensor | None], numbers: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
-    h: Tensor | None = None, scales_to: Sequence[int] = (),
+    kind: Kind, clusters: int, arguments: Arguments, *, a: Tensor, b: Tensor, other: Tensor, h: Tensor | None = None,
+    to: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """tensors, numbers: of FusedArguments in csrc/gemm_fused.h, in its order, delta first. h: as in its FusedMaps."""
+    """a to act_t: of FusedMaps in csrc/gemm_fused.h, the last three by address."""
     launched(a, b)
     index = a.device.index
-    delta, *rest = numbers
-    padding = (0,) * _C.MOST_FUSED_RANKS
-    of_ranks = [*(*arrived, *padding)[: len(padding)], *(*scales_to, *padding)[: len(padding)]]
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
     _loaded(index, kind).launch(
         2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(),
-        0 if h is None else h.data_ptr(), to, act, act_t,
-        _ARGUMENTS.pack(*of_ranks, *addresses, signed(delta), *rest),
+        0 if h is None else h.data_ptr(), to, act, act_t, arguments.packed(),
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@
     copies    | from rank+1 | from rank+2 | ...
     kernel    | own shard | rank+1 | rank+2 | ...             (polls ready[source, 0] where the source changes)
 
-Of h = out = [gate | up] it also computes silu(gate) * up, of h as rounded, while it multiplies the next tile; or, where
-out is the gradient of silu(gate) * up, of out as rounded h's gradient.
+Of h = out = [gate | up] it also computes activation(h), of h as rounded, while it multiplies the next tile; or, where
+out is the gradient of activation(h), of out as rounded h's gradient.
 The kernel occupies every multiprocessor while it waits: what sets the flags must not need one (copy engines do not).
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops import gemm_fused as fused
+from te_lite.ops.activation import Activation
 from te_lite.ops.gemm_fused import ALIGNED_COLUMNS, ROWS, Kind
 from te_lite.ops.launch import sm_count
 
@@ -39,8 +40,8 @@ def tile_columns(m: int, n: int, ranks: int, b_t: bool, clusters: int) -> int:
 class Wanted(NamedTuple):
     """What gemm_gather makes of its product, v.
 
-    h None: the product is h[M, 2F] = [gate | up], and v[M, F] = silu(gate) * up.
-    h[M, 2F] given: the product is the gradient of silu(gate) * up, and v[M, 2F] that of h.
+    h None: the product is h[M, 2F] = [gate | up], and v[M, F] = activation(h).
+    h[M, 2F] given: the product is the gradient of activation(h), and v[M, 2F] that of h.
     act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, twice, at scale fp32 [1]
     and clamped; amax, fp32 [1], then becomes the largest of itself and all magnitudes, if it is given.
     """
@@ -50,12 +51,13 @@ class Wanted(NamedTuple):
     scale: Tensor | None = None
     amax: Tensor | None = None
     fp8: torch.dtype = fused.FP8[0]
+    activation: Activation = fused.SWIGLU
 
 
 NOTHING = Wanted()
 
 
-class Activation(NamedTuple):
+class Epilogue(NamedTuple):
     """v[M, W] of Wanted; what was not asked for is None.
 
     data [M, W], of h's type or fp8; data_t [W, M] fp8, a transposed copy; scale_inv fp32 [1]; amax fp32 [P], P <= 1024,
@@ -98,7 +100,7 @@ def gemm_gather(
     rank: int, own_scale: Tensor | None = None, gathered_scale: Tensor | None = None, b_scale: Tensor | None = None,
     bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = True,
     wanted: Wanted = NOTHING,
-) -> tuple[Tensor | None, Activation]:  # fmt: skip
+) -> tuple[Tensor | None, Epilogue]:  # fmt: skip
     """out[R * m, N] = all shards [R * m, K] @ b[N, K]^T * scales + bias[N], rounded once to bf16 or fp16; None where it
     is a gradient of which more than the maxima is wanted.
 
@@ -139,17 +141,20 @@ def gemm_gather(
     clusters = min(clusters, ranks * pairs * columns)
     out = None if grad and wanted.act != "amax" else own.new_empty((ranks * m, n), dtype=out_dtype)
     width = 2 * n if grad else n // 2
-    made = _activation(own, (ranks * m, width), wanted, out_dtype, clusters)
+    made = _allocate(own, (ranks * m, width), wanted, out_dtype, clusters)
     peak = made.amax if wanted.act == "amax" else wanted.amax
+    kind = Kind(
+        gather=True, a=own.dtype, b=b.dtype, scales=scales, out=out_dtype, ranks=ranks, b_t=fused.transposed(b),
+        columns=wide, split=split, act=wanted.act, grad=grad, fp8=wanted.fp8, activation=wanted.activation,
+    )  # fmt: skip
+    arguments = fused.Arguments(
+        ready=ready, counters=counters, word=epoch, abort=abort, a_scale=gathered_scale, own_scale=own_scale,
+        b_scale=b_scale, bias=bias, act_scale=wanted.scale, act_scale_inv=made.scale_inv, peak=peak, delta=delta, m=m,
+        n=n, k=k, rank=rank, flags=ready.shape[1], pairs=pairs, columns=columns, scales=apart,
+    )  # fmt: skip
     fused.launch(
-        Kind(True, own.dtype, b.dtype, scales, out_dtype, ranks, fused.transposed(b), wide, split, wanted.act, grad,
-             wanted.fp8),
-        clusters, gathered, b, own, _shards(out, ranks, m * n), (),
-        (ready, None, counters, epoch, abort, gathered_scale, own_scale, b_scale, bias, wanted.scale, made.scale_inv,
-         peak, None),
-        (delta, m, n, k, rank, ready.shape[1], 1, 0, pairs, columns, apart),
-        _shards(made.data, ranks, m * width), _shards(made.data_t, ranks, m),
-        wanted.h if grad else None,
+        kind, clusters, arguments, a=gathered, b=b, other=own, h=wanted.h if grad else None,
+        to=_shards(out, ranks, m * n), act=_shards(made.data, ranks, m * width), act_t=_shards(made.data_t, ranks, m),
     )  # fmt: skip
     return out, made
 
@@ -175,10 +180,10 @@ def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[int]:
     return [whole.data_ptr() + rank * elements * whole.element_size() for rank in range(ranks)]
 
 
-def _activation(own: Tensor, shape: tuple[int, int], wanted: Wanted, dtype: torch.dtype, clusters: int) -> Activation:
+def _allocate(own: Tensor, shape: tuple[int, int], wanted: Wanted, dtype: torch.dtype, clusters: int) -> Epilogue:
     if wanted.act == "amax":
-        return Activation(amax=own.new_empty((4 if wanted.h is None else 2) * clusters, dtype=torch.float32))
+        return Epilogue(amax=own.new_empty((4 if wanted.h is None else 2) * clusters, dtype=torch.float32))
     if wanted.act == "fp8":
         data, data_t = (own.new_empty(size, dtype=wanted.fp8) for size in (shape, shape[::-1]))
-        return Activation(data, data_t, own.new_empty(1, dtype=torch.float32))
-    return Activation(own.new_empty(shape, dtype=dtype)) if wanted.act else Activation()
+        return Epilogue(data, data_t, own.new_empty(1, dtype=torch.float32))
+    return Epilogue(own.new_empty(shape, dtype=dtype)) if wanted.act else Epilogue()

@@ -103,13 +103,18 @@ def gemm_scatter(
     wide = 128 if split else tile_columns(m, n, ranks, clusters)
     pairs, columns = -(-m // ROWS) // count, -(-n // wide)
     behind = lag((ranks - 1) * pairs * columns, count, clusters)
+    kind = Kind(
+        gather=False, a=a.dtype, b=b.dtype, scales=scales, out=dtype, ranks=ranks, b_t=fused.transposed(b),
+        columns=wide, split=split, narrow=bool(narrow), residual=residual is not None,
+    )  # fmt: skip
+    arguments = fused.Arguments(
+        arrived=arrived, scales_to=narrow.to if narrow else (), ready=ready, free=free, counters=counters, word=epoch,
+        abort=abort, a_scale=a_scale, b_scale=b_scale, bias=bias, slot_scales=narrow and narrow.scales, delta=delta,
+        m=m, n=n, k=a.shape[1], rank=rank, flags=ready.shape[1], blocks=count, lag=behind, pairs=pairs,
+        columns=columns, scales=m if scales == "row" else 0,
+    )  # fmt: skip
     fused.launch(
-        Kind(False, a.dtype, b.dtype, scales, dtype, ranks, fused.transposed(b), wide, split, narrow=bool(narrow),
-             residual=residual is not None),
-        min(clusters, ranks * count * pairs * columns),
-        a, b, staging, [*to[:rank], out.data_ptr(), *to[rank + 1 :]], arrived,
-        (ready, free, counters, epoch, abort, a_scale, None, b_scale, bias, None, None, None, narrow and narrow.scales),
-        (delta, m, n, a.shape[1], rank, ready.shape[1], count, behind, pairs, columns, m if scales == "row" else 0),
-        h=residual, scales_to=narrow.to if narrow else (),
+        kind, min(clusters, ranks * count * pairs * columns), arguments, a=a, b=b, other=staging, h=residual,
+        to=[*to[:rank], out.data_ptr(), *to[rank + 1 :]],
     )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ from te_lite.ops import row_kernels as kernels
 from te_lite.ops.cast import saturate_, scale_from_amax_ref
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
-from te_lite.ops.source import FLAT, Source, of_source, produce_ref, tiled
+from te_lite.ops.source import FLAT, Source, of_source, produce_ref
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 
@@ -28,7 +28,7 @@ def vector_amax(source: Source, row: bool, col: bool, op: Callable[..., None] | 
     """
     out = source.x.new_zeros((source.rows * row + source.cols * col,), dtype=torch.float32)
     by_row, by_col = out[: source.rows] if row else None, out[source.rows * row :] if col else None
-    (op or _vector_amax_op)(*source[:-1], by_row, by_col)
+    (op or _vector_amax_op)(*source.flat, by_row, by_col)
     return out
 
 
@@ -37,8 +37,9 @@ def vector_amax_ref(source: Source, row: bool, col: bool) -> Tensor:
     return vector_amax(source, row, col, op=_amax_ref)
 
 
-def _amax_ref(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, row_amax, col_amax) -> None:
-    v = produce_ref(Source(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation)).abs()
+@of_source
+def _amax_ref(source: Source, row_amax: Tensor | None, col_amax: Tensor | None) -> None:
+    v = produce_ref(source).abs()
     v = torch.nan_to_num(v, nan=float("inf"), posinf=float("inf"))
     if not v.numel():
         return
@@ -48,13 +49,14 @@ def _amax_ref(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, r
         col_amax.copy_(v.amax(0))
 
 
-def _amax_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, row_amax, col_amax) -> None:
-    rows, cols, base, glu = tiled(x, activation)
+@of_source
+def _amax_cuda(source: Source, row_amax: Tensor | None, col_amax: Tensor | None) -> None:
+    rows, cols = source.rows, source.tile_cols
     block_m, block_n, num_warps, *_ = kernels.VECTOR_AMAX_CONFIG
     programs = -(-rows // block_m) * -(-cols // block_n)
-    constants = (kind, base, glu, zero_centered, block_m, block_n)
-    inputs = (x, dy, mean, rstd, gamma, beta)
-    launch(kernels.vector_amax_kernel, programs, (row_amax, col_amax), inputs, (rows, cols), constants, num_warps)
+    constants = (source.form, block_m, block_n)
+    amaxes = (row_amax, col_amax)
+    launch(kernels.vector_amax_kernel, programs, amaxes, source.tensors, (rows, cols), constants, num_warps)
 
 
 _vector_amax_op = register(
@@ -89,7 +91,7 @@ def row_cast(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[Tenso
 
     One launch and one read of the source, of at most MOST_COLUMNS (ops/row_kernels.py) columns.
     """
-    return _row_cast_op(*source[:-1], eps, pow2)
+    return _row_cast_op(*source.flat, eps, pow2)
 
 
 def row_cast_ref(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[Tensor, Tensor]:
@@ -99,18 +101,18 @@ def row_cast_ref(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[T
     return saturate_(v * scale[:, None], E4M3_MAX).to(E4M3), inverse
 
 
-def _row_outputs(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, eps, pow2) -> tuple[Tensor, Tensor]:
-    rows, cols, *_ = tiled(x, "" if kind == "dact" else activation)
-    return x.new_empty((rows, cols), dtype=E4M3), x.new_empty((rows,), dtype=torch.float32)
+def _row_outputs(source: Source, eps: float, pow2: bool) -> tuple[Tensor, Tensor]:
+    empty, rows = source.x.new_empty, source.rows
+    return empty((rows, source.cols), dtype=E4M3), empty((rows,), dtype=torch.float32)
 
 
-def _row_cast_cuda(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, eps, pow2):
-    row, inverse = _row_outputs(kind, x, dy, mean, rstd, gamma, beta, zero_centered, activation, eps, pow2)
-    rows, cols, base, glu = tiled(x, activation)
+@of_source
+def _row_cast_cuda(source: Source, eps: float, pow2: bool) -> tuple[Tensor, Tensor]:
+    row, inverse = _row_outputs(source, eps, pow2)
     if row.numel():
-        tensors = (x, dy, mean, rstd, gamma, beta, row, inverse)
-        constants = (kind, base, glu, zero_centered, pow2, 1, triton.next_power_of_2(cols))
-        launch(kernels.row_kernel, rows, (), tensors, (eps, rows, cols), constants, kernels.ROW_WARPS[kind != "plain"])
+        rows, cols, num_warps = source.rows, source.tile_cols, kernels.ROW_WARPS[source.kind != "plain"]
+        constants = (source.form, pow2, 1, triton.next_power_of_2(cols))
+        launch(kernels.row_kernel, rows, (), (*source.tensors, row, inverse), (eps, rows, cols), constants, num_warps)
     return row, inverse
 
 
@@ -118,7 +120,7 @@ _row_cast_op = register(
     f"row_cast({FLAT}, float eps, bool pow2) -> (Tensor, Tensor)",
     cpu=of_source(row_cast_ref),
     cuda=_row_cast_cuda,
-    fake=_row_outputs,
+    fake=of_source(_row_outputs),
 )
 
 

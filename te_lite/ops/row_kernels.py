@@ -24,16 +24,15 @@ def _max_into(out, bits, at, mask):
 @triton.jit(do_not_specialize_on_alignment=["row_amax", "col_amax"])
 def vector_amax_kernel(
     row_amax, col_amax, x, dy, mean, rstd, gamma, beta, rows, cols,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """row_amax[m], col_amax[n] = max with the largest |value| of each row and column, as bits; one tile a program."""
     begin()
-    TWO: tl.constexpr = GLU and KIND == "dact"
+    TWO: tl.constexpr = FORM.two
     tile_m, n0, _ = tile_of_program(cols, BLOCK_N, False)
     m0 = tile_m * BLOCK_M
     source = (x, dy, mean, rstd, gamma, beta)
-    v, v2 = produce(source, m0, n0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1)
+    v, v2 = produce(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
     v, v2 = magnitude_bits(v), magnitude_bits(v2)
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
@@ -48,16 +47,15 @@ def vector_amax_kernel(
 @triton.jit
 def row_kernel(
     x, dy, mean, rstd, gamma, beta, row, row_scale, eps, rows, cols,
-    KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """E4M3 with one scale a row, in one read: a program holds BLOCK_M whole rows, BLOCK_N >= cols."""
     begin()
-    TWO: tl.constexpr = GLU and KIND == "dact"
+    TWO: tl.constexpr = FORM.two
     width = cols * 2 if TWO else cols
-    m0 = tile_of_program(cols, BLOCK_N, KIND == "norm")[0] * BLOCK_M
+    m0 = tile_of_program(cols, BLOCK_N, FORM.kind == "norm")[0] * BLOCK_M
     source = (x, dy, mean, rstd, gamma, beta)
-    v, v2 = produce(source, m0, 0, rows, cols, KIND, ACT, GLU, ZERO_CENTERED, BLOCK_M, BLOCK_N, 1)
+    v, v2 = produce(source, m0, 0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
     bits = tl.max(magnitude_bits(v), axis=1)
     if TWO:
         bits = tl.maximum(bits, tl.max(magnitude_bits(v2), axis=1))

@@ -15,26 +15,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_lite.arguments import remedy
+from te_lite.ops import activation as activations
+from te_lite.ops.activation import NONE, Activation
 
-# TE's names; the gated one takes h = [gate | up] halves and computes act(gate) * up.
-_GATED = {"gelu": "geglu", "qgelu": "qgeglu", "relu": "reglu", "srelu": "sreglu", "silu": "swiglu"}
-# Name -> (the activation without its gate, gated).
-ACTIVATIONS = {"": ("", False)} | {name: (name, False) for name in _GATED} | {_GATED[a]: (a, True) for a in _GATED}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-# Derivatives multiply x by s * (1 - s), which is 0 in fp32 beyond |x| = 104: the clamp turns inf * 0 into 0.
-_LIMIT = tl.constexpr(128.0)
-_GELU_B = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi): tanh(u) is 2 * sigmoid(2u) - 1
-_GELU_C = tl.constexpr(0.044715)
-_QGELU = tl.constexpr(1.702)
-
 
 # A Source, field by field, without its amax, in an op's schema.
 FLAT = (
     "str kind, Tensor x, Tensor? dy, Tensor? mean, Tensor? rstd, Tensor? gamma, Tensor? beta, "
-    "bool zero_centered, str activation"
+    "bool zero_centered, str activation, float[] parameters"
 )
+
+
+class Form(NamedTuple):
+    """All of a Source but its tensors: what the kernels that read it are compiled for.
+
+    kind: "plain", "norm", "act", "dact", see the constructors; for kernels also "words", the int32 values of x.
+    """
+
+    kind: str
+    activation: Activation = NONE
+    zero_centered: bool = False
+
+    @property
+    def two(self) -> bool:
+        """Whether produce() returns two tiles: the gradients of gate and up."""
+        return self.kind == "dact" and self.activation.glu
+
+
+WORDS = Form("words")
 
 
 class Source(NamedTuple):
@@ -48,7 +57,7 @@ class Source(NamedTuple):
     gamma: Tensor | None = None
     beta: Tensor | None = None
     zero_centered: bool = False
-    activation: str = ""
+    activation: Activation = NONE
     amax: Tensor | None = None
 
     @property
@@ -57,8 +66,26 @@ class Source(NamedTuple):
 
     @property
     def cols(self) -> int:
-        width = self.x.shape[1]
-        return width // 2 if self.kind == "act" and ACTIVATIONS[self.activation][1] else width
+        return self.x.shape[1] if self.kind == "dact" else self.tile_cols
+
+    @property
+    def tile_cols(self) -> int:
+        """Columns of the tiles of produce(): half of x's for a glu, whose halves are read side by side."""
+        return self.x.shape[1] // (2 if self.activation.glu else 1)
+
+    @property
+    def form(self) -> Form:
+        return Form(self.kind, self.activation, self.zero_centered)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """As kernels take them: x, dy, mean, rstd, gamma, beta."""
+        return self[1:7]
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """As ops take it: FLAT."""
+        return *self[:8], *self.activation
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,27 +96,9 @@ class Source(NamedTuple):
         return self.x.device
 
 
-def tiled(x: Tensor, activation: str) -> tuple[int, int, str, bool]:
-    """(rows, columns of the tiles, the activation without its gate, gated) of a kernel that reads x by produce().
-
-    A gated activation's halves are read side by side, so its tiles have half of x's columns.
-    """
-    (rows, width), (base, glu) = x.shape, ACTIVATIONS[activation]
-    return rows, width // 2 if glu else width, base, glu
-
-
-def of_source(oracle: Callable[..., Any]) -> Callable[..., Any]:
-    """oracle(source, ...) as an op calls it: the Source is given as in FLAT."""
-    return lambda *args: oracle(Source(*args[:9]), *args[9:])
-
-
-def is_glu(activation: str) -> bool:
-    """True where h holds [gate | up] halves."""
-    if activation not in ACTIVATIONS or not activation:
-        known = [name for name in ACTIVATIONS if name]
-        near = remedy("activation", activation, known)
-        raise ValueError(f"activation {activation!r}: must be one of {', '.join(known)}; {near}")
-    return ACTIVATIONS[activation][1]
+def of_source(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """implementation(source, ...) as an op calls it: the Source is given as in FLAT."""
+    return lambda *args: implementation(Source(*args[:8], Activation(args[8], tuple(args[9]))), *args[10:])
 
 
 def _check_matrix(x: Tensor, name: str) -> None:
@@ -126,56 +135,30 @@ def norm(
             )
     if rstd.dtype != torch.float32 or (mean is not None and mean.dtype != torch.float32):
         raise TypeError(f"rstd has dtype {rstd.dtype}: statistics must be float32; pass those of norm_stats")
-    return Source("norm", x, None, mean, rstd, gamma, beta, zero_centered, "", amax)
+    return Source("norm", x, None, mean, rstd, gamma, beta, zero_centered, NONE, amax)
 
 
-def act(h: Tensor, activation: str) -> Source:
-    """activation(h [M, F]), or for a gated one act(h[:, :F]) * h[:, F:] of h [M, 2F]; the value is [M, F]."""
+def act(h: Tensor, activation: Activation) -> Source:
+    """activation(h): [M, F], of h [M, F], or of a glu's h [M, 2F]."""
     _check_matrix(h, "h")
-    if is_glu(activation) and h.shape[1] % 2:
+    if activation.glu and h.shape[1] % 2:
         raise ValueError(
-            f"h has {h.shape[1]} columns: {activation} needs an even number, [gate | up]; pass both halves"
+            f"h has {h.shape[1]} columns: {activation.name} needs an even number, [gate | up]; pass both halves"
         )
     return Source("act", h, activation=activation)
 
 
-def dact(dy: Tensor, h: Tensor, activation: str) -> Source:
+def dact(dy: Tensor, h: Tensor, activation: Activation) -> Source:
     """Gradient of `act(h, activation)` with respect to h: shape of h [M, F] or [M, 2F], from dy [M, F]."""
     _check_matrix(h, "h")
     _check_matrix(dy, "dy")
-    width = dy.shape[1] * (2 if is_glu(activation) else 1)
+    width = dy.shape[1] * (2 if activation.glu else 1)
     if dy.dtype != h.dtype or h.shape != (dy.shape[0], width) or dy.device != h.device:
         raise ValueError(
             f"dy {tuple(dy.shape)} {dy.dtype} on {dy.device} and h {tuple(h.shape)} {h.dtype} on {h.device}: "
-            f"{activation} needs h of shape {(dy.shape[0], width)} in dy's dtype, on its device; cast dy"
+            f"{activation.name} needs h of shape {(dy.shape[0], width)} in dy's dtype, on its device; cast dy"
         )
     return Source("dact", h, dy, activation=activation)
-
-
-def _gate_ref(base: str, x: Tensor) -> Tensor:
-    """What gelu (the tanh approximation), qgelu and silu multiply x by."""
-    if base == "gelu":
-        x = _GELU_B.value * (x + _GELU_C.value * x * x * x)
-    elif base == "qgelu":
-        x = _QGELU.value * x
-    return torch.sigmoid(x)
-
-
-def activation_ref(base: str, x: Tensor) -> Tensor:
-    """The activation itself, in x's own dtype, without a gate."""
-    if base not in ("relu", "srelu"):
-        return x * _gate_ref(base, x)
-    y = torch.relu(x)
-    return y * y if base == "srelu" else y
-
-
-def activation_grad_ref(base: str, x: Tensor) -> Tensor:
-    """d activation / d x in x's own dtype."""
-    if base in ("relu", "srelu"):
-        return 2.0 * torch.relu(x) if base == "srelu" else torch.where(x <= 0, 0.0, 1.0).to(x.dtype)
-    s, xc = _gate_ref(base, x), x.clamp(-_LIMIT.value, _LIMIT.value)
-    slope = (_QGELU.value * xc if base == "qgelu" else xc) * s * (1 - s)
-    return s + (slope * (_GELU_B.value * (1 + 3 * _GELU_C.value * xc * xc)) if base == "gelu" else slope)
 
 
 def produce_ref(source: Source) -> Tensor:
@@ -187,68 +170,31 @@ def produce_ref(source: Source) -> Tensor:
         y = (x if source.mean is None else x - source.mean[:, None]) * source.rstd[:, None]
         y = y * (source.gamma.float() + 1.0 if source.zero_centered else source.gamma.float())
         return y if source.beta is None else y + source.beta.float()
-    base, glu = ACTIVATIONS[source.activation]
-    gate, up = x.chunk(2, dim=1) if glu else (x, None)
+    activation = source.activation
+    gate, up = x.chunk(2, dim=1) if activation.glu else (x, None)
     if source.kind == "act":
-        y = activation_ref(base, gate)
-        return y * up if glu else y
+        if activation.glu:
+            return activations.glu_ref(gate, up, activation)
+        return activations.value_ref(x, activation)
     dy = source.dy.float()
-    if not glu:
-        return dy * activation_grad_ref(base, gate)
-    return torch.cat((dy * up * activation_grad_ref(base, gate), dy * activation_ref(base, gate)), dim=1)
-
-
-@triton.jit
-def _gate(x, ACT: tl.constexpr):
-    """_gate_ref of an fp32 tile."""
-    if ACT == "gelu":
-        x = _GELU_B * (x + _GELU_C * x * x * x)
-    elif ACT == "qgelu":
-        x = _QGELU * x
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _activation(x, ACT: tl.constexpr):
-    """activation_ref of an fp32 tile."""
-    if ACT == "relu" or ACT == "srelu":
-        y = tl.where(x <= 0.0, 0.0, x)  # not a maximum: nan stays nan
-        if ACT == "srelu":
-            y = y * y
-    else:
-        y = x * _gate(x, ACT)
-    return y
-
-
-@triton.jit
-def _activation_grad(x, ACT: tl.constexpr):
-    """activation_grad_ref of an fp32 tile."""
-    if ACT == "relu":
-        d = tl.where(x <= 0.0, 0.0, 1.0)
-    elif ACT == "srelu":
-        d = 2.0 * tl.where(x <= 0.0, 0.0, x)
-    else:
-        xc = tl.minimum(tl.maximum(x, -_LIMIT), _LIMIT)
-        s = _gate(x, ACT)
-        slope = (_QGELU * xc if ACT == "qgelu" else xc) * s * (1.0 - s)
-        if ACT == "gelu":
-            slope = slope * (_GELU_B * (1.0 + 3.0 * _GELU_C * xc * xc))
-        d = s + slope
-    return d
+    if not activation.glu:
+        return dy * activations.slope_ref(x, activation)
+    return torch.cat(activations.glu_grads_ref(dy, gate, up, activation), dim=1)
 
 
 @triton.jit
 def produce(
-    source, m0, n0, rows, cols, KIND: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    source, m0, n0, rows, cols, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr
+):
     """produce_ref's rows m0, m0 + STEP, ..., BLOCK_M of them, and columns n0 : n0 + BLOCK_N as an fp32 tile, zero
     outside rows x cols.
 
-    source: (x, dy, mean, rstd, gamma, beta). KIND "words": the int32 values of x themselves.
-    Returns two tiles. cols is F for a gated activation and then dact returns (gate's, up's) gradients from
-    one read; otherwise the second is to be ignored.
+    source: its tensors; rows, cols: its rows and tile_cols. Returns two tiles: where FORM.two the gradients of gate and
+    up, from one read; otherwise the second is to be ignored.
     """
+    KIND: tl.constexpr = FORM.kind
+    ACTIVATION: tl.constexpr = FORM.activation
+    GLU: tl.constexpr = ACTIVATION.glu
     x, dy, mean, rstd, gamma, beta = source
     m = tl.arange(0, BLOCK_M) * STEP
     n = tl.arange(0, BLOCK_N)
@@ -269,7 +215,7 @@ def produce(
             v = v - tl.load(mean + m0 + m, mask=in_m, other=0.0)[:, None]
         v = v * tl.load(rstd + m0 + m, mask=in_m, other=0.0)[:, None]
         g = tl.load(gamma + n0 + n, mask=in_n, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
+        if FORM.zero_centered:
             g = g + 1.0
         v = v * g[None, :]
         if beta is not None:
@@ -278,16 +224,15 @@ def produce(
     elif KIND == "act":
         if GLU:
             up = tl.load(h + cols + inside, mask=mask, other=0.0).to(tl.float32)
-            v = _activation(v, ACT) * up
+            v = activations.glu(v, up, ACTIVATION)
         else:
-            v = _activation(v, ACT)
+            v = activations.value(v, ACTIVATION)
     elif KIND == "dact":
         dy += first * cols + n0
         d = tl.load(dy + m[:, None] * cols + n[None, :], mask=mask, other=0.0).to(tl.float32)
         if GLU:
             up = tl.load(h + cols + inside, mask=mask, other=0.0).to(tl.float32)
-            v2 = d * _activation(v, ACT)
-            v = d * up * _activation_grad(v, ACT)
+            v, v2 = activations.glu_grads(d, v, up, ACTIVATION)
         else:
-            v = d * _activation_grad(v, ACT)
+            v = d * activations.slope(v, ACTIVATION)
     return v, v2

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from te_lite.ops.launch import INTERPRETED
+from te_lite.ops.source import Source
 from te_lite.ops.tiles import magnitude_bits, pack, quarters, to_fp8_words
 
 _PAIRS_E4M3, _PAIRS_E5M2 = pack("e4m3", *"1324"), pack("e5m2", *"1324")  # $1, $2 are even columns, $3, $4 odd ones
@@ -24,17 +24,18 @@ _LARGEST = tl.constexpr("""{ .reg .b32 a, b, c, d;
     max.u16x2 a, a, b; max.u16x2 c, c, d; max.u16x2 $0, a, c; }""")
 
 
-def words_fit(kind: str, x: Tensor, cols: int) -> bool:
-    """True where x can be read so. A single row is left to kernels that ptxas is known to translate: one_row_kernel."""
-    aligned = cols % 16 == 0 and x.data_ptr() % 16 == 0
-    return kind == "plain" and x.element_size() == 2 and x.shape[0] > 1 and aligned
+def words_fit(source: Source) -> bool:
+    """Whether it can be read so. A single row is left to kernels that ptxas is known to translate: one_row_kernel."""
+    x = source.x
+    aligned = x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0
+    return source.kind == "plain" and x.element_size() == 2 and x.shape[0] > 1 and aligned
 
 
 @triton.jit
-def word_quarters(x, m0, n0, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def word_quarters(x, m0, n0, rows, cols, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The four interleaved quarters of a tile; zero outside rows x cols."""
     source = (x.to(tl.pointer_type(tl.int32)), None, None, None, None, None)
-    w, _ = quarters(source, m0, n0 // 2, rows, cols // 2, "words", "", False, False, BLOCK_M, BLOCK_N // 2)
+    w, _ = quarters(source, m0, n0 // 2, rows, cols // 2, FORM, BLOCK_M, BLOCK_N // 2)
     return w
 
 

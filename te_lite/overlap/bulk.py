@@ -57,7 +57,7 @@ class Bulk(Collective):
         if gemm is not None:
             b, epilogue = gemm.b, gemm.epilogue
             key += b.format, b.shape, gemm.layout, gemm.dtype, gemm.fast_accum, gemm.bias is None, gemm.residual is None
-            key += (None,) if epilogue is None else (epilogue.want, epilogue.__class__)
+            key += epilogue.__class__, getattr(epilogue, "want", ""), getattr(epilogue, "activation", None)
         known = self._settled.get(key)
         if known is None:
             if len(self._settled) >= MOST_SETTLED:

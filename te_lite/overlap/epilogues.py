@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_lite.ops.activation import Activation
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.reduce import reduce_slots
 from te_lite.ops.source import Source, act, dact
@@ -42,7 +43,7 @@ class Activate(Epilogue):
     """
 
     quantizer: Quantizer
-    activation: str
+    activation: Activation
     want: str = ""
     some_scale: Tensor | None = None
     h = None
@@ -64,7 +65,7 @@ class ActivateGrad(Epilogue):
     """v = the gradient of h, where the product is that of activation(h), as `quantizer` takes it for the next GEMMs."""
 
     quantizer: Quantizer
-    activation: str
+    activation: Activation
     h: Tensor
     want: str = ""
     some_scale: Tensor | None = None

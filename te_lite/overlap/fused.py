@@ -19,7 +19,8 @@ from te_lite._C import MOST_FUSED_RANKS
 from te_lite.ops import source
 from te_lite.ops.gemm import placed
 from te_lite.ops.gemm_fused import ALIGNMENT, ROWS, transposed
-from te_lite.ops.gemm_gather import NOTHING, Activation, Wanted, act_refusal, gemm_gather
+from te_lite.ops.gemm_gather import NOTHING, Wanted, act_refusal, gemm_gather
+from te_lite.ops.gemm_gather import Epilogue as Computed
 from te_lite.ops.gemm_scatter import Narrow, blocks, gemm_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
 from te_lite.overlap.buffers import Gather, Scatter
@@ -84,15 +85,15 @@ def _wanted(gemm: Gemm, own: QTensor) -> Wanted:
     if act_refusal(own.shape[0], gemm.columns, epilogue.want, epilogue.h is not None, split):
         return NOTHING
     if epilogue.want != "fp8":
-        return Wanted(epilogue.want, placed(epilogue.h))
+        return Wanted(epilogue.want, placed(epilogue.h), activation=epilogue.activation)
     quantizer, scale, amax = epilogue.quantizer, epilogue.some_scale, None
     if scale is None:
         scale, amax = quantizer.take_scale()
-    return Wanted("fp8", placed(epilogue.h), scale, amax, quantizer.format.dtype)
+    return Wanted("fp8", placed(epilogue.h), scale, amax, quantizer.format.dtype, epilogue.activation)
 
 
 def _operand(
-    epilogue: Activate | ActivateGrad, dtype: torch.dtype, out: Tensor | None, v: Activation, scale: Tensor | None
+    epilogue: Activate | ActivateGrad, dtype: torch.dtype, out: Tensor | None, v: Computed, scale: Tensor | None
 ) -> Operand:
     """What the kernel left, as the next GEMM's quantizer takes it."""
     if v.amax is not None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import te_lite as te  # noqa: E402
 from te_lite.modules import base  # noqa: E402
-from te_lite.ops.source import is_glu  # noqa: E402
+from te_lite.ops.activation import Activation  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from tests.harness import RECIPES, under  # noqa: E402
 
@@ -221,7 +221,7 @@ def refusals(mesh: DeviceMesh) -> int:
 def _gated(name: str, model: Model) -> bool:
     """Whether a parameter is a gated fc1: [gate; up]."""
     owner, _, parameter = name.rpartition(".")
-    return parameter.startswith("fc1") and is_glu(model.get_submodule(owner).activation)
+    return parameter.startswith("fc1") and Activation.of(model.get_submodule(owner).activation).glu
 
 
 def as_dtensors(model: Model, mesh: DeviceMesh) -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
 """LayerNormMLP against the unsharded oracle: every activation, norm, recipe and type."""
 
+import functools
+
 import pytest
 import torch
 
 import te_lite as te
+from te_lite.ops.activation import Activation
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.source import Source, act, plain
 from te_lite.overlap.epilogues import Activate
@@ -171,9 +174,40 @@ def test_unknown_activation_names_the_known_ones():
         te.LayerNormMLP(64, 96, normalization="BatchNorm", device="cpu")
 
 
+@pytest.mark.parametrize("given, match", [
+    ({"limit": 1.0}, r"has \['limit'\]: activation 'gelu' takes none; leave"), ({0: 1}, r"has \[0\]"),
+    ([1.0], r"\[1.0\]: must be a dict.*pass"),
+])  # fmt: skip
+def test_activation_params_of_one_that_takes_none(given, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        te.LayerNormMLP(64, 96, activation="gelu", activation_params=given, device="cpu")
+    assert te.LayerNormMLP(64, 96, activation="gelu", activation_params={}, device="cpu").activation == "gelu"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activation_params_reach_forward_and_backward(recipe, monkeypatch):
+    """With values on both sides of the limit. Those that are not given have TE's defaults, to the bit."""
+    spec, defaults = Spec(LN_MLP, activation="clamped_swiglu"), {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+    p = reference.make_parameters(spec, 64, 0, 96, dtype=torch.bfloat16)
+    x, dy = _tokens(48, 64), _tokens(48, 64, seed=3)
+
+    def got(params):
+        return step(build(spec, 64, ffn=96, parameters=p, activation_params=params), x, dy, recipe)
+
+    want = got(None)
+    for name, value in got(defaults).items():
+        assert_bitwise_equal(name, value, want[name])
+    given = {"limit": 0.4, "alpha": 1.2, "glu_linear_offset": 0.3}
+    with monkeypatch.context() as patch:
+        clamped = functools.partial(reference.clamped_swiglu, limit=0.4, alpha=1.2, offset=0.3)
+        patch.setitem(reference.GATED, spec.activation, clamped)
+        truth, low = Oracle(spec, p, recipe).step(x, dy)
+        compare(f"{recipe} with parameters", got(given), truth, low)
+
+
 def _by_a_kernel(epilogue: Activate, h: torch.Tensor) -> Source | QTensor:
     """What a GEMM that ends with the activation leaves, by kernels of its own."""
-    source = act(h, "swiglu")
+    source = act(h, Activation.of("swiglu"))
     if epilogue.want == "amax":
         return source._replace(amax=amax(source))
     if epilogue.want == "high precision":

@@ -8,6 +8,7 @@ from te_lite.ops import block_cast as B
 from te_lite.ops import gemm_scaled as G
 from te_lite.ops import row_cast as R
 from te_lite.ops import source as S
+from te_lite.ops.activation import Activation
 from te_lite.ops.cast import transform, transform_ref
 from tests.ops.paths import DEVICES
 
@@ -42,9 +43,9 @@ def sources(m: int, n: int, dtype: torch.dtype, device: str) -> dict[str, S.Sour
     return {
         "plain": S.plain(special(m, n, dtype, device)),
         "norm": S.norm(random(m, n), stats - 1, stats, random(n), random(n), False),
-        "swiglu": S.act(random(m, 2 * n), "swiglu"),
-        "dgelu": S.dact(random(m, n), random(m, n), "gelu"),
-        "dswiglu": S.dact(random(m, n), random(m, 2 * n), "swiglu"),
+        "swiglu": S.act(random(m, 2 * n), Activation.of("swiglu")),
+        "dgelu": S.dact(random(m, n), random(m, n), Activation.of("gelu")),
+        "dswiglu": S.dact(random(m, n), random(m, 2 * n), Activation.of("swiglu")),
     }
 
 
@@ -210,9 +211,9 @@ def test_scaled_gemms(shape, out_dtype, bias, device):
 def test_ops_pass_torch_s_own_checks(m, n):
     source = S.plain(torch.randn(m, n))
     out = B._allocate(source, 32, False, True, True, True, True)
-    args = (*source[:-1], 32, False, True, 0.0, 448.0, True, *out)
+    args = (*source.flat, 32, False, True, 0.0, 448.0, True, *out)
     torch.library.opcheck(B._block_cast_op.overload, args, test_utils="test_faketensor")
-    torch.library.opcheck(R._row_cast_op.overload, (*source[:-1], 0.0, True), test_utils="test_faketensor")
+    torch.library.opcheck(R._row_cast_op.overload, (*source.flat, 0.0, True), test_utils="test_faketensor")
     amax = torch.rand(m)
     torch.library.opcheck(R.vector_scales.overload, (amax, 0.0, True))
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_lite.ops import cast, transpose
 from te_lite.ops import source as S
+from te_lite.ops.activation import ACTIVATIONS, Activation
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -122,7 +123,7 @@ def run_poisoned(source: S.Source, fp8: torch.dtype, scale, amax, amax_out, pow2
     for t in out:
         if t is not None:
             t.view(torch.uint8).fill_(0x7F)
-    cast._transform_op(*source[:-1], scale, amax, None, None, eps, pow2, *out, amax_out)
+    cast._transform_op(*source.flat, scale, amax, None, None, eps, pow2, *out, amax_out)
     return out
 
 
@@ -131,13 +132,12 @@ def sources(m: int, n: int, dtype: torch.dtype, device: str) -> dict[str, S.Sour
         return (2 * torch.randn(*shape)).to(dtype).to(device)
 
     table = {"plain": S.plain(special(m, n, dtype, device))}
-    for name in (a for a in S.ACTIVATIONS if a):
-        h, dy = random(m, n * (2 if S.is_glu(name) else 1)), random(m, n)
-        table |= {name: S.act(h, name), f"d{name}": S.dact(dy, h, name)}
+    for one in (*map(Activation.of, ACTIVATIONS), Activation.of("clamped_swiglu", {"limit": 1.0})):
+        h, dy = random(m, n * (2 if one.glu else 1)), random(m, n)
+        table |= {one.name: S.act(h, one), f"d{one.name}": S.dact(dy, h, one)}
     statistics = torch.randn(m, device=device), torch.rand(m, device=device) + 0.5
     table["layernorm"] = S.norm(random(m, n), *statistics, random(n), random(n))
-    table["rmsnorm"] = S.norm(random(m, n), None, statistics[1], random(n), None, zero_centered=True)
-    return table
+    return table | {"rmsnorm": S.norm(random(m, n), None, statistics[1], random(n), None, zero_centered=True)}
 
 
 def check_transform(source: S.Source, fp8: torch.dtype, scale: float) -> None:
@@ -249,7 +249,7 @@ def test_only_what_is_asked_for_is_made(device):
         out = cast.transform(S.plain(x), fp8_dtype=E4M3, scale=scale, **wanted)
         made = {name for name, t in out._asdict().items() if t is not None}
         assert made == {*wanted, "scale_inv"}
-    out = cast.transform(S.act(x, "relu"), hp_dtype=torch.bfloat16)
+    out = cast.transform(S.act(x, Activation.of("relu")), hp_dtype=torch.bfloat16)
     assert torch.equal(out.hp, x.relu().bfloat16()) and out[1:] == (None,) * 4
     assert cast.transform(S.plain(x), amax_out=history[0]) == (None,) * 5
     assert history.tolist() == [9.0, 0.0], "a smaller amax must not replace a larger one"
@@ -276,20 +276,20 @@ def test_transpose(shape, device):
 
 def test_ops_pass_torch_s_own_checks():
     x, scale, history = torch.randn(7, 20), torch.ones(1), torch.zeros(2, 2)
-    source = S.dact(x[:, :10].contiguous(), x, "swiglu")
+    source = S.dact(x[:, :10].contiguous(), x, Activation.of("swiglu"))
     fp8 = cast._allocate(source, torch.bfloat16, E4M3, True, True, True)
     hp = cast._allocate(source, torch.bfloat16, None, False, False, True)
     # torch's schema check compares by arithmetic, which fp8 does not have: without fp8 it checks all else.
     for check, out, s in (("test_schema", hp, None), ("test_faketensor", fp8, scale)):
-        args = (*source[:-1], s, None, None, None, 0.0, False, *out, history[1, 1])
+        args = (*source.flat, s, None, None, None, 0.0, False, *out, history[1, 1])
         torch.library.opcheck(cast._transform_op.overload, args, test_utils=check)
-        torch.library.opcheck(cast._amax_op.overload, source[:-1], test_utils=check)
+        torch.library.opcheck(cast._amax_op.overload, source.flat, test_utils=check)
         torch.library.opcheck(torch.ops.te_lite.transpose.default, (x.byte(),), test_utils=check)
 
 
 def test_compiled_without_a_graph_break():
     def quantize(x, history):
-        source = S.act(x, "swiglu")
+        source = S.act(x, Activation.of("swiglu"))
         delayed = cast.transform(source, fp8_dtype=E4M3, row=True, scale=history[1, :1], amax_out=history[0, 0])
         current = cast.transform(source, fp8_dtype=E5M2, col=True, amax=cast.amax(source), bias_grad=True)
         return delayed.row, current.col, current.scale_inv, current.bias_grad

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from te_lite.ops import block_cast, cast, cast_kernels, launch, transpose
 from te_lite.ops import source as S
+from te_lite.ops.activation import Activation
 from tests.ops.test_cast import (
     E4M3,
     E5M2,
@@ -76,7 +77,7 @@ def test_casts_of_words(shape, dtype, fp8, row, monkeypatch):
         for t in (out.col, out.row) if row else (out.col,):
             t.view(torch.uint8).fill_(0x5A)
         flat = (given.get("scale"), given.get("amax"), None, None, 0.0, False)
-        cast._transform_op(*source[:-1], *flat, *out, amax_out)
+        cast._transform_op(*source.flat, *flat, *out, amax_out)
         amax = torch.where(v.isfinite(), v.abs().float(), INF).max().item()
         s = scale_of(amax, LARGEST[fp8]) if scale is None else np.float32(scale)
         want = bytes_of(v, float(s), fp8)
@@ -112,7 +113,7 @@ def test_what_is_read_as_words():
         cast.transform(S.plain(x), fp8_dtype=E4M3, scale=one, **layouts)
     cast.transform(S.plain(x), fp8_dtype=E4M3, col=True, col_scale=ones[:2048].clone())
     block_cast.block_cast(S.plain(x), block=128, square=True, col=True)
-    cast.transform(S.act(x, "gelu"), fp8_dtype=E4M3, col=True, scale=one)
+    cast.transform(S.act(x, Activation.of("gelu")), fp8_dtype=E4M3, col=True, scale=one)
     assert _reads_words() == {False}
 
 
@@ -158,8 +159,8 @@ def test_the_order_of_tiles_changes_no_bit(shape):
     for source in (
         S.plain(x),
         S.plain(x.float()),
-        S.act(h, "swiglu"),
-        S.dact(x, h, "swiglu"),
+        S.act(h, Activation.of("swiglu")),
+        S.dact(x, h, Activation.of("swiglu")),
         S.norm(x, None, rstd, gamma),
     ):
         amax = cast.amax(source)
@@ -173,7 +174,7 @@ def test_the_order_of_tiles_changes_no_bit(shape):
 def test_bias_grad_has_the_same_bits_every_time():
     source = S.dact(
         torch.randn(4092, 512, device="cuda", dtype=torch.bfloat16),
-        torch.randn(4092, 1024, device="cuda", dtype=torch.bfloat16), "swiglu",
+        torch.randn(4092, 1024, device="cuda", dtype=torch.bfloat16), Activation.of("swiglu"),
     )  # fmt: skip
     first = cast.transform(source, bias_grad=True).bias_grad
     for _ in range(5):

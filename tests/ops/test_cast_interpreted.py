@@ -8,11 +8,15 @@ from torch import Tensor
 
 from te_lite.ops import block_cast, cast, cast_kernels, row_cast, sums
 from te_lite.ops import source as S
+from te_lite.ops.activation import ACTIVATIONS, Activation
 from te_lite.ops.transpose import _transpose_cuda, transpose_ref
 from te_lite.ops.word_tiles import words_fit
 from tests.ops.interpreted import only_interpreted, run_interpreted
 
 E4M3 = torch.float8_e4m3fn
+
+
+CLAMPED = Activation.of("clamped_swiglu", {"limit": 1, "alpha": 0})  # of small integers a product of powers of two
 
 
 def test_cast_kernels_in_the_interpreter():
@@ -37,10 +41,12 @@ def _sources(m: int, n: int) -> dict[str, S.Source]:
     gamma, beta = torch.randint(1, 3, (n,)).bfloat16(), torch.randint(-1, 2, (n,)).bfloat16()
     return {
         "plain": S.plain(x.bfloat16()),
-        "relu": S.act(x.half(), "relu"),
-        "sreglu": S.act(h, "sreglu"),
-        "drelu": S.dact(dy, x, "relu"),
-        "dreglu": S.dact(dy.bfloat16(), h.bfloat16(), "reglu"),
+        "relu": S.act(x.half(), Activation.of("relu")),
+        "sreglu": S.act(h, Activation.of("sreglu")),
+        "clamped_swiglu": S.act(h, CLAMPED),
+        "drelu": S.dact(dy, x, Activation.of("relu")),
+        "dreglu": S.dact(dy.bfloat16(), h.bfloat16(), Activation.of("reglu")),
+        "dclamped_swiglu": S.dact(dy, h, CLAMPED),
         "layernorm": S.norm(x, mean, rstd, gamma, beta),
         "rmsnorm zero centered": S.norm(x, None, rstd, torch.zeros(n), None, zero_centered=True),
     }
@@ -74,13 +80,25 @@ def _poison(out: cast.Transformed) -> cast.Transformed:
 
 
 @only_interpreted
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_interpreted_activation(name):
+    """And its gradient, of values that numpy's exp does not round as torch's does."""
+    one = Activation.of(name, {"limit": 1.5} if name.startswith("clamped") else None)
+    h, dy = 3 * torch.randn(33, 40), torch.randn(33, 20 if one.glu else 40)
+    for source in (S.act(h, one), S.dact(dy, h, one)):
+        out = cast._allocate(source, torch.float32, None, False, False, False)
+        cast._transform_cuda(*source.flat, None, None, None, None, 0.0, False, *out, None)
+        torch.testing.assert_close(out.hp, S.produce_ref(source), rtol=1e-5, atol=1e-5)
+
+
+@only_interpreted
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.why)
 def test_interpreted_transform(shape):
     for name, source in _sources(shape.m, shape.n).items():
         out = _poison(cast._allocate(source, torch.float32, E4M3, True, True, True))
         history = torch.full((2, 3), 0.25)
         scale = torch.tensor([2.0])
-        cast._transform_cuda(*source[:-1], scale, None, None, None, 0.0, False, *out, history[0, 1])
+        cast._transform_cuda(*source.flat, scale, None, None, None, 0.0, False, *out, history[0, 1])
         want_amax = torch.tensor(0.25)
         want = cast.transform_ref(
             source, hp_dtype=torch.float32, fp8_dtype=E4M3, row=True, col=True, scale=scale,
@@ -103,7 +121,7 @@ WORDS = [Shape(130, 80, "several tiles along both"), Shape(3, 304, "fewer rows t
 def test_interpreted_words(shape, dtype, row, monkeypatch):
     monkeypatch.setattr(cast_kernels, "FEW", 0)
     source = S.plain(_small(shape.m, shape.n).to(dtype))
-    assert words_fit(source.kind, source.x, source.cols)
+    assert words_fit(source)
     for given in ({"scale": torch.tensor([2.0])}, {"amax": torch.tensor([1.0, 448.0])}):
         out, amax_out, want_amax = (
             _poison(cast._allocate(source, None, E4M3, row, True, False)),
@@ -111,14 +129,14 @@ def test_interpreted_words(shape, dtype, row, monkeypatch):
             torch.zeros(1),
         )
         cast._transform_cuda(
-            *source[:-1], given.get("scale"), given.get("amax"), None, None, 0.0, False, *out, amax_out
+            *source.flat, given.get("scale"), given.get("amax"), None, None, 0.0, False, *out, amax_out
         )
         want = cast.transform_ref(source, fp8_dtype=E4M3, row=row, col=True, amax_out=want_amax, **given)
         for field, got, expected in zip(out._fields, out, want, strict=True):
             assert (got is None and expected is None) or torch.equal(got.float(), expected.float()), field
         assert amax_out == want_amax
     out = block_cast._allocate(source, 128, False, row, True, False, False)
-    block_cast._block_cast_cuda(*source[:-1], 128, False, True, 0.0, torch.finfo(dtype).max, False, *out)
+    block_cast._block_cast_cuda(*source.flat, 128, False, True, 0.0, torch.finfo(dtype).max, False, *out)
     want = block_cast.block_cast_ref(source, block=128, row=row, col=True)
     for field, got, expected in zip(out._fields, out, want, strict=True):
         assert (got is None and expected is None) or torch.equal(got.float(), expected.float()), field
@@ -132,7 +150,7 @@ def test_interpreted_last_tile_first(shape):
         outs = []
         for given in ((torch.tensor([2.0]), None), (None, torch.tensor([1.0, 224.0]))):
             outs.append(_poison(cast._allocate(source, torch.float32, E4M3, True, True, True)))
-            cast._transform_cuda(*source[:-1], *given, None, None, 0.0, False, *outs[-1], None)
+            cast._transform_cuda(*source.flat, *given, None, None, 0.0, False, *outs[-1], None)
         for field, got, expected in zip(outs[0]._fields, *outs, strict=True):
             assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), f"{name}: {field} differs"
 
@@ -142,7 +160,7 @@ def test_interpreted_last_tile_first(shape):
 def test_interpreted_pad_is_zero_whatever_the_scale(scale):
     source = S.plain(_small(7, 33))
     out = _poison(cast._allocate(source, None, E4M3, False, True, False))
-    cast._transform_cuda(*source[:-1], torch.tensor([scale]), None, None, None, 0.0, False, *out, None)
+    cast._transform_cuda(*source.flat, torch.tensor([scale]), None, None, None, 0.0, False, *out, None)
     assert out.col.view(torch.uint8)[:, 7:].count_nonzero() == 0
 
 
@@ -151,7 +169,7 @@ def test_interpreted_amax_out_counts_nan_as_inf():
     x = _small(130, 70)
     x[100, 3] = float("nan")
     amax_out = torch.zeros(1)
-    cast._transform_cuda(*S.plain(x)[:-1], None, None, None, None, 0.0, False, None, None, None, None, None, amax_out)
+    cast._transform_cuda(*S.plain(x).flat, None, None, None, None, 0.0, False, None, None, None, None, None, amax_out)
     assert amax_out.item() == float("inf")
 
 
@@ -159,14 +177,14 @@ def test_interpreted_amax_out_counts_nan_as_inf():
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.why)
 def test_interpreted_amax(shape):
     for name, source in _sources(shape.m, shape.n).items():
-        partials = cast._amax_cuda(*source[:-1])
+        partials = cast._amax_cuda(*source.flat)
         assert partials.dtype == torch.float32 and 1 <= partials.numel() <= 1024
         assert partials.max() == cast.amax_ref(source).max(), name
     if shape.m * shape.n:
         for value in (float("nan"), float("-inf")):
             x = _small(shape.m, shape.n)
             x[-1, -1] = value
-            partials = cast._amax_cuda(*S.plain(x)[:-1])
+            partials = cast._amax_cuda(*S.plain(x).flat)
             assert partials.max() == float("inf") and not partials.isnan().any()
 
 
@@ -180,7 +198,7 @@ def test_interpreted_scale(amax, pow2, eps):
     partials[-1] = amax
     source = S.plain(_small(4, 16))
     out = _poison(cast._allocate(source, None, E4M3, True, False, False))
-    cast._transform_cuda(*source[:-1], None, partials, None, None, eps, pow2, *out, None)
+    cast._transform_cuda(*source.flat, None, partials, None, None, eps, pow2, *out, None)
     scale = cast.scale_from_amax_ref(torch.tensor([amax]), 448.0, eps, pow2)
     assert torch.equal(out.scale_inv.view(torch.int32), (1.0 / scale).view(torch.int32))
 
@@ -207,12 +225,12 @@ BLOCKS = {
 def test_interpreted_blocks(shape, kind):
     block, square, flat = BLOCKS[kind]
     for name, source in _sources(shape.m, shape.n).items():
-        if source.kind == "dact" and S.is_glu(source.activation) and shape.n % block:
+        if source.kind == "dact" and source.activation.glu and shape.n % block:
             continue  # block_cast itself takes another way there
         out = block_cast._allocate(source, block, square, True, True, flat, True)
         for t in out:
             t.copy_(torch.full(t.shape, 112.0))
-        block_cast._block_cast_cuda(*source[:-1], block, square, True, 0.0, torch.finfo(source.x.dtype).max, flat, *out)
+        block_cast._block_cast_cuda(*source.flat, block, square, True, 0.0, torch.finfo(source.x.dtype).max, flat, *out)
         want = block_cast.block_cast_ref(
             source, block=block, square=square, row=True, col=True, flat=flat, bias_grad=True
         )
@@ -228,7 +246,7 @@ def test_interpreted_blocks(shape, kind):
 def test_interpreted_rows(shape):
     for name, source in _sources(shape.m, shape.n).items():
         amax = torch.zeros(source.rows + source.cols)
-        row_cast._amax_cuda(*source[:-1], amax[: source.rows], amax[source.rows :])
+        row_cast._amax_cuda(*source.flat, amax[: source.rows], amax[source.rows :])
         assert torch.equal(amax, row_cast.vector_amax_ref(source, True, True)), name
         scale, inverse = row_cast._vector_scales_cuda(amax, 0.0, True)
         want = row_cast.vector_scales_ref(amax, 0.0, True)
@@ -237,12 +255,12 @@ def test_interpreted_rows(shape):
         for row, col in ((True, True), (True, False)):  # without col and row_scale: columns' scales by row
             given = vectors if col else {"row_scale": None, "col_scale": vectors["col_scale"]}
             out = _poison(cast._allocate(source, None, E4M3, row, col, False, 2))
-            cast._transform_cuda(*source[:-1], None, None, *given.values(), 0.0, False, *out, None)
+            cast._transform_cuda(*source.flat, None, None, *given.values(), 0.0, False, *out, None)
             want = cast.transform_ref(source, fp8_dtype=E4M3, row=row, col=col, **given)
             assert torch.equal(out.row.float(), want.row.float()), name
             assert not col or torch.equal(out.col.float(), want.col.float()), name
         if source.cols:
             for got, expected in zip(
-                row_cast._row_cast_cuda(*source[:-1], 0.0, True), row_cast.row_cast_ref(source), strict=True
+                row_cast._row_cast_cuda(*source.flat, 0.0, True), row_cast.row_cast_ref(source), strict=True
             ):
                 assert torch.equal(got.float(), expected.float()), name

@@ -14,6 +14,8 @@ from triton.compiler import ASTSource
 from te_lite.ops import block_kernels as B
 from te_lite.ops import cast_kernels as K
 from te_lite.ops import transpose
+from te_lite.ops.activation import Activation
+from te_lite.ops.source import WORDS, Form
 from tests.ops.interpreted import ACTIVE
 
 pytestmark = pytest.mark.skipif(ACTIVE, reason="the interpreter compiles nothing")
@@ -79,11 +81,9 @@ def scalar_stores(compiled) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """kind, act, glu: the source. x: its type. fp8: the output's. hp: type of a high-precision output, with sums."""
+    """form: the source. x: its type. fp8: the output's. hp: type of a high-precision output, with sums."""
 
-    kind: str
-    act: str
-    glu: bool
+    form: Form
     x: str
     fp8: str
     col: bool
@@ -99,35 +99,41 @@ class Case:
         types |= {"col": self.fp8} if self.col else {}
         types |= {"hp": self.hp} if self.hp else {}
         types |= {"partial": "*fp32"} if self.hp or self.sums else {}
-        types |= {"dy": self.x} if self.kind == "dact" else {}
-        types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": self.x, "beta": self.x} if self.kind == "norm" else {}
+        types |= {"dy": self.x} if self.form.kind == "dact" else {}
+        types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": self.x, "beta": self.x} if self.form.kind == "norm" else {}
         return types
 
 
 E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
 CASES = [
-    Case("plain", "", False, "*bf16", E4M3, col=False),
-    Case("plain", "", False, "*bf16", E4M3, col=True, current=True),
-    Case("plain", "", False, "*bf16", E5M2, col=True, few=True),
-    Case("plain", "", False, "*bf16", E5M2, col=True, sums=True),
-    Case("plain", "", False, "*fp32", E4M3, col=True, current=True, sums=True),
-    Case("plain", "", False, "*fp32", E4M3, col=True),
-    Case("plain", "", False, "*fp32", E5M2, col=True, hp="*fp32"),
-    Case("norm", "", False, "*bf16", E4M3, col=True),
-    Case("act", "gelu", False, "*fp16", E4M3, col=True),
-    Case("act", "silu", True, "*bf16", E4M3, col=True),
-    Case("dact", "silu", True, "*bf16", E5M2, col=True, hp="*bf16"),
-    Case("dact", "gelu", True, "*fp32", E4M3, col=True, few=True, hp="*bf16"),
-    Case("dact", "qgelu", False, "*bf16", E4M3, col=False, current=True),
+    Case(Form("plain"), "*bf16", E4M3, col=False),
+    Case(Form("plain"), "*bf16", E4M3, col=True, current=True),
+    Case(Form("plain"), "*bf16", E5M2, col=True, few=True),
+    Case(Form("plain"), "*bf16", E5M2, col=True, sums=True),
+    Case(Form("plain"), "*fp32", E4M3, col=True, current=True, sums=True),
+    Case(Form("plain"), "*fp32", E4M3, col=True),
+    Case(Form("plain"), "*fp32", E5M2, col=True, hp="*fp32"),
+    Case(Form("norm"), "*bf16", E4M3, col=True),
+    Case(Form("act", Activation("gelu")), "*fp16", E4M3, col=True),
+    Case(Form("act", Activation("swiglu")), "*bf16", E4M3, col=True),
+    Case(Form("dact", Activation("swiglu")), "*bf16", E5M2, col=True, hp="*bf16"),
+    Case(Form("act", Activation.of("clamped_swiglu")), "*bf16", E4M3, col=True),
+    Case(Form("dact", Activation.of("clamped_swiglu")), "*bf16", E5M2, col=True),
+    Case(Form("dact", Activation("geglu")), "*fp32", E4M3, col=True, few=True, hp="*bf16"),
+    Case(Form("dact", Activation("qgelu")), "*bf16", E4M3, col=False, current=True),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.kind}-{c.act}-{c.x[1:]}-{c.fp8[1:]}-col{c.col}")
+def _name(case: Case) -> str:
+    return f"{case.form.kind}-{case.form.activation.name}-{case.x[1:]}-{case.fp8[1:]}-col{case.col}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
 def test_transform(case, tmp_path):
-    config = K.cast_config(case.col, case.kind != "plain", case.few, bool(case.hp), case.sums)
+    config = K.cast_config(case.col, case.form.kind != "plain", case.few, bool(case.hp), case.sums)
     block_m, block_n, num_warps, registers, _ = config
     constants = {
-        "KIND": case.kind, "ACT": case.act, "GLU": case.glu, "ZERO_CENTERED": False, "POW2": False,
+        "FORM": case.form, "POW2": False,
         "FP8_MAX": 57344.0 if case.fp8 == E5M2 else 448.0, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(K.transform_kernel, case.types, constants, num_warps, registers=registers)
@@ -136,7 +142,7 @@ def test_transform(case, tmp_path):
     assert re.search(rf"cvt\.rn\.satfinite\.{name}\.f32", ptx), "the hardware's own fp8 conversion is not used"
     assert "div.rn.f32" in ptx and "div.rn.ftz" not in ptx, "1 / scale must be an IEEE division"
     assert ("atom" in ptx or "red.global" in ptx) == (not case.current), "only amax_out needs an atomic"
-    backwards = case.current or case.kind == "norm"
+    backwards = case.current or case.form.kind == "norm"
     assert ("%nctaid.x" in ptx) == backwards, (
         "the last rows first, where they have just been read: from the last program"
     )
@@ -144,7 +150,7 @@ def test_transform(case, tmp_path):
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v[24]\.b32", ptx)
     assert not re.search(r"st\.global\S*\.b8", ptx), "fp8 is stored byte by byte"
     if case.col:
-        most = 1 + ("partial" in case.types) * (1 + case.glu)  # scale_inv, column sums
+        most = 1 + ("partial" in case.types) * (1 + case.form.activation.glu)  # scale_inv, column sums
         assert scalar_stores(compiled) <= most, "the transposed copy is stored by single words"
     assert local_memory(compiled, tmp_path) in (0, None), "registers spill"
 
@@ -152,10 +158,10 @@ def test_transform(case, tmp_path):
 def test_sizes_that_are_not_multiples_of_16_compile_too(tmp_path):
     block_m, block_n, num_warps, *_ = K.cast_config(True, False, False, False, False)
     constants = {
-        "KIND": "plain", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "POW2": True, "FP8_MAX": 448.0,
+        "FORM": Form("plain"), "POW2": True, "FP8_MAX": 448.0,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": True,
     }  # fmt: skip
-    case = Case("plain", "", False, "*bf16", E4M3, col=True, current=True)
+    case = Case(Form("plain"), "*bf16", E4M3, col=True, current=True)
     compiled = compile_sm90(K.transform_kernel, case.types, constants, num_warps, aligned=False)
     assert local_memory(compiled, tmp_path) in (0, None), "registers spill"
 
@@ -175,11 +181,11 @@ def check_words(compiled, folder: Path, registers: int, scalars: int) -> None:
 @pytest.mark.parametrize("fp8", [E4M3, E5M2])
 def test_casts_of_words(fp8, row, current, x, tmp_path):
     block_m, block_n, num_warps, registers, _ = K.WORD_CONFIGS[row]
-    types = Case("plain", "", False, x, fp8, col=True, current=current).types
+    types = Case(Form("plain"), x, fp8, col=True, current=current).types
     if not row:
         del types["row"]
     constants = {
-        "KIND": "words", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "POW2": False,
+        "FORM": WORDS, "POW2": False,
         "FP8_MAX": 57344.0 if fp8 == E5M2 else 448.0, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(K.transform_kernel, types, constants, num_warps, registers=registers)
@@ -199,7 +205,7 @@ def test_blocks_of_words(row, pow2, x, tmp_path):
     constants = {"row_scale_m": 1, "col_scale_n": 1}
     types |= dict.fromkeys(("row_scale_n", "col_scale_m"), "i32")
     constants |= {
-        "KIND": "words", "ACT": "", "GLU": False, "ZERO_CENTERED": False, "SQUARE": False,
+        "FORM": WORDS, "SQUARE": False,
         "CAP": 0 if pow2 else 3.0e38, "POW2": pow2, "FLAT": False, "BLOCK_M": block_m, "BLOCK_N": block_n,
         "LOOP": False,
     }  # fmt: skip
@@ -208,14 +214,12 @@ def test_blocks_of_words(row, pow2, x, tmp_path):
     check_words(compiled, tmp_path, most if row else 72, 1 + row)
 
 
-@pytest.mark.parametrize("kind, act, glu", [("plain", "", False), ("dact", "silu", True)])
-def test_amax(kind, act, glu, tmp_path):
+@pytest.mark.parametrize("form", [Form("plain"), Form("dact", Activation("swiglu"))], ids=lambda form: form.kind)
+def test_amax(form, tmp_path):
     block_m, block_n, num_warps, *_ = K.AMAX_CONFIG
     types = {"x": "*bf16", "partials": "*fp32", "rows": "i32", "cols": "i32"}
-    types |= {"dy": "*bf16"} if kind == "dact" else {}
-    constants = {
-        "KIND": kind, "ACT": act, "GLU": glu, "ZERO_CENTERED": False, "BLOCK_M": block_m, "BLOCK_N": block_n,
-    }  # fmt: skip
+    types |= {"dy": "*bf16"} if form.two else {}
+    constants = {"FORM": form, "BLOCK_M": block_m, "BLOCK_N": block_n}
     compiled = compile_sm90(K.amax_kernel, types, constants, num_warps)
     ptx = compiled.asm["ptx"]
     assert "atom" not in ptx and re.search(r"ld\.global\S*\.v4\.b32", ptx)
@@ -249,9 +253,8 @@ def test_blocks(block, square, row, col, kind, tmp_path):
     types |= {"dy": "*bf16"} if kind == "dact" else {}
     types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": "*bf16", "beta": "*bf16"} if kind == "norm" else {}
     constants = {
-        "KIND": kind, "ACT": "silu" if "act" in kind else "", "GLU": "act" in kind, "ZERO_CENTERED": False,
-        "SQUARE": square, "CAP": 0, "POW2": True, "FLAT": block == 32, "BLOCK_M": block_m,
-        "BLOCK_N": block_n, "LOOP": False,
+        "FORM": Form(kind, Activation("swiglu" if "act" in kind else "")), "SQUARE": square, "CAP": 0, "POW2": True,
+        "FLAT": block == 32, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(B.block_kernel, types, constants, num_warps, registers=registers)
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]

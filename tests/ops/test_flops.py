@@ -95,9 +95,11 @@ def test_a_fused_launch_is_counted(transposed, monkeypatch):
     a = torch.randn(M, K).bfloat16()
     b = torch.randn(K, N).bfloat16().t() if transposed else torch.randn(N, K).bfloat16()
     kind = gemm_fused.Kind(True, a.dtype, b.dtype, "none", a.dtype, 2, transposed, 128)
-    arguments = kind, 1, a, b, a, (), (), (None,) * 13, (0,) * 11
+    sizes = dict.fromkeys(("delta", "m", "n", "k", "rank", "flags", "pairs", "columns", "scales"), 0)
+    none = dict.fromkeys(("ready", "counters", "word", "abort", "a_scale", "b_scale", "bias"))
+    arguments = gemm_fused.Arguments(**none, **sizes)
     with FlopCounterMode(display=False) as counter:
-        gemm_fused.launch(*arguments)
+        gemm_fused.launch(kind, 1, arguments, a=a, b=b, other=a, to=())
     assert counter.get_total_flops() == 2 * M * N * K and len(launched) == 1
-    gemm_fused.launch(*arguments)  # unwatched
+    gemm_fused.launch(kind, 1, arguments, a=a, b=b, other=a, to=())  # unwatched
     assert len(launched) == 2

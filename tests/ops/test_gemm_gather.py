@@ -5,6 +5,7 @@ import torch
 
 from te_lite.ops import flags
 from te_lite.ops import gemm_gather as G
+from te_lite.ops.activation import Activation
 from te_lite.ops.cast import amax
 from te_lite.ops.source import dact
 from te_lite.overlap.programs import following
@@ -189,7 +190,7 @@ def test_it_waits(case, grad, epoch, columns):
     assert not early.query(), "it ended before the last flag"
     fused.finish(args[ABORT])
     assert_bitwise_equal("gemm_gather", got, want)
-    assert not grad or made.amax.amax() == amax(dact(want, h, "swiglu")).amax()
+    assert not grad or made.amax.amax() == amax(dact(want, h, Activation.of("swiglu"))).amax()
 
 
 @pytest.mark.gpu

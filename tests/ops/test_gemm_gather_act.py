@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from te_lite.ops import gemm_gather as G
+from te_lite.ops.activation import ACTIVATIONS, Activation
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.source import act, dact
 from te_lite.testing.numerics import assert_bitwise_equal
@@ -20,19 +21,24 @@ GATED = [
 ]
 
 
+FUSED = [one for one in map(Activation.of, ACTIVATIONS) if one.fused]
+FUSED.append(Activation.of("clamped_swiglu", {"limit": 1.1, "alpha": 0.7, "glu_linear_offset": -0.3}))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("clusters", [3, 66])
+@pytest.mark.parametrize("one", FUSED, ids=str)
 @pytest.mark.parametrize("case", GATED, ids=str)
-def test_swiglu_of_the_output(case, clusters, monkeypatch):
+def test_activation_of_the_output(case, one, clusters, monkeypatch):
     """All bits are those of the kernels that read h, whoever does the tiles; h is the same with and without."""
     monkeypatch.setattr(G, "sm_count", lambda device: 2 * clusters)
     args = arguments(case, fused.problem(case, "cuda"), case.ranks - 1, "cuda")
     h = run(args)
-    source = act(h, "swiglu")
-    out, made = run_with(args, G.Wanted("high precision"))
+    source = act(h, one)
+    out, made = run_with(args, G.Wanted("high precision", activation=one))
     assert_bitwise_equal("h beside its activation", out, h)
     assert_bitwise_equal("activation", made.data, transform(source, hp_dtype=h.dtype).hp)
-    out, made = run_with(args, G.Wanted("amax"))
+    out, made = run_with(args, G.Wanted("amax", activation=one))
     assert_bitwise_equal("h beside the amax", out, h)
     assert_bitwise_equal("amax", made.amax.amax(), amax(source).amax())
     if case.m % 16:
@@ -43,7 +49,7 @@ def test_swiglu_of_the_output(case, clusters, monkeypatch):
     want = transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, amax_out=seen)
     for start in (0.0, 1e9):
         largest = torch.full((1,), start, device="cuda")
-        out, made = run_with(args, G.Wanted("fp8", None, scale, largest))
+        out, made = run_with(args, G.Wanted("fp8", None, scale, largest, activation=one))
         assert_bitwise_equal("h beside fp8", out, h)
         assert_bitwise_equal("rows", made.data, want.row)
         assert_bitwise_equal("columns", made.data_t, want.col)
@@ -65,19 +71,22 @@ GRADS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("clusters", [1, 66])
 @pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("one", FUSED, ids=str)
 @pytest.mark.parametrize("case", GRADS, ids=str)
-def test_gradient_of_swiglu(case, fast, clusters, monkeypatch):
+def test_gradient_of_an_activation(case, one, fast, clusters, monkeypatch):
     """All bits are those of the kernels that read the product and h, whoever does the tiles."""
     monkeypatch.setattr(G, "sm_count", lambda device: 2 * clusters)
     args = arguments(case, fused.problem(case, "cuda"), case.ranks - 1, "cuda")
     da = run(args, fast)
     h = (torch.randn(case.ranks * case.m, 2 * case.n, device="cuda") * 3).to(case.out)
     h[0, :4] = torch.tensor([200.0, -200.0, 90.0, -90.0])  # beyond where the derivative is clamped, and before
-    source = dact(da, h, "swiglu")
-    out, made = run_with(args, G.Wanted("high precision", h), fast)
+    for edge in one.parameters[:1]:  # at a limit of both halves, of both signs, and just beyond
+        h[1, :4] = h[1, case.n : case.n + 4] = torch.tensor([edge, -edge, 1.01 * edge, -1.01 * edge])
+    source = dact(da, h, one)
+    out, made = run_with(args, G.Wanted("high precision", h, activation=one), fast)
     assert out is None
     assert_bitwise_equal("gradient", made.data, transform(source, hp_dtype=h.dtype).hp)
-    out, made = run_with(args, G.Wanted("amax", h), fast)
+    out, made = run_with(args, G.Wanted("amax", h, activation=one), fast)
     assert_bitwise_equal("the product beside the amax", out, da)
     assert_bitwise_equal("amax", made.amax.amax(), amax(source).amax())
     if case.m % 16:
@@ -89,7 +98,7 @@ def test_gradient_of_swiglu(case, fast, clusters, monkeypatch):
         want = transform(source, fp8_dtype=fp8, row=True, col=True, scale=scale, amax_out=seen)
         for start in (0.0, 2.0**100):
             largest = torch.full((1,), start, device="cuda")
-            out, made = run_with(args, G.Wanted("fp8", h, scale, largest, fp8), fast)
+            out, made = run_with(args, G.Wanted("fp8", h, scale, largest, fp8, one), fast)
             assert out is None
             assert_bitwise_equal("rows", made.data, want.row)
             assert_bitwise_equal("columns", made.data_t, want.col)
@@ -134,7 +143,7 @@ def test_what_is_wanted_of_the_product_is_checked():
 def test_what_is_asked_of_the_kernel_is_what_it_offers(case, act, grad, fast, monkeypatch):
     """The rules of its static_asserts, for all that is not refused."""
     asked, split = [], case.a in fused.FP8 and not fast
-    monkeypatch.setattr(G.fused, "launch", lambda kind, *rest: asked.append(kind))
+    monkeypatch.setattr(G.fused, "launch", lambda kind, *_, **__: asked.append(kind))
     h = torch.zeros(case.ranks * case.m, 2 * case.n, dtype=case.out) if act and grad else None
     wanted = G.Wanted(act, h, torch.ones(1) if act == "fp8" else None)
     try:

@@ -11,6 +11,7 @@ import torch
 
 import te_lite as te
 from te_lite.ops import source
+from te_lite.ops.activation import Activation
 from te_lite.ops.cast import transform
 from te_lite.ops.norm import norm_stats
 from te_lite.quantize.per_tensor import FORMATS, Current
@@ -136,5 +137,5 @@ def test_activation(recipe, activation, device):
     x = draw(3, device)
     with under(recipe):
         h = first(x).detach()
-    value = transform(source.act(h, activation), hp_dtype=torch.float32).hp
+    value = transform(source.act(h, Activation.of(activation)), hp_dtype=torch.float32).hp
     assert_sees(activation, recipe, trained(module, recipe, x, "fc2_weight"), value, seen)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 import te_lite as te
 from te_lite.functional.linear import as_matrix
+from te_lite.ops.activation import Activation
 from te_lite.ops.source import Source, act, dact, norm, plain, produce_ref
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.quantize.cases import (
@@ -83,10 +84,10 @@ def fused_sources(dtype: torch.dtype, device: str) -> dict[str, Source]:
     return {
         "LayerNorm": norm(x, mean, rstd, gamma, beta),
         "RMSNorm": norm(x, None, rstd, gamma, None, zero_centered=True),
-        "gelu": act(x, "gelu"),
-        "swiglu": act(matrix(150, 288, 4), "swiglu"),
-        "gradient of swiglu": dact(x, matrix(150, 288, 5), "swiglu"),
-        "gradient of srelu": dact(x, matrix(150, 144, 6), "srelu"),
+        "gelu": act(x, Activation.of("gelu")),
+        "swiglu": act(matrix(150, 288, 4), Activation.of("swiglu")),
+        "gradient of swiglu": dact(x, matrix(150, 288, 5), Activation.of("swiglu")),
+        "gradient of srelu": dact(x, matrix(150, 144, 6), Activation.of("srelu")),
     }
 
 
