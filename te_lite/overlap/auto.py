@@ -55,7 +55,8 @@ class Auto(Ring):
         """In words, the same in every process that has it."""
         added, epilogue, wanted = " and residual" * (gemm.residual is not None), gemm.epilogue, ""
         if isinstance(epilogue, (Activate, ActivateGrad)) and epilogue.want:
-            wanted = f", then {epilogue.want}{' of a gradient' * (epilogue.h is not None)} by {epilogue.activation.name}"
+            wanted = f", then {epilogue.want}{' of a gradient' * (epilogue.h is not None)}"
+            wanted += f" by {epilogue.activation.name}"
         label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
         kind = ("narrow " * self.place.narrow + "scatter") if layout is None else "gather"
         product = f"{gemm.columns} {gemm.layout} to {gemm.dtype}, bias {gemm.bias is not None}{added}"
