@@ -22,7 +22,7 @@ from te_lite import _C, kept
 from te_lite.ops.activation import Activation
 from te_lite.ops.flags import signed
 from te_lite.ops.flops import launched
-from te_lite.ops.gemm import FP8, _check_fp8
+from te_lite.ops.gemm import FP8, check_fp8
 
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
@@ -197,7 +197,7 @@ def check(name: str, a: Tensor, b: Tensor, shard: int, ranks: int) -> None:
     """ValueError or TypeError unless these kernels can multiply a, `ranks` shards of `shard` rows, and b."""
     (m, k), (n, k_b) = a.shape, b.shape
     if a.dtype in FP8 or b.dtype in FP8:
-        _check_fp8(a, b)
+        check_fp8(a, b)
     elif a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"{name} of {a.dtype} and {b.dtype}: must both be bfloat16, float16 or fp8; cast them")
     if k != k_b or not k or k * a.element_size() % ALIGNMENT:
