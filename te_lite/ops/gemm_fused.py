@@ -85,8 +85,8 @@ def unavailable(device: torch.device) -> str:
     return "fused kernels are compiled at run time: pip install cuda-bindings"
 
 
-_HEADERS = ("gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_activation.h", "gemm_fused.h", "hopper.h")
-_NAMES = ("gemm_fused.cu", *_HEADERS)
+_HEADERS = ("consumer", "grad", "slots", "walk", "activation", "fused")
+_NAMES = ("gemm_fused.cu", *(f"gemm_{name}.h" for name in _HEADERS), "hopper.h")
 
 
 @cache
@@ -158,7 +158,7 @@ class Arguments:
     bias: Tensor | None
     act_scale: Tensor | None = None
     act_scale_inv: Tensor | None = None
-    peak: Tensor | None = None
+    amax: Tensor | None = None
     slot_scales: Tensor | None = None
     delta: int
     m: int
