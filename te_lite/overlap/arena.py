@@ -115,3 +115,9 @@ class Arena:
         """A slot of this rank as uint8 [bytes]. It keeps the memory mapped for as long as it lives."""
         start = self.address(name, slot, self.rank) - self._memory[self.rank].address
         return self._own[start : start + self.slot_bytes(name)]
+
+    def peer_view(self, name: str, slot: int, rank: int) -> Tensor:
+        """The same of any rank, as this process has it mapped."""
+        ordinal = -1 if self.device.type == "cpu" else self.device.index
+        capsule = _C.dlpack(self.address(name, slot, rank), self.slot_bytes(name), ordinal, self._memory[rank])
+        return torch.from_dlpack(capsule)

@@ -50,6 +50,7 @@ class Buffer:
         self.counters = torch.zeros(SLOTS, arena.size * PIECES + 1, dtype=torch.int32, device=arena.device)
         self._first_flag = first_flag
         self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * SLOTS
+        self.held: dict[int, Callable[[], Any]] = {}  # slots of uses that wait for their callers, and what ends them
         self._next = 0
 
     @staticmethod
@@ -60,6 +61,8 @@ class Buffer:
     def take(self) -> tuple[int, int]:
         """(slot, epoch) of the next use. All ranks take in the same order, so both agree everywhere."""
         slot = self._next
+        if slot in self.held:
+            self.held.pop(slot)()
         self._next = (slot + 1) % SLOTS
         self._epochs[slot] = (self._epochs[slot] + 1) & 0xFFFFFFFF
         if self.words is not None:

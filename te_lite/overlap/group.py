@@ -23,6 +23,7 @@ from te_lite.overlap.buffers import SLOTS, Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.maximum import Maximum
 from te_lite.overlap.programs import following, gathered_bytes
+from te_lite.overlap.symmetric import Space
 from te_lite.quantize.qtensor import Layout, QTensor
 
 if TYPE_CHECKING:
@@ -65,13 +66,13 @@ class Operation(AbstractContextManager[None]):
 class Group:
     """Made by all its ranks together. tokens, hidden: the largest gathered operand [tokens, hidden] in `dtype`.
 
-    graphs: slots of their own for calls captured in CUDA graphs. Raises BootstrapError, on all ranks alike, where the
-    ranks cannot map each other's memory.
+    graphs: slots of their own for calls captured in CUDA graphs. symmetric: bytes for Space. Raises BootstrapError, on
+    all ranks alike, where the ranks cannot map each other's memory.
     """
 
     def __init__(
         self, exchange: Rendezvous, device: torch.device, tokens: int, hidden: int, dtype: torch.dtype,
-        layers: LayerMethods, *, strict: bool = False, graphs: bool = False, first_epoch: int = 1,
+        layers: LayerMethods, *, strict: bool = False, graphs: bool = False, first_epoch: int = 1, symmetric: int = 0,
     ) -> None:  # fmt: skip
         self.ranks, self.rank, self.size, self.device = exchange.ranks, exchange.rank, exchange.size, device
         self.shape, self.dtype, self.layers, self.strict = (tokens, hidden), dtype, layers, strict
@@ -92,7 +93,9 @@ class Group:
             room = whole + whole // SCALE_SHARE + 4096 * self.size if name.startswith("gather") else whole
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
         maxima = 2 * sum(Maximum.words_needed(self.size, many) for many in (False, True))
-        self.arena.reserve("flags", 4 * (maxima + len(names) * Buffer.flags_needed(self.size)))
+        self.arena.reserve("symmetric", symmetric)
+        words = maxima + len(names) * Buffer.flags_needed(self.size) + Space.flags_needed(self.size) * (symmetric > 0)
+        self.arena.reserve("flags", 4 * words)
         self.arena.commit(exchange)
         self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
         self._start(exchange, names, maxima, first_epoch)
@@ -113,6 +116,7 @@ class Group:
             words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
             self._buffers[name] = Buffer(self.arena, name, at, first_epoch, words)
             at += Buffer.flags_needed(self.size)
+        self.symmetric = Space(self, self.arena.slot_bytes("symmetric"), at, first_epoch - 1)
         exchange.all(None)  # nobody's flags are written any more
         try:
             exchange.step("starting userbuffers", self._watch)

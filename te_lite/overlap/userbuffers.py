@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from te_lite import epoch
 from te_lite.arguments import checked_device, flag
@@ -20,6 +21,7 @@ from te_lite.overlap.config import Config, LayerMethods, UserBufferQuantizationM
 from te_lite.overlap.exchange import Exchange, Place
 from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.group import Group
+from te_lite.overlap.symmetric import SymmetricMemory
 from te_lite.parallel import TensorParallel
 from te_lite.watch import watches
 
@@ -62,6 +64,7 @@ def initialize_ub(
     dtype: torch.dtype = torch.bfloat16, ub_cfgs: Config | Sequence[Config] | None = None,
     bootstrap_backend: str | None = None, *, tp_group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None, strict: bool = False, cuda_graphs: bool = False,
+    symmetric_bytes: int = 0,
 ) -> None:  # fmt: skip
     """Makes the buffers by which modules with ub_* flags hide their communication behind GEMMs. Collective.
 
@@ -72,6 +75,7 @@ def initialize_ub(
     bootstrap_backend: "gloo", "nccl" or "mpi" for the exchange of handles (default: torch.distributed as it is).
     strict: an overlap that is asked for and does not happen is an error instead of a line in overlap_report().
     cuda_graphs: slots of their own for calls captured in CUDA graphs; twice the memory.
+    symmetric_bytes: a rank's space for the tensors of symmetric_empty().
 
     Where the ranks cannot map each other's memory (several hosts, no peer access) all of them warn once and run
     without overlap; with strict they raise RuntimeError. ValueError and TypeError for arguments out of range or
@@ -85,7 +89,10 @@ def initialize_ub(
         modes = UserBufferQuantizationMode.NONE if quantization_modes is None else quantization_modes
         layers = _checked(shape, dtype, ub_cfgs, modes)
         tokens, hidden = map(int, shape)
+        if type(symmetric_bytes) is not int or symmetric_bytes < 0:
+            raise ValueError(f"symmetric_bytes={symmetric_bytes!r}: must be an integer, at least 0")
         options = {"shape": [tokens, hidden], "dtype": dtype, "strict": strict, "cuda_graphs": cuda_graphs}
+        options["symmetric_bytes"] = symmetric_bytes
         options |= {"device": place.type, **layers.methods, "fp8_buf": sorted(layers.narrow)}
         said = tuple(f"{name}={value}" for name, value in options.items())
     except Exception as error:  # of whatever kind: the other ranks wait for this one
@@ -101,7 +108,8 @@ def initialize_ub(
         if wrong is not None:
             raise wrong
         try:
-            group = Group(exchange, place, tokens, hidden, dtype, layers, strict=strict, graphs=cuda_graphs)
+            options = {"strict": strict, "graphs": cuda_graphs, "symmetric": symmetric_bytes}
+            group = Group(exchange, place, tokens, hidden, dtype, layers, **options)
             _groups[ranks] = watches[ranks] = group
         except BootstrapError as error:
             if strict:
@@ -130,6 +138,37 @@ atexit.register(destroy_ub)
 def groups() -> list[Group]:
     """The userbuffers that exist."""
     return [group for group in _groups.values() if isinstance(group, Group)]
+
+
+def group_of(ranks_of: dist.ProcessGroup, device: torch.device) -> Group | str:
+    """The userbuffers of exactly these ranks, for tensors on `device`, or why there are none."""
+    ranks = dist.get_process_group_ranks(ranks_of)
+    found = _groups.get(tuple(ranks), f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)")
+    if isinstance(found, Group) and found.device != device:
+        return f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
+    return found
+
+
+def symmetric_empty(
+    shape: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device | str | None = None
+) -> tuple[Tensor, SymmetricMemory]:
+    """(a tensor that every rank of the group has and can map, its handle: views of the peers', put, signal, wait).
+
+    Collective: every rank of the group calls it with the same arguments. The values are undefined. Space comes from
+    initialize_ub(..., symmetric_bytes=...), and goes back with destroy_ub(); a tensor in use keeps its memory mapped.
+    device: where initialize_ub has made the userbuffers (default). RuntimeError where the group has none, or too
+    little space is left.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"symmetric_empty(group={group!r}): must be a process group; pass that of initialize_ub")
+    if not isinstance(shape, Sequence) or not all(isinstance(n, Integral) and n >= 0 for n in shape):
+        raise ValueError(f"symmetric_empty({shape!r}): the shape must be a sequence of integers, none below 0")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"symmetric_empty(dtype={dtype!r}): must be a torch.dtype")
+    found = group_of(group, _device(device))
+    if isinstance(found, str):
+        raise RuntimeError(f"symmetric_empty needs userbuffers: {found}; with symmetric_bytes=...")
+    return found.symmetric.take(shape, dtype)
 
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -178,16 +217,12 @@ def exchanges_for(
     plain = tuple([Collective(Place(tp, gemm)) for gemm in GEMMS])
     if not any(flags.values()):
         return plain, ""
-    ranks = dist.get_process_group_ranks(tp.group) if tp.active else []
-    found = _groups.get(tuple(ranks), f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)")
     if not tp.active:
         why = "tensor parallelism is off"
     elif not tp.sequence_parallel:
         why = "sequence parallelism is off"
-    elif not isinstance(found, Group):
+    elif isinstance(found := group_of(tp.group, device), str):
         why = found
-    elif found.device != device:
-        why = f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
     else:
         label = layer if name in (None, layer) else f"{name} {layer}"
         recipe = f", recipe {recipe}" if recipe else ""

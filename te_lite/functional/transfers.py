@@ -1,0 +1,172 @@
+"""All-gathers and reduce-scatters of plain tensors that begin and finish apart, for callers, with autograd.
+
+    begin         | copies of x_shard to the others, beside whatever the caller runs |
+    wait                                                                             | sum, or copy out of the slot
+
+Backward has the same gap, upside down: the backward of wait() begins the transposed exchange, and the backward of begin
+finishes it. Autograd runs what was issued in between in between.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_lite.functional.saved import backward_method, forward_method
+from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.bulk import Bulk
+from te_lite.overlap.collective import _all_gather_into, _reduce_scatter_into, _wire_dtype
+from te_lite.overlap.exchange import Gemm, Place
+from te_lite.overlap.group import Operation
+from te_lite.overlap.userbuffers import group_of
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.identity import HIGH_PRECISION
+from te_lite.quantize.qtensor import QTensor
+from te_lite.watch import collective
+
+TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+class Transfer:
+    """An exchange of x along `dim` that has begun, as autograd does not see it.
+
+    Where it goes through userbuffers, its slot is wanted again after SLOTS uses of its buffer. The use that wants it
+    finishes this one first, on every rank alike, so that an unfinished transfer makes nobody wait for ever.
+    """
+
+    def __init__(self, verb: str, x: Tensor, group: dist.ProcessGroup, dim: int, strict: bool) -> None:
+        self.verb, self.group, self.dim, self.strict = verb, group, dim, strict
+        self.back: Transfer | None = None
+        self._result: Tensor | None = None
+        x = x.detach().movedim(dim, 0)
+        self._rest, self._dtype, self._text = x.shape[1:], x.dtype, f"te.{verb}, {x.dtype} {list(x.shape)}"
+        found, tp = group_of(group, x.device), TensorParallel("column", dist.get_world_size(group), group, True)
+        if isinstance(found, str) and strict:
+            raise RuntimeError(f"te.{verb}: overlap was asked for and does not happen: {found}; or leave strict out")
+        x = x.contiguous().view(x.shape[0], self._rest.numel())
+        begin: Callable[[], Tensor] | None = None
+        if not isinstance(found, str) and x.numel():
+            place = Place(tp, f"of {list(x.shape)}", found, "bulk", f"te.{verb}", strict=strict or found.strict)
+            begin = self._through_userbuffers(Bulk(place), x)
+        self._finish = begin or self._collectively(x)
+
+    def _through_userbuffers(self, bulk: Bulk, x: Tensor) -> Callable[[], Tensor] | None:
+        """What finishes it; None where x does not fit."""
+        q, gathers = QTensor(HIGH_PRECISION, (x.shape[0], x.shape[1]), x.dtype, x), self.verb == "all_gather"
+        gemm = Gemm(QTensor(HIGH_PRECISION, (x.shape[1], 0), x.dtype), "row", x.dtype, False, "")  # says how wide x is
+        if bulk.settled(q, None if gathers else gemm, "row" if gathers else None) is not bulk:
+            return None
+        with bulk.group.operation(self._text):
+            begun: Any = bulk.all_gather(q, "row") if gathers else bulk.reduce_scatter(gemm, x)
+        use: Gather | Scatter = begun if gathers else begun.scatter
+        use.buffer.held[use.slot] = self.result
+        return partial(self._finished, use, partial(_copied, begun) if gathers else begun.result)
+
+    def _finished(self, use: Gather | Scatter, finish: Callable[[], Tensor]) -> Tensor:
+        ub = use.group
+        if ub.closed:
+            raise RuntimeError(f"te.{self.verb}: destroy_ub() has ended its userbuffers before wait(); wait first")
+        if use.buffer.held.get(use.slot) == self.result:
+            del use.buffer.held[use.slot]
+        with ExitStack() as told, torch.inference_mode(False):
+            told.push(Operation(ub, self._text))  # not announced again: one that fails here tells the others
+            return finish()
+
+    def _collectively(self, x: Tensor) -> Callable[[], Tensor]:
+        size, works = dist.get_world_size(self.group), list[Any]()
+        if self.verb == "all_gather":
+            x = x.view(torch.uint8) if x.itemsize == 1 else x  # not every backend knows fp8
+            run, out = _all_gather_into, x.new_empty(x.shape[0] * size, x.shape[1])
+        else:
+            x = x.to(_wire_dtype(self.group, x.dtype))
+            run, out = _reduce_scatter_into, x.new_empty(x.shape[0] // size, x.shape[1])
+        collective(self._text, x, self.group, lambda: works.append(run(out, x, group=self.group, async_op=True)))
+
+        def finish() -> Tensor:
+            for work in works:
+                work.wait()
+            return out.view(self._dtype) if out.itemsize == self._dtype.itemsize else out.to(self._dtype)
+
+        return finish
+
+    def __str__(self) -> str:
+        return self._text
+
+    def result(self) -> Tensor:
+        """The gathered tensor, or this rank's part of the sum, once it is there; in memory of its own."""
+        if self._result is None:
+            whole = self._finish()
+            self._result = whole.view(whole.shape[0], *self._rest).movedim(0, self.dim).contiguous()
+            del self._finish  # and with it x
+        return self._result
+
+
+def _copied(gather: Gather) -> Tensor:
+    whole = gather.whole().map(torch.clone).row
+    gather.close()
+    return whole  # type: ignore[return-value]
+
+
+class Begin(torch.autograd.Function):
+    """An empty tensor by which autograd knows x; backward gives the gradient that End's backward has begun."""
+
+    @forward_method
+    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:  # type: ignore[override]
+        ctx.transfer = transfer
+        return x.new_empty(0)
+
+    @backward_method
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        back, ctx.transfer.back = ctx.transfer.back, None
+        return back.result(), None
+
+
+class End(torch.autograd.Function):
+    """The result of a transfer; backward begins the transposed one."""
+
+    @forward_method
+    def forward(ctx: Any, token: Tensor, transfer: Transfer) -> Tensor:  # type: ignore[override]
+        ctx.transfer = transfer
+        out, transfer._result = transfer.result(), None  # no cycle: the result knows this node
+        return out
+
+    @backward_method
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        it = ctx.transfer
+        it.back = Transfer(TRANSPOSED[it.verb], dy, it.group, it.dim, it.strict)
+        return dy.new_empty(0), None
+
+
+class Handle:
+    """An exchange that has begun. wait() gives its result, in memory of the caller's own; every call the same tensor.
+
+    What was given must not be written to before. A handle that is dropped without wait() warns: its result is lost.
+    Nobody hangs: what it sends is on its way, and what it receives is taken when the slot is needed again.
+    """
+
+    def __init__(self, verb: str, x: Tensor, group: dist.ProcessGroup, dim: int, strict: bool) -> None:
+        self._out: Tensor | None = None
+        self._waited = True  # where the next line raises there is nothing to wait for
+        self._transfer = Transfer(verb, x, group, dim, strict)
+        self._waited = False
+        self._token = Begin.apply(x, self._transfer)
+
+    def wait(self) -> Tensor:
+        """The gathered tensor, or this rank's part of the sum. On a GPU the caller's stream waits, not the host."""
+        self._waited = True
+        if self._out is None:
+            self._out = End.apply(self._token, self._transfer)
+        return self._out
+
+    def __del__(self) -> None:
+        if not self._waited and not sys.is_finalizing():
+            text = f"{self._transfer} was dropped without wait(): its result is lost; keep the handle and wait"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,314 @@
+"""The verbs of an exchange for layers of your own: checks and plans.
+
+    y_i     = all_gather(x_shard) @ w_i^T + b_i              all_gather_linear
+    y_shard = reduce_scatter(x @ w^T) + b + residual         linear_reduce_scatter
+    handle  = all_gather(x_shard), reduce_scatter(x)         begin here, finish at handle.wait()
+
+The work is in functional/: linear.py, verbs.py and transfers.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_lite import epoch
+from te_lite.arguments import flag, remedy
+from te_lite.autocast import OPEN, Pass, State
+from te_lite.functional.linear import Call, LinearFunction
+from te_lite.functional.parallel import parallel_linear
+from te_lite.functional.plan import LinearPlan, PlanInfo, WgradSink
+from te_lite.functional.transfers import Handle
+from te_lite.functional.verbs import GatherLinears, Prepared
+from te_lite.modules import checks
+from te_lite.modules.backward_thread import backward_on_calling_thread
+from te_lite.modules.scale_state import ScaleStates, as_tensor
+from te_lite.ops.registry import capturing
+from te_lite.ops.source import DTYPES
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.exchange import Place
+from te_lite.overlap.exchanges import EXCHANGES
+from te_lite.overlap.userbuffers import GEMMS, Exchanges, group_of
+from te_lite.parallel import TensorParallel, group_size
+from te_lite.quantize import replay
+from te_lite.quantize.quantizer import Site, operands_for
+from te_lite.recipe import HighPrecision, Recipe, as_recipe
+from te_lite.tables import warn_once
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Weights = TypeVar("Weights", Tensor, tuple[Tensor, ...])
+Plans = tuple[LinearPlan, ...]
+MOST_PLANS = 256  # kept for each DelayedScales, and for all calls without
+
+
+class DelayedScales(nn.Module):
+    """What delayed scaling keeps between the calls of one linear verb. Make one beside the weights, for so many of
+    them, and pass it as scales=; in a layer's attribute it is part of the layer's state_dict. Other recipes ignore it.
+
+    Forward scales take their step when the outermost te.autocast ends, backward scales at the end of backward.
+    """
+
+    def __init__(self, weights: int = 1) -> None:
+        super().__init__()
+        if type(weights) is not int or weights < 1:
+            raise ValueError(f"DelayedScales(weights={weights!r}): must be an integer, at least 1")
+        self.weights, self.states = weights, ScaleStates(weights)
+
+    def get_extra_state(self) -> Tensor:
+        """One fp32 tensor, as the modules have it."""
+        return self.states.dump()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state gave."""
+        self.states.load(as_tensor(state))
+
+
+class ExchangeVerb:
+    """Where plans of calls without DelayedScales are kept, and what other libraries' checkpoints may compute again."""
+
+    def __init__(self) -> None:
+        self.outstanding = self._outstanding = replay.Outstanding()
+
+
+_VERB = ExchangeVerb()
+_PLANNED: WeakKeyDictionary[Any, dict[tuple, Plans]] = WeakKeyDictionary()
+atexit.register(_PLANNED.clear)  # plans hold process groups, which must not outlive torch.distributed
+
+
+def _eager(function: Callable[P, T]) -> Callable[P, T]:
+    """torch.compile leaves the function to Python."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_dynamo_compiling():
+            from te_lite.ops.untraced import untraced
+
+            return untraced(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _exchanges(verb: str, tp: TensorParallel, n: int, device: torch.device, overlap: str | None, strict: bool,
+               text: str) -> Exchanges:  # fmt: skip
+    """Of fprop, dgrad and wgrad of n linears. Several sum dx before it is scattered: in bulk, behind their wgrads.
+    text: what the ranks must agree on, beside what travels."""
+    assert tp.group is not None
+    found = group_of(tp.group, device) if tp.active else "the group has one rank"
+    if overlap is None or isinstance(found, str):
+        if overlap is not None and strict:
+            raise RuntimeError(f"te.{verb}: overlap was asked for and does not happen: {found}; or leave strict out")
+        fprop, dgrad, wgrad = [Collective(Place(tp, gemm, label=text)) for gemm in GEMMS]
+        return fprop, dgrad, wgrad
+    back = overlap if EXCHANGES[overlap].gathers or tp.mode == "column" else "auto"
+    methods = (overlap, back, "external") if n == 1 else (overlap, "bulk", "bulk")
+    fprop, dgrad, wgrad = [
+        EXCHANGES[method](Place(tp, gemm, found, method, text, strict=strict or found.strict))
+        for gemm, method in zip(GEMMS, methods, strict=True)
+    ]
+    return fprop, dgrad, wgrad
+
+
+def _plan(verb: str, tp: TensorParallel, sizes: tuple[torch.Size, ...], dtype: torch.dtype, device: torch.device,
+          overlap: str | None, strict: bool, recipe: Recipe, state: Any, scales: Any) -> Plans:  # fmt: skip
+    """A plan for each weight of sizes [N, K]."""
+    checks.check_recipe(recipe, device, False)
+    multiple, shapes = recipe.feature_multiple, " and ".join(str(list(size)) for size in sizes)
+    if any(features % multiple for size in sizes for features in size):
+        what = f"te.{verb} of weights {shapes} runs in {dtype}, not by {recipe.name!r}: features are not multiples of"
+        warn_once(f"te.{verb}", f"{what} {multiple}; pad them, or pass recipe='bf16'")
+        recipe = HighPrecision()
+    Pass.any_module = True
+    exchanges = _exchanges(verb, tp, len(sizes), device, overlap, strict, f"te.{verb} of {shapes}, recipe {recipe},")
+    parallel = (parallel_linear if len(sizes) == 1 else Prepared)(tp, exchanges)
+    group, plans = tp.group if state is None or state.group is None else state.group, []
+    for i, (n, k) in enumerate(sizes):
+        pools = None if state is None else state.one_pass.pools
+        make = partial(scales.states.state, recipe, group, device, pools) if recipe.delayed() else None
+        site = Site(i, dtype, tp, make, group, state is not None and not state.enabled)  # type: ignore[arg-type]
+        operands = operands_for(recipe, site)
+        info = PlanInfo(verb, recipe.name, operands.labels(str(dtype)), (k, n), "")
+        plans.append(LinearPlan(operands, parallel, WgradSink(), dtype, False, info))
+    return tuple(plans)
+
+
+def _group(verb: str, group: Any) -> int:
+    """Its size."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"te.{verb}(group={group!r}): must be a process group; torch.distributed.group.WORLD is one")
+    return group_size(group, 1)
+
+
+def _dimension(verb: str, x: Any, dim: Any, last: bool) -> int:
+    """dim, counted from the front. last: it may be the last one."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"te.{verb} got an input of type {type(x).__name__}: must be a torch.Tensor; make it one")
+    if type(dim) is not int or not -x.dim() <= dim < x.dim() or dim % x.dim() >= x.dim() - (not last):
+        rule = "one of its dimensions" + ("" if last else ", but not the last, which the weight multiplies")
+        raise ValueError(f"te.{verb}(dim={dim!r}) of a tensor {list(x.shape)}: must be {rule}")
+    return dim % x.dim()
+
+
+def _activations(verb: str, x: Tensor, weights: tuple, biases: tuple) -> torch.dtype:
+    """The dtype of the call's activations."""
+    if len(biases) != len(weights) or not weights:
+        raise ValueError(f"te.{verb} got {len(weights)} weights and {len(biases)} biases: one bias or None a weight")
+    amp = checks.amp_dtype(x)
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        good = isinstance(w, Tensor) and w.dim() == 2 and w.shape[1] == x.shape[-1]
+        if not good or not (b is None or (isinstance(b, Tensor) and b.shape == w.shape[:1])):
+            given = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (w, b)]
+            raise ValueError(f"te.{verb}: weight and bias {i} are {given}: must be [N, {x.shape[-1]}] and [N] or None")
+        if w.device != x.device or (amp is None and w.dtype != x.dtype) or (amp or x.dtype) not in DTYPES:
+            raise TypeError(
+                f"te.{verb} got x of {x.dtype} on {x.device}, weight {i} of {w.dtype} on {w.device}: both must be "
+                "bfloat16, float16 or float32, the same outside of torch.amp.autocast; cast or move one"
+            )
+    return amp or x.dtype
+
+
+def _recipe(verb: str, recipe: Any, scales: Any, many: int) -> tuple[Recipe, State | None]:
+    """(recipe of the call, state of the autocast that it follows)."""
+    state: Any = OPEN.stack[-1].state if OPEN.stack else None
+    if recipe is not None:
+        if (recipe := as_recipe(recipe)).delayed():
+            raise ValueError(
+                f"te.{verb}(recipe={recipe}): delayed scales take their step where te.autocast ends; open "
+                "te.autocast(recipe=...) around the call and leave out recipe="
+            )
+        return recipe, None
+    if torch._C._current_graph_task_id() != -1 or replay.OPEN.frames:  # perhaps a checkpoint computes it again
+        verbs: Any = _VERB
+        state = replay.recall((id(_VERB), "state"), partial(checks.followed, verbs, state))
+    recipe = HighPrecision() if state is None else state.recipe
+    if recipe.delayed() and getattr(scales, "weights", 0) != many:
+        raise RuntimeError(
+            f"te.{verb} under delayed scaling got scales={scales!r}: must be a te.DelayedScales(weights={many}) that "
+            "lives between the calls; keep one beside the weights, or use another recipe"
+        )
+    return recipe, state
+
+
+def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: int,
+            recipe: Any, scales: Any, overlap: str | None, strict: bool) -> tuple[Tensor, ...]:  # fmt: skip
+    size, dim = _group(verb, group), _dimension(verb, x, dim, False)
+    dtype = _activations(verb, x, weights, biases)
+    names = [name for name, kind in EXCHANGES.items() if (kind.gathers if mode == "column" else kind.scatters)]
+    if overlap is not None and overlap not in names:
+        near = remedy("exchange", overlap, names)
+        raise ValueError(f"te.{verb}(overlap={overlap!r}): must be one of {names} or None; {near}")
+    strict = flag(f"te.{verb}", "strict", strict) or bool(OPEN.stack and OPEN.stack[-1].strict)
+    used, state = _recipe(verb, recipe, scales, len(weights))
+    if mode == "row" and x.shape[dim] % size:
+        rule = f"dimension {dim} is scattered over {size} ranks, must be a multiple of that; pad it"
+        raise ValueError(f"te.{verb} got x {list(x.shape)}: {rule}")
+    delayed, grad = used.delayed(), torch.is_grad_enabled()
+    sizes = tuple([weight.shape for weight in weights])
+    key = (verb, group, sizes, dtype, x.device, overlap, strict, used, state and state.key, epoch.number)
+    kept = _PLANNED.setdefault(scales if delayed else _VERB, {})
+    plans = kept.get(key)
+    if plans is None:
+        if len(kept) >= MOST_PLANS:
+            kept.clear()
+        tp = TensorParallel(mode, size, group, True)
+        plans = kept[key] = _plan(verb, tp, sizes, dtype, x.device, overlap, strict, used, state, scales)
+        _VERB.outstanding.start(state)
+    if delayed and capturing():
+        checks.check_capture(scales, state)  # type: ignore[arg-type]
+        scales.states.fix()
+    if grad and x.is_cuda:
+        backward_on_calling_thread()
+    x = x.movedim(dim, 0) if dim else x
+    if residual is not None:
+        residual = residual.movedim(dim, 0) if dim and isinstance(residual, Tensor) else residual
+        checks.check_residual(residual, x, weights[0], plans)
+    pools = state.pools if delayed and state is not None else None
+    if pools is not None:
+        pools.expect()
+    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_VERB.outstanding.note(state, grad))
+    function, more = (LinearFunction, (residual,)) if len(plans) == 1 else (GatherLinears, ())
+    found = (function.apply if grad else partial(function.forward, None))(call, x, *weights, *biases, *more)
+    ys: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else found
+    return tuple([y.movedim(0, dim).contiguous() for y in ys]) if dim else ys
+
+
+@_eager
+def all_gather_linear(
+    x_shard: Tensor, weights: Weights, group: dist.ProcessGroup, *, bias: Any = None, dim: int = 0,
+    recipe: Recipe | str | None = None, scales: DelayedScales | None = None, overlap: str | None = "auto",
+    strict: bool = False,
+) -> Weights:  # fmt: skip
+    """y_i[..., N_i] = all_gather(x_shard[..., K]) @ weights[i][N_i, K]^T + bias[i][N_i], one gather for all weights.
+
+    weights, bias: a tensor and a tensor, or None, which gives y; or a tuple of each, which gives a tuple of y_i.
+    dim: of x_shard, along which the shards of all ranks are put together in rank order; any but the last.
+    recipe: a te.recipe object or name; default: that of the open te.autocast, else high precision.
+    scales: for delayed scaling, which the open te.autocast must choose: a te.DelayedScales(weights=how many).
+    overlap: how the gather hides behind the GEMM, through the userbuffers of exactly this group (te.initialize_ub):
+    "auto", "ring_exchange" or "fused"; collectively where there are none, or with None.
+    strict: RuntimeError, with the reason, where that does not overlap.
+
+    Backward: dx_shard = reduce_scatter(sum of dy_i @ w_i), dw_i = dy_i^T @ all_gather(x_shard); the shard is kept,
+    quantized, and gathered again. It has no second derivative. Every rank of the group must make the same calls.
+    """
+    one = isinstance(weights, Tensor)
+    many, biases = [(t,) if one else tuple(t) for t in (weights, () if bias is None and not one else bias)]
+    given = (group, None, dim, recipe, scales, overlap, strict)
+    ys: Any = _linear("all_gather_linear", "column", x_shard, many, biases or (None,) * len(many), *given)
+    return ys[0] if one else ys
+
+
+@_eager
+def linear_reduce_scatter(
+    x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, bias: Tensor | None = None, residual: Tensor | None = None,
+    dim: int = 0, recipe: Recipe | str | None = None, scales: DelayedScales | None = None,
+    overlap: str | None = "auto", strict: bool = False,
+) -> Tensor:  # fmt: skip
+    """y_shard[..., N] = reduce_scatter(x[..., K] @ weight[N, K]^T) + bias[N] + residual[..., N].
+
+    dim: of x, along which the sum over the ranks is cut, a part for each rank; any but the last, a multiple of the
+    group's size. residual: like y_shard, in shape, dtype and device. bias and residual are added once, to the sum.
+    overlap: how the reduce-scatter hides behind the GEMM: "auto", "ring_exchange", "pipeline", "fused" or None.
+    recipe, scales, strict: as of all_gather_linear.
+
+    Backward: dy = all_gather(dy_shard), dx = dy @ weight, dw = dy^T @ x; the gradient of bias is this rank's part of
+    a sum over the ranks, as that of a row-parallel te.Linear.
+    """
+    given = (group, residual, dim, recipe, scales, overlap, strict)
+    return _linear("linear_reduce_scatter", "row", x, (weight,), (bias,), *given)[0]
+
+
+@_eager
+def all_gather(x_shard: Tensor, group: dist.ProcessGroup, *, dim: int = 0, strict: bool = False) -> Handle:
+    """Begins an all-gather along `dim`; handle.wait() gives the shards of all ranks in rank order. Any dtype.
+
+    Through the userbuffers of exactly this group by copy engines, which take no multiprocessor; wait() then copies the
+    result out of its slot. Where there are none, or x does not fit, by torch.distributed (strict: RuntimeError).
+    Backward is a reduce_scatter, which begins where wait() was called and ends where this was.
+    """
+    _group("all_gather", group)
+    dim = _dimension("all_gather", x_shard, dim, True)
+    return Handle("all_gather", x_shard, group, dim, flag("te.all_gather", "strict", strict))
+
+
+@_eager
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, dim: int = 0, strict: bool = False) -> Handle:
+    """Begins a reduce-scatter along `dim`, a multiple of the group's size; handle.wait() gives this rank's part of the
+    sum over the ranks.
+
+    As of all_gather. Through userbuffers the sum runs in wait(), in fp32 in the order of ranks rank + 1, rank + 2, ...,
+    rank, rounded once. bfloat16, float16 or float32. Backward is an all_gather.
+    """
+    size, dim = _group("reduce_scatter", group), _dimension("reduce_scatter", x, dim, True)
+    if x.shape[dim] % size or x.dtype not in DTYPES:
+        rule = f"must be bfloat16, float16 or float32, and dimension {dim} a multiple of the group's {size} ranks"
+        raise ValueError(f"te.reduce_scatter got {x.dtype} {list(x.shape)}: {rule}; cast or pad it")
+    return Handle("reduce_scatter", x, group, dim, flag("te.reduce_scatter", "strict", strict))
