@@ -53,7 +53,7 @@ def test_a_cached_launch_is_never_taken_for_another():
 def _reads_words() -> set[bool]:
     """Whether the casts launched since the cache of launches was emptied did."""
     kernels = (id(cast_kernels.transform_kernel), id(cast_kernels.one_row_kernel), id(block_cast.block_kernel))
-    return {key[4][0] == "words" for key in launch._COMPILED if key[0] in kernels}
+    return {key[4][0].kind == "words" for key in launch._COMPILED if key[0] in kernels}
 
 
 WORD_SHAPES = [(2, 16), (15, 48), (130, 80), (257, 208), (1000, 336), (4092, 64), (64, 4112)]
