@@ -1,5 +1,6 @@
 """What Python cannot do, in C++. Importing it opens no driver; the first call that needs one does."""
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 class DriverInfo(TypedDict):
@@ -36,8 +37,8 @@ class FusedGemm:
         self, cubin: bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool
     ) -> None: ...
     def launch(
-        self, programs: int, stream: int, a: int, b: int, other: int, h: int, to: list[int], act: list[int],
-        act_t: list[int], arguments: bytes,
+        self, programs: int, stream: int, a: int, b: int, other: int, h: int, to: Sequence[int], act: Sequence[int],
+        act_t: Sequence[int], arguments: bytes,
     ) -> None:  # fmt: skip
         """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h), h may be 0. arguments: FusedArguments as it lies in
         memory. programs: even. RuntimeError when the driver refuses."""

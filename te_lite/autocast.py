@@ -148,8 +148,9 @@ class autocast(ContextDecorator):
         # The first run of a reentrant checkpoint has gradients disabled although a backward will follow.
         frames = replay.OPEN.frames
         recomputed = torch._C._current_graph_task_id() != -1 or (frames and replay.replaying())
-        if not recomputed and (torch.is_grad_enabled() or (frames and replay.is_open())):
-            state.one_pass.pools.update("forward")
+        pools = state.one_pass.pools
+        if pools is not None and not recomputed and (torch.is_grad_enabled() or (frames and replay.is_open())):
+            pools.update("forward")
 
 
 @contextmanager

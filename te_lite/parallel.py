@@ -19,7 +19,7 @@ class TensorParallel:
 
     mode: str | None = None
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup = None  # type: ignore[assignment]  # None where nobody asks: not active
     sequence_parallel: bool = False
 
     @property

@@ -35,10 +35,10 @@ class ConvertedLinear(Linear, nn.Linear):
     _default: State
 
     # What nn.Linear has, and in its form: without defer_init and is_first_microbatch.
-    reset_parameters = nn.Linear.reset_parameters  # type: ignore[assignment]
+    reset_parameters = nn.Linear.reset_parameters  # type: ignore[assignment]  # other arguments
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state  # no key in checkpoints
 
-    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]  # as nn.Linear's
         """x [..., in_features] -> y [..., out_features]."""
         return Linear.forward(self, input)
 

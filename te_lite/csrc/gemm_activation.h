@@ -25,9 +25,7 @@ struct glu {
 };
 
 struct swiglu {
-  static __device__ __forceinline__ float value(float gate, float up) {
-    return __fmul_rn(gate, sigmoid(gate)) * up;
-  }
+  static __device__ __forceinline__ float value(float gate, float up) { return __fmul_rn(gate, sigmoid(gate)) * up; }
   static __device__ __forceinline__ float2 grads(float d, float gate, float up) {
     const float s = sigmoid(gate), inside = fminf(fmaxf(gate, -128.0f), 128.0f);
     const float slope = __fmaf_rn(__fmul_rn(inside, s), __fsub_rn(1.0f, s), s);

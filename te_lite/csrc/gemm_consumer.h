@@ -8,12 +8,12 @@
 struct Consumer {
   const Arguments& p;
   const Shared& shared;
-  const int group, steps;       // which warpgroup; steps of K
+  const int group, steps;  // which warpgroup; steps of K
   const int thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
   u32 rounded[kBoxes][kWords];  // [box][2 * (columns / 8) + half of 16 rows]; to zero it costs registers
   Pipeline pipeline;
-  Tile previous{};              // that of `rounded`
-  u32 amax = 0;                 // the bits of the largest magnitude
+  Tile previous{};  // that of `rounded`
+  u32 amax = 0;     // the bits of the largest magnitude
   const float act_scale = ACT == 3 ? *p.act_scale : 1.0f;
   u32 to_act = 0, to_act_t = 0;
 
@@ -122,7 +122,8 @@ struct Consumer {
   }
 
   // Of the columns of this thread's j-th pair in a box; `otherwise` beyond the matrix, or where `of` is null.
-  __device__ __forceinline__ float2 of_columns(const float* of, const Tile& tile, int box, int j, float otherwise) const {
+  __device__ __forceinline__ float2 of_columns(const float* of, const Tile& tile, int box, int j,
+                                               float otherwise) const {
     const int c = column(p, tile, box) + lane % 4 * 2 + 8 * j;
     return of && c < p.n ? float2{of[c], of[c + 1]} : float2{otherwise, otherwise};
   }
@@ -209,7 +210,8 @@ struct Consumer {
   // What belongs to the j-th word of box `half` of the previous tile's gates.
   __device__ __forceinline__ float2 activated(int half, int j) {
     const u32 gate = rounded[half][j], up = rounded[kBoxes / 2 + half][j];
-    const float2 v = {ACTIVATION::value(unpack(gate), unpack(up)), ACTIVATION::value(unpack(gate >> 16), unpack(up >> 16))};
+    const float2 v = {ACTIVATION::value(unpack(gate), unpack(up)),
+                      ACTIVATION::value(unpack(gate >> 16), unpack(up >> 16))};
     const bool live = previous.row + group * kGroupRows + row + j % 2 * 8 < p.m &&
                       previous.col + half * kBoxColumns + j / 2 * 8 + lane % 4 * 2 < p.n / 2;
     if (ACT > 1 && live) amax = max(amax, max(magnitude(v.x), magnitude(v.y)));

@@ -1,12 +1,12 @@
 // Host side of gemm_fused.cu.
-#include "bindings.h"
+#include "gemm_fused.h"
 
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
+#include "bindings.h"
 #include "driver.h"
-#include "gemm_fused.h"
 #include "launch.h"
 
 using namespace te_lite;
@@ -21,8 +21,8 @@ TensorMap boxes(uint64_t address, unsigned bytes, int rows, int columns, unsigne
   const unsigned long long sizes[] = {static_cast<unsigned long long>(columns), static_cast<unsigned long long>(rows)};
   const unsigned long long stride = 1ull * (apart ? apart : columns) * bytes;
   const unsigned box[] = {wide, box_rows}, steps[] = {1, 1};
-  TE_LITE_CHECK(cuTensorMapEncodeTiled, &map, bytes == 1 ? kMapUint8 : kMapUint16, 2, address, sizes, &stride,
-                box, steps, 0, wide * bytes == 64 ? kMapSwizzle64 : kMapSwizzle128, kMapPromote128, 0);
+  TE_LITE_CHECK(cuTensorMapEncodeTiled, &map, bytes == 1 ? kMapUint8 : kMapUint16, 2, address, sizes, &stride, box,
+                steps, 0, wide * bytes == 64 ? kMapSwizzle64 : kMapSwizzle128, kMapPromote128, 0);
   return map;
 }
 
@@ -62,8 +62,8 @@ class FusedGemm {
       maps.to[i] = boxes(to[i], travels && narrow_ ? 1 : 2, p.m, p.n, kTileRows / 2, wide);
     }
     if (h) {
-      maps.h = gather_ ? boxes(h, 2, rows, 2 * p.n, kTileRows / 2, kBoxBytes / 2)
-                       : boxes(h, 2, p.m, p.n, kTileRows, wide);
+      maps.h =
+          gather_ ? boxes(h, 2, rows, 2 * p.n, kTileRows / 2, kBoxBytes / 2) : boxes(h, 2, p.m, p.n, kTileRows, wide);
     }
     const unsigned act_bytes = act_t.empty() ? 2 : 1, box = h ? 64 : kBoxBytes / act_bytes;
     const int width = h ? 2 * p.n : p.n / 2;

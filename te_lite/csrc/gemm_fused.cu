@@ -105,11 +105,14 @@ __device__ __forceinline__ void store_output(const Maps& maps, const Arguments& 
     unsigned* const counter = p.counters + 1 + tile.owner * p.blocks + tile.block;
     int before;
     asm volatile("cp.async.bulk.wait_group 0; fence.acq_rel.sys; atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
-                 : "=r"(before) : "l"(counter) : "memory");
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
     if (before + 1 != 4 * p.pairs * p.columns) continue;
     *counter = 0;
     asm volatile("fence.acq_rel.sys; st.relaxed.sys.global.b32 [%0], %1;" ::"l"(p.arrived[tile.owner] + tile.block),
-                 "r"((u32)*p.word + p.delta) : "memory");
+                 "r"((u32)*p.word + p.delta)
+                 : "memory");
   }
 }
 
@@ -118,12 +121,16 @@ __device__ __forceinline__ void store_output(const Maps& maps, const Arguments& 
 #else
 #define KERNEL gemm_scatter
 #endif
-static_assert(1024 + kStages * kStageBytes + (2 * kOutputSlots + 6 * GRAD) * kOutputBytes + 16 * kStages + 32 * 2 + 16 + 12 * kQueue + 80
-              <= kFusedShared, "what Shared lays out");
+static_assert(1024 + kStages * kStageBytes + (2 * kOutputSlots + 6 * GRAD) * kOutputBytes + 16 * kStages + 32 * 2 + 16 +
+                      12 * kQueue + 80 <=
+                  kFusedShared,
+              "what Shared lays out");
 static_assert(sizeof(Maps) + sizeof(Arguments) <= 4096, "a kernel's parameters");
-static_assert(GATHER ? !NARROW && !RESIDUAL : !ACT, "an activation is a gather's, partial sums and what is added a scatter's");
+static_assert(GATHER ? !NARROW && !RESIDUAL : !ACT,
+              "an activation is a gather's, partial sums and what is added a scatter's");
 static_assert(!(NARROW && RESIDUAL), "boxes of a slot have one size");
-static_assert(!ACT || COLUMNS == (GRAD ? 128 : 256), "two boxes of each half of h, or registers for a fourth warpgroup");
+static_assert(!ACT || COLUMNS == (GRAD ? 128 : 256),
+              "two boxes of each half of h, or registers for a fourth warpgroup");
 static_assert(ACT || !GRAD, "ACT says what becomes of a gradient");
 static_assert(!SPLIT || (COLUMNS == 128 && IS_BYTE(A_TYPE)), "registers hold two sums of so many columns");
 // Registers of a thread: 64 K in all, for 3 warpgroups or 4.

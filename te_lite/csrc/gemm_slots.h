@@ -23,7 +23,8 @@ __device__ __forceinline__ void add_slot(float2 (&total)[16], u32 slot, int grou
     }
 #pragma unroll
     for (int j = 0; j < 16; j++) {
-      const u32 at = slot + group * kNarrowBytes + (row + j % 2 * 8) * kBoxColumns + ((j / 4 ^ lane / 8) << 4);  // as word()
+      // As word().
+      const u32 at = slot + group * kNarrowBytes + (row + j % 2 * 8) * kBoxColumns + ((j / 4 ^ lane / 8) << 4);
       const float2 v = unpack_e4m3(load_shared_16(at + j / 2 % 2 * 8 + lane % 4 * 2));
       total[j].x += v.x * scale[j % 2], total[j].y += v.y * scale[j % 2];  // products are exact
     }
@@ -74,7 +75,8 @@ __device__ __forceinline__ void store_wide_or_narrow(const u32 (&held)[kWords], 
   const u32 from = to + (row + lane % 2 * 8) * kBoxColumns + lane % 4 / 2 * 4;
 #pragma unroll
   for (int j = 0; j < kWords; j++) {
-    store_shared_if(j < 8 || !narrow, narrow ? from + ((j / 2 ^ lane / 8) << 4) + j % 2 * 8 : to + word(row, lane, j), held[j]);
+    store_shared_if(j < 8 || !narrow, narrow ? from + ((j / 2 ^ lane / 8) << 4) + j % 2 * 8 : to + word(row, lane, j),
+                    held[j]);
   }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -90,7 +92,8 @@ __device__ __forceinline__ void await_slots(const Maps& maps, const Arguments& p
     if (at.owner == p.rank && source < RANKS && source != p.rank) {
       await(p, p.ready + source * p.flags + at.block, 0);
       asm volatile("fence.proxy.async.global;" ::: "memory");
-      for (int box = 0; box < kBoxes; box++) prefetch_box(&maps.other, at.col + box * kBoxColumns, source * p.m + at.row);
+      for (int box = 0; box < kBoxes; box++)
+        prefetch_box(&maps.other, at.col + box * kBoxColumns, source * p.m + at.row);
     }
     bar_arrive(shared.checked);
   }

@@ -11,24 +11,26 @@ using Maps = FusedMaps;
 
 constexpr int kStep = kBoxBytes >> !IS_BYTE(A_TYPE);  // elements of K in a stage
 constexpr u32 kABytes = kTileRows * kBoxBytes, kBBytes = COLUMNS * kBoxBytes, kStageBytes = kABytes + kBBytes;
-constexpr bool kForward = ACT && !GRAD;               // a tile has columns of both halves of h
+constexpr bool kForward = ACT && !GRAD;  // a tile has columns of both halves of h
 constexpr int kStages = COLUMNS == 128 ? 6 - GRAD : 4;
 constexpr int kSplitSteps = 4;  // with SPLIT, of a sum in the tensor cores; docs/background/numerics.md, Accumulation
 constexpr u32 kSlotBytes = NARROW ? kTileRows * (BOX_COLUMNS(COLUMNS) + 4) : kABytes;  // a box of a slot
-constexpr int kSlotsPerStage = NARROW ? 3 : kStageBytes / kSlotBytes;  // of them in a stage; more would spill more registers
-constexpr int kGroupRows = kTileRows / 2;              // of a warpgroup
+constexpr int kSlotsPerStage =
+    NARROW ? 3 : kStageBytes / kSlotBytes;  // of them in a stage; more would spill more registers
+constexpr int kGroupRows = kTileRows / 2;   // of a warpgroup
 constexpr int kBoxColumns = BOX_COLUMNS(COLUMNS), kWords = kBoxColumns / 4;  // words: a thread's, of a box
-constexpr int kBoxes = COLUMNS / kBoxColumns;         // of these rows, side by side; kForward: half of them of each half
+constexpr int kBoxes = COLUMNS / kBoxColumns;  // of these rows, side by side; kForward: half of them of each half
 constexpr int kHalfColumns = COLUMNS / 2;
-constexpr bool kStoresAct = ACT == 1 || ACT == 3;          // what is made of the product is stored
+constexpr bool kStoresAct = ACT == 1 || ACT == 3;                        // what is made of the product is stored
 constexpr int kOutputBoxes = kBoxes + (kForward && kStoresAct ? 2 : 0);  // boxes of output of a tile
-constexpr int kOutputParts = kBoxes + (kForward ? 4 : 0);   // in which a tile is handed over, while the next is multiplied
-constexpr u32 kOutputBytes = kGroupRows * kBoxBytes;   // one of them
-constexpr int kOutputSlots = GRAD ? 1 : 2;                  // boxes of a warpgroup in shared memory
+constexpr int kOutputParts =
+    kBoxes + (kForward ? 4 : 0);                      // in which a tile is handed over, while the next is multiplied
+constexpr u32 kOutputBytes = kGroupRows * kBoxBytes;  // one of them
+constexpr int kOutputSlots = GRAD ? 1 : 2;            // boxes of a warpgroup in shared memory
 // Tiles taken and not forgotten. A cluster takes one at the earliest when it begins to load the one before, some stages
 // before that is multiplied: with one step a tile, the oldest that anybody still has to look up.
 constexpr int kQueue = 16;
-constexpr int kRasterRows = 8;                             // pairs of rows of an all-gather's tiles, in work at once
+constexpr int kRasterRows = 8;  // pairs of rows of an all-gather's tiles, in work at once
 
 struct Tile {
   int owner, block, row, col;  // row: within the owner's
@@ -68,15 +70,15 @@ __device__ __forceinline__ int column(const Arguments& p, const Tile& at, int bo
 
 // Addresses in shared memory.
 struct Shared {
-  u32 stages;            // operands, or slots
-  u32 output;            // for each warpgroup kOutputSlots boxes, used by turns
-  u32 h, h_grads;        // GRAD: two times a box of gates and one of ups, by turns; their gradients
-  u32 full, empty;       // barriers of stages
-  u32 filled, drained;   // of boxes of output
-  u32 checked;           // a tile's flags, if it is an own one, were there
-  u32 queued, pair_of;   // the tiles that this cluster has taken: barriers, and the pairs
-  u32 amaxes;             // of each warp that looks for one, of three warpgroups
-  u32 h_full, h_empty;   // barriers of h
+  u32 stages;           // operands, or slots
+  u32 output;           // for each warpgroup kOutputSlots boxes, used by turns
+  u32 h, h_grads;       // GRAD: two times a box of gates and one of ups, by turns; their gradients
+  u32 full, empty;      // barriers of stages
+  u32 filled, drained;  // of boxes of output
+  u32 checked;          // a tile's flags, if it is an own one, were there
+  u32 queued, pair_of;  // the tiles that this cluster has taken: barriers, and the pairs
+  u32 amaxes;           // of each warp that looks for one, of three warpgroups
+  u32 h_full, h_empty;  // barriers of h
 
   __device__ __forceinline__ explicit Shared(void* raw) {
     stages = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;  // the swizzle's period
@@ -88,8 +90,9 @@ struct Shared {
     h_full = amaxes + 48, h_empty = h_full + 16;
   }
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < kStages; i++) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, 4);  // 4 warpgroups in a cluster
-    const int drain = GRAD ? 128 + (ACT == 2) : 1;  // threads that read a box of output
+    for (int i = 0; i < kStages; i++)
+      bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, 4);  // 4 warpgroups in a cluster
+    const int drain = GRAD ? 128 + (ACT == 2) : 1;            // threads that read a box of output
     for (int i = 0; i < 4; i++) bar_init(filled + 8 * i, 128), bar_init(drained + 8 * i, drain);
     for (int i = 0; i < 2; i++) bar_init(h_full + 8 * i, 1), bar_init(h_empty + 8 * i, 128);
     bar_init(checked, 32);
@@ -137,7 +140,9 @@ __device__ __forceinline__ void await(const Arguments& p, const int* flag, int d
   }
 }
 
-__device__ __forceinline__ void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void sync_warpgroup(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
 
 // Where in a box a thread's j-th word lies: of 8 rows and 16-byte chunks, each thread of a warp has one of its own, and no
 // two are in one bank, or two. row: of lane / 4, the word is in row + 8 * (j % 2).
@@ -147,7 +152,7 @@ __device__ __forceinline__ u32 word(int row, int lane, int j) {
 
 // The largest magnitude that any thread of a warpgroup saw, as number `slot` of the launch, and the scale that was taken.
 __device__ __forceinline__ void store_amax(const Arguments& p, const Shared& shared, int group, int slot, u32 amax,
-                                          float scale) {
+                                           float scale) {
   const int thread = threadIdx.x % 128;
   const u32 amaxes = shared.amaxes + 4 * 4 * group;
   amax = min(__reduce_max_sync(~0u, amax), 0x7f800000u);  // not a number counts as infinite

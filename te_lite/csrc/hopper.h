@@ -20,9 +20,10 @@ __device__ __forceinline__ void bar_init(u32 bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
 __device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra WAIT; DONE: }"
-      ::"r"(bar), "r"(parity) : "memory");
+  asm volatile("{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra WAIT; "
+               "DONE: }" ::"r"(bar),
+               "r"(parity)
+               : "memory");
 }
 __device__ __forceinline__ void bar_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
@@ -32,51 +33,59 @@ __device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
 }
 // The same barrier in block `cta` of the cluster. Not released to the cluster: reads of wgmma are over when it is.
 __device__ __forceinline__ void bar_arrive_at(u32 bar, u32 cta) {
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [remote]; }"
-      ::"r"(bar), "r"(cta) : "memory");
+  asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; mbarrier.arrive.shared::cluster.b64 _, "
+               "[remote]; }" ::"r"(bar),
+               "r"(cta)
+               : "memory");
 }
 // A box of a matrix to shared memory; kBoth: to both blocks of the cluster, at the same place.
 template <bool kBoth>
 __device__ __forceinline__ void load_box(u32 to, const void* map, u32 bar, int column, int row) {
   if (kBoth) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;"
-        ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "h"((u16)3) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+                 "l"(map), "r"(bar), "r"(column), "r"(row), "h"((u16)3)
+                 : "memory");
   } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-        ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+                 "[%2];" ::"r"(to),
+                 "l"(map), "r"(bar), "r"(column), "r"(row)
+                 : "memory");
   }
 }
 // As load_box and store_box, of what is used once: it makes room in L2 first.
 constexpr u64 kEvictFirst = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first gives for all of it
 __device__ __forceinline__ void load_box_once(u32 to, const void* map, u32 bar, int column, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %5;"
-      ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "l"(kEvictFirst) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+               "l"(map), "r"(bar), "r"(column), "r"(row), "l"(kEvictFirst)
+               : "memory");
 }
 __device__ __forceinline__ void store_box_once(const void* map, u32 from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;"
-               ::"l"(map), "r"(from), "r"(column), "r"(row), "l"(kEvictFirst) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;" ::
+                   "l"(map),
+               "r"(from), "r"(column), "r"(row), "l"(kEvictFirst)
+               : "memory");
 }
 __device__ __forceinline__ void prefetch_box(const void* map, int column, int row) {  // to L2
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row) : "memory");
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
+               : "memory");
 }
 // And back, what lies within the matrix.
 __device__ __forceinline__ void store_box(const void* map, u32 from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
-               ::"l"(map), "r"(from), "r"(column), "r"(row) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row)
+               : "memory");
 }
 // So many bytes, a multiple of 16, as they lie.
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(bar)
+               : "memory");
 }
 __device__ __forceinline__ void store_bytes(void* to, u32 from, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ int cluster_rank() {
   int rank;
@@ -88,10 +97,10 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // A word and its barrier, in block `cta` of the cluster.
 __device__ __forceinline__ void send(u32 word, u32 bar, int value, u32 cta) {
-  asm volatile(
-      "{ .reg .b32 to, remote; mapa.shared::cluster.u32 to, %0, %3; mapa.shared::cluster.u32 remote, %1, %3;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %2, [remote]; }"
-      ::"r"(word), "r"(bar), "r"(value), "r"(cta) : "memory");
+  asm volatile("{ .reg .b32 to, remote; mapa.shared::cluster.u32 to, %0, %3; mapa.shared::cluster.u32 remote, %1, %3;\n"
+               "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %2, [remote]; }" ::"r"(word),
+               "r"(bar), "r"(value), "r"(cta)
+               : "memory");
 }
 
 // Of an operand in shared memory, in boxes 128 bytes wide and swizzled, whose groups of 8 rows are 1024 bytes apart. K
@@ -133,9 +142,9 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 apart = 16) {
 #define END ", 0, " TEXT(B_T) "; }"
 #endif
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u64 a, u64 b, int add) {
-#define WGMMA(a, b, add)                                                                                        \
-  "{ .reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" TEXT(COLUMNS) DEPTH ".f32."    \
-  TEXT(A_TYPE) "." TEXT(B_TYPE) " {" NAMES "}, " a ", " b ", p, 1, 1" END
+#define WGMMA(a, b, add) \
+  "{ .reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" TEXT(COLUMNS) DEPTH \
+      ".f32." TEXT(A_TYPE) "." TEXT(B_TYPE) " {" NAMES "}, " a ", " b ", p, 1, 1" END
   asm volatile(OPERANDS(WGMMA) : ACCUMULATORS : "l"(a), "l"(b), "r"(add));
 }
 template <int N>
@@ -156,8 +165,9 @@ __device__ __forceinline__ void store_shared(u32 address, u32 w) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(w) : "memory");
 }
 __device__ __forceinline__ void store_shared_if(bool wanted, u32 address, u32 w) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.b32 [%0], %1; }"
-               ::"r"(address), "r"(w), "r"((int)wanted) : "memory");
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.b32 [%0], %1; }" ::"r"(address), "r"(w),
+               "r"((int)wanted)
+               : "memory");
 }
 __device__ __forceinline__ uint2 load_shared_64(u32 address) {
   uint2 w;
@@ -188,7 +198,9 @@ __device__ __forceinline__ u16 load_shared_16(u32 address) {
 __device__ __forceinline__ float2 unpack_e4m3(u16 pair) {
   float2 v;
   asm("{ .reg .b32 w; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 w, %2; mov.b32 {low, high}, w;\n"
-      "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(v.x), "=f"(v.y) : "h"(pair));
+      "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+      : "=f"(v.x), "=f"(v.y)
+      : "h"(pair));
   return v;
 }
 __device__ __forceinline__ void store_shared_8(u32 address, u32 w) {

@@ -25,7 +25,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
     @forward_method
     def forward(
-        ctx: Any, call: Call, spec: NormSpec, x: Tensor, *params: Tensor | None
+        ctx: Any, call: Call, spec: NormSpec, x: Tensor, *params: Any
     ) -> tuple[Tensor, Tensor | None]:
         (plan,), (gamma, beta, weight, bias, residual) = call.plans, params
         need_w = call.grad and weight.requires_grad
@@ -40,7 +40,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return as_output(y, x.shape, call.output, plan), norm_output(spec, call, ln)
 
     @backward_method
-    def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w), grads = ctx.call, ctx.needs, ctx.needs_input_grad
         (plan,) = call.plans
         x, w, weight, bias, *norm_saved = load(ctx)

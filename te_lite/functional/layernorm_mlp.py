@@ -31,7 +31,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @forward_method
     def forward(
-        ctx: Any, call: Call, spec: NormSpec, activation: Activation, x: Tensor, *params: Tensor | None
+        ctx: Any, call: Call, spec: NormSpec, activation: Activation, x: Tensor, *params: Any
     ) -> tuple[Tensor, Tensor | None]:
         (plan1, plan2), (gamma, beta, w1, b1, w2, b2, residual) = call.plans, params
         need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad
@@ -57,7 +57,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         return as_output(y, x.shape), norm_output(spec, call, ln)
 
     @backward_method
-    def backward(ctx: Any, dy: Tensor | None, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w1, need_h, need_w2) = ctx.call, ctx.needs
         plan1, plan2 = call.plans
         x1, q1, w1, b1, x2, q2, w2, b2, h, *norm_saved = load(ctx)

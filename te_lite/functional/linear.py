@@ -90,8 +90,8 @@ def quantize_grad(plan: LinearPlan, dy: Operand, columns: int, needs: tuple[bool
     if plan.dy_is_wgrads:
         gathers = plan.parallel.gathers_columns
         col = not by_row or (need_x and gathers(quantizer.format, dy.rows, dy.cols, columns))
-        q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and col, bias_grad=need_b)
-        return q, q, sums
+        both, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and col, bias_grad=need_b)
+        return both, both, sums
     q, sums = quantizer.quantize(dy, bias_grad=need_b) if need_x else (None, None)
     if not need_w:
         return q, None, sums
@@ -100,7 +100,7 @@ def quantize_grad(plan: LinearPlan, dy: Operand, columns: int, needs: tuple[bool
 
 
 @ranged("te_lite.quantize")
-def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTensor:
+def _weight_for_dgrad(plan: LinearPlan, kept: Any, weight: Tensor) -> QTensor:
     quantizer, same = plan.operands.dgrad.b, plan.w_is_dgrads
     if kept.col is not None or (same and kept.row is not None):
         return kept
@@ -217,7 +217,7 @@ class LinearFunction(torch.autograd.Function):
     """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N]."""
 
     @forward_method
-    def forward(ctx: Any, call: Call, x: Tensor, *params: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: Call, x: Tensor, *params: Any) -> Tensor:
         (plan,), (weight, bias, residual) = call.plans, params
         need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
         operand = as_operand(x, plan, grad=False)

@@ -47,6 +47,7 @@ def norm_source(
     caller writes to it before backward. need_w: whether dw of the linear will be wanted.
     """
     plan, out, written = call.plans[0], None, None
+    made: Operand
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
     formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
     rows_alone = not need_w or (plan.x_is_wgrads and plan.keeps_rows)
@@ -82,19 +83,20 @@ class NormGrad(Epilogue):
     """
 
     ctx: Any
-    saved: Sequence[Tensor | None]
+    saved: Sequence[Any]
     dln_out: Tensor | None
 
     def __call__(self, dln: Tensor, slots: Tensor | None = None, rank: int = 0) -> Gradients:
         """slots, rank: dln is a summand, as of_slots has it."""
-        ctx, saved, dln_out = self.ctx, self.saved, self.dln_out
+        ctx, dln_out = self.ctx, self.dln_out
+        x, mean, rstd, gamma, beta = self.saved
         if dln_out is not None:
-            dln_out = as_matrix(dln_out, saved[0].dtype)
+            dln_out = as_matrix(dln_out, x.dtype)
             dln += reduce_scatter(dln_out, ctx.call.plans[0].tp.group) if ctx.spec.gathered else dln_out
-        dx, dgamma, dbeta = norm_backward(dln, *saved[:4], ctx.spec.zero_centered, slots, rank)
+        dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, ctx.spec.zero_centered, slots, rank)
         if ctx.call.grad_input is not None or len(ctx.x_shape) != 2:
             dx = as_output(dx, ctx.x_shape, ctx.call.grad_input)
-        return dx.to(ctx.x_dtype), dgamma, dbeta if dbeta is None else dbeta.to(saved[4].dtype)
+        return dx.to(ctx.x_dtype), dgamma, dbeta if dbeta is None else dbeta.to(beta.dtype)
 
     def of_slots(self, slots: Tensor, own: Tensor, rank: int) -> Gradients:
         return self(own, slots, rank) if self.dln_out is None else super(NormGrad, self).of_slots(slots, own, rank)
@@ -117,7 +119,6 @@ class NormFunction(torch.autograd.Function):
 
     @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        x, _, _, gamma, beta = saved
-        dx, dgamma, dbeta = norm_backward(as_matrix(dy, x.dtype), *saved[:4], ctx.spec.zero_centered)
+        x, mean, rstd, gamma, beta = ctx.saved_tensors
+        dx, dgamma, dbeta = norm_backward(as_matrix(dy, x.dtype), x, mean, rstd, gamma, ctx.spec.zero_centered)
         return None, None, dx.view(ctx.shape), in_dtype(dgamma, gamma), in_dtype(dbeta, beta)

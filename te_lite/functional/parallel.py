@@ -14,13 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.exchange import Exchange, Gathering, Gemm
+from te_lite.overlap.exchange import Exchange, Gemm
 from te_lite.overlap.userbuffers import Exchanges
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat
 
 Wgrad = Callable[[QTensor, QTensor], Tensor | None]
 Results = tuple[Any, Tensor | None]
+Given = Any  # a QTensor, where a gradient that is wanted reads it
 
 # Where dgrad hides a second gather of dy: it computes long enough (columns of dx), and more than a push's own price is
 # moved (bytes of a shard).
@@ -45,9 +46,7 @@ class Unsplit:
         self.rows = x.shape[0]
         return gemm(x)
 
-    def backward(
-        self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None, x: QTensor | None
-    ) -> Results:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
         """See the module."""
         dx = None if dgrad is None else dgrad(dy)
         return dx, None if wgrad is None else wgrad(dy_wgrad, x)
@@ -80,9 +79,7 @@ class Column(Unsplit):
             gathering.close()
         return y
 
-    def backward(
-        self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None, x: QTensor | None
-    ) -> Results:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
         """x = all_gather(x);  dx = reduce_scatter(dgrad(dy));  dw = wgrad(dy_wgrad, x)"""
         gathers, scatters = (self.dgrad, self.wgrad) if self.bulk else (self.wgrad, self.dgrad)
         self.dgrad.place.note = self.wgrad.place.note = None
@@ -100,7 +97,7 @@ class Column(Unsplit):
                 summing = scatters.reduce_scatter(dgrad, dgrad.product(dy))
             elif dgrad is not None:
                 dx = scatters.gemm_reduce_scatter(dgrad, dy)
-            if gathering is not None:
+            if wgrad is not None and gathering is not None:
                 dw = wgrad(dy_wgrad, gathering.whole())
                 gathering.close()
             if summing is not None:
@@ -109,18 +106,17 @@ class Column(Unsplit):
 
     def _not_hidden(self) -> Exchange:
         """What scatters dx where no weight gradient is computed."""
-        if not self.wgrad.hides:
+        wgrad: Any = self.wgrad
+        if not wgrad.hides:
             return Collective(self.dgrad.place)
-        self.wgrad.refused(_NO_WGRAD)  # raises under strict
+        wgrad.refused(_NO_WGRAD)  # raises under strict
         return Collective(self.dgrad.place, _NO_WGRAD)
 
 
 class ColumnWhole(Unsplit):
     """w[N/R, K] where each rank holds all tokens: dx is all-reduced."""
 
-    def backward(
-        self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None, x: QTensor | None
-    ) -> Results:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
         """dx = all_reduce(dgrad(dy));  dw = wgrad(dy_wgrad, x)"""
         dx = None if dgrad is None else self.dgrad.gemm_reduce_scatter(dgrad, dy)
         return dx, None if wgrad is None else wgrad(dy_wgrad, x)
@@ -154,18 +150,18 @@ class Row(Unsplit):
         hides = columns >= COLUMNS_HIDE and rows * width >= COLUMNS_FROM
         return self.wgrad.hides and hides and format.gathers_columns(rows)
 
-    def backward(
-        self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None, x: QTensor | None
-    ) -> Results:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
         """dy = all_gather(dy), dy_wgrad = all_gather(dy_wgrad);  dx = dgrad(dy);  dw = wgrad(dy_wgrad, x)"""
         self.dgrad.place.note = self.wgrad.place.note = None
-        by_rows = by_columns = dx = dw = rows = columns = None
+        by_rows: Any = None  # an Exchange
+        rows: Any = None  # its Gathering
+        by_columns = columns = dx = dw = None
         one = wgrad is not None and dy_wgrad is dy and dy.format.col_from_row  # gather serves both
         if dgrad is not None or one:
             by_rows = self.dgrad.settled(dy, dgrad, "row")
         if wgrad is not None and not (one and dgrad is None):
-            wide = dgrad is not None and dgrad.b.shape[1] >= COLUMNS_HIDE
-            if not one or (wide and self.gathers_columns(dy.format, *dy.shape, dgrad.columns)):
+            wide = 0 if dgrad is None else dgrad.b.shape[1]
+            if not one or (wide >= COLUMNS_HIDE and self.gathers_columns(dy.format, dy.shape[0], dy.shape[1], wide)):
                 by_columns = self.wgrad.settled(dy_wgrad, None, "col")
                 if one and not (by_rows.hides and by_columns.hides):
                     by_columns = None
@@ -179,7 +175,7 @@ class Row(Unsplit):
                 dx = by_rows.all_gather_gemm(dgrad, rows)
             if rows is not None and not one:
                 rows.close()  # now: behind wgrad, the close of columns would wait until this one's flags are set
-            read: Gathering | None = rows if one else columns
+            read: Any = rows if one else columns
             if wgrad is not None:
                 dw = wgrad(read.whole(), x)
                 read.close()

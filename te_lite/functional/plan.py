@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class MainGrad(WgradSink):
     """Accumulated into weight.main_grad (overwritten where weight.overwrite_main_grad): Megatron's contract."""
 
     @ranged("te_lite.wgrad")
-    def __call__(self, weight: Tensor, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
+    def __call__(self, weight: Any, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
         if getattr(weight, "overwrite_main_grad", False):
             weight.main_grad.zero_()
         matmul_accumulate_(weight.main_grad, dy, x, fast_accum)
@@ -77,7 +77,7 @@ class DelayedWgrads(WgradSink):
                     f"backward_dw() for a weight {tuple(weight.shape)} whose memory is freed, as FSDP does after "
                     "backward: its gradient would reach nobody; leave out delay_wgrad_compute"
                 )
-            dw = self.sink(weight, fast_accum, dy, x)
+            dw: Any = self.sink(weight, fast_accum, dy, x)
             if not isinstance(self.sink, MainGrad):
                 weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 

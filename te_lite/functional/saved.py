@@ -31,12 +31,12 @@ def without_amp(method: Callable) -> Callable:
     return run
 
 
-def forward_method(method: Callable) -> staticmethod:
+def forward_method(method: Callable) -> Any:
     """Decorates the forward of an autograd.Function: torch.amp.autocast is off inside."""
     return staticmethod(without_amp(method))
 
 
-def backward_method(method: Callable) -> staticmethod:
+def backward_method(method: Callable) -> Any:
     """Decorates its backward likewise, of which no gradient can be taken."""
     return staticmethod(once_differentiable(without_amp(method)))
 
@@ -44,7 +44,8 @@ def backward_method(method: Callable) -> staticmethod:
 def save(ctx: Any, *items: QTensor | Tensor | None) -> None:
     """Keeps `items` for load(ctx). Memory that belongs to a userbuffer is refused: peers write there."""
     tensors: list[Tensor | None] = []
-    ctx.shells = shells = []  # of each QTensor; None for a Tensor
+    shells: list[Any] = []  # of each QTensor; None for a Tensor
+    ctx.shells = shells
     for item in items:
         if not isinstance(item, QTensor):
             tensors.append(item)

@@ -110,21 +110,21 @@ class Transfer:
 
 
 def _copied(gather: Gather) -> Tensor:
-    whole = gather.whole().map(torch.clone).row
+    whole: Any = gather.whole().map(torch.clone).row
     gather.close()
-    return whole  # type: ignore[return-value]
+    return whole
 
 
 class Begin(torch.autograd.Function):
     """An empty tensor by which autograd knows x; backward gives the gradient that End's backward has begun."""
 
     @forward_method
-    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         return x.new_empty(0)
 
     @backward_method
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         back, ctx.transfer.back = ctx.transfer.back, None
         return back.result(), None
 
@@ -133,13 +133,13 @@ class End(torch.autograd.Function):
     """The result of a transfer; backward begins the transposed one."""
 
     @forward_method
-    def forward(ctx: Any, token: Tensor, transfer: Transfer) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, token: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         out, transfer._result = transfer.result(), None  # no cycle: the result knows this node
         return out
 
     @backward_method
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         it = ctx.transfer
         it.back = Transfer(TRANSPOSED[it.verb], dy, it.group, it.dim, it.strict)
         return dy.new_empty(0), None

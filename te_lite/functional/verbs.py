@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_lite.functional import linear
 from te_lite.functional.linear import Call, as_operand, as_output
-from te_lite.functional.parallel import Results, Unsplit, Wgrad, parallel_linear
+from te_lite.functional.parallel import Given, Unsplit, Wgrad, parallel_linear
 from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.userbuffers import Exchanges
@@ -37,10 +37,8 @@ class Prepared(Unsplit):
     def forward(self, gemm: Gemm, x: QTensor) -> Any:
         return gemm, x
 
-    def backward(
-        self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: QTensor | None, dy_wgrad: QTensor | None, x: QTensor | None
-    ) -> Results:
-        return dgrad, wgrad  # type: ignore[return-value]
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Any:
+        return dgrad, wgrad
 
     def all_gather_gemms(self, gemms: Sequence[Gemm], x: QTensor) -> list[Tensor]:
         """[gemm(all_gather(x)) for gemm in gemms]; the gather hides behind the widest, the others read the result."""
@@ -78,7 +76,7 @@ class GatherLinears(torch.autograd.Function):
     """y_i[M, N_i] = all_gather(x_shard_m)[M, K] @ weight_i[N_i, K]^T + bias_i[N_i]; params: weights, then biases."""
 
     @forward_method
-    def forward(ctx: Any, call: Call, x: Tensor, *params: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, call: Call, x: Tensor, *params: Any) -> tuple[Tensor, ...]:
         plans, n = call.plans, len(call.plans)
         need_x, need_ws = call.grad and x.requires_grad, [call.grad and weight.requires_grad for weight in params[:n]]
         operand, gemms, kept = as_operand(x, plans[0], grad=False), list[Gemm](), list[QTensor | None]()
@@ -87,14 +85,14 @@ class GatherLinears(torch.autograd.Function):
             (gemm, operand), (kept_x, kept_w) = linear.linear_forward(plan, operand, weight, bias, needs, None)
             gemms.append(gemm)
             kept += [kept_x, kept_w]
-        ys = plans[0].parallel.all_gather_gemms(gemms, operand)  # type: ignore[attr-defined]
+        ys = plans[0].parallel.all_gather_gemms(gemms, operand)  # type: ignore[attr-defined]  # a Prepared
         if call.grad:
             save(ctx, *kept, *params)
             ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, *need_ws), x.shape, x.dtype
         return tuple([as_output(y, x.shape, None, plans[0]) for y in ys])
 
     @backward_method
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         call, (need_x, *need_ws), n, saved = ctx.call, ctx.needs, len(dys), load(ctx)
         terms, wgrads, dbs, firsts = list[Any](), list[Any](), list[Tensor | None](), [None, None]
         for i, plan in enumerate(call.plans):

@@ -27,6 +27,7 @@ from te_lite.overlap.userbuffers import UB_FLAGS
 from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay
 from te_lite.quantize.params import parameter_operand
+from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.tensor import QuantizedTensor
 
 Each = tuple[str | None, ...]  # one a linear
@@ -81,7 +82,7 @@ class TeLiteModule(SpecModule):
         self._specs = {}
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
-        self._uncached = (None,) * len(self.gemm_names)
+        self._uncached: tuple[QTensor | None, ...] = (None,) * len(self.gemm_names)
         self._scatters = modes == ("row",)
         self._planned = UNPLANNED
         self._outer_input = "normalization" not in given or given["return_layernorm_output"]
@@ -93,7 +94,7 @@ class TeLiteModule(SpecModule):
     # parameters
 
     def _fork(self) -> Any:
-        tracker = self._rng_tracker() if self._rng_tracker is not None else None
+        tracker: Any = self._rng_tracker() if self._rng_tracker is not None else None
         known = tracker is not None and self._rng_name in tracker.get_states()
         return tracker.fork(self._rng_name) if known else contextlib.nullcontext()
 
@@ -155,7 +156,8 @@ class TeLiteModule(SpecModule):
         """Computes the oldest weight gradients that backward put off; of an MLP fc2's, then fc1's."""
         if not self.delay_wgrad_compute:
             return
-        if not any([sink.run_next() for sink in reversed(self._sinks)]):
+        sinks: Any = self._sinks  # DelayedWgrads
+        if not any([sink.run_next() for sink in reversed(sinks)]):
             raise RuntimeError(
                 "backward_dw() has no stored weight gradient: it must follow a backward of this module, once for each"
             )
@@ -168,7 +170,7 @@ class TeLiteModule(SpecModule):
 
     # the dimension that sequence parallelism splits
 
-    def _sequence_first(self, inp: Tensor | None, quantized: bool = False) -> Tensor | None:
+    def _sequence_first(self, inp: Tensor | None, quantized: bool = False) -> Any:
         """A view of inp with the dimension that sequence parallelism splits in front; the rest of the module sees
         tokens. quantized: an output or gradient is to be, which has no strides."""
         if inp is None:
@@ -180,7 +182,7 @@ class TeLiteModule(SpecModule):
             )
         return inp.movedim(self.sequence_dim, 0)
 
-    def _outputs(self, out: Tensor, bias: Tensor | None, ln_out: Tensor | None = None) -> Any:
+    def _outputs(self, out: Any, bias: Tensor | None, ln_out: Tensor | None = None) -> Any:
         """What forward returns; what _sequence_first did is undone, in memory of its own."""
         if self.sequence_dim and self.sequence_parallel:
             back = (t if t is None else t.movedim(0, self.sequence_dim) for t in (out, ln_out))
@@ -199,6 +201,7 @@ class TeLiteModule(SpecModule):
         """What this call does. Plans and all that was checked hold while the key does. first: is_first_microbatch.
         parts: what the weight was joined from, where it was."""
         stack = OPEN.stack
+        state: Any  # State | None
         (state, strict, _) = stack[-1] if stack else (self._default, False, False)
         recomputes = torch._C._current_graph_task_id() != -1 or bool(replay.OPEN.frames)  # perhaps
         if recomputes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_lite.arguments import flag, remedy
 from te_lite.autocast import State, opened_in_backward
@@ -22,8 +22,11 @@ from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import Recipe, check_recipe_support
 from te_lite.watch import compare
 
+if TYPE_CHECKING:
+    from te_lite.modules.base import TeLiteModule
 
-def check_userbuffers(module: nn.Module, names: tuple[str | None, ...], symmetric_ar_type: str | None) -> None:
+
+def check_userbuffers(module: TeLiteModule, names: tuple[str | None, ...], symmetric_ar_type: str | None) -> None:
     """What ub_* flags need is there. names: of the module's linears, as ub_cfgs calls them."""
     owner = type(module).__name__
     if symmetric_ar_type is not None:
@@ -77,7 +80,7 @@ def check_recipe(recipe: Recipe, device: torch.device, keeps_original: bool) -> 
         )
 
 
-def refuse_type(module: nn.Module, inp: Any) -> NoReturn:
+def refuse_type(module: TeLiteModule, inp: Any) -> NoReturn:
     """What is no tensor is no input."""
     owner, kind = type(module).__name__, type(inp).__name__
     raise TypeError(f"{owner} got an input of type {kind}: must be a torch.Tensor; make it one")
@@ -89,7 +92,7 @@ def amp_dtype(inp: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
-def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
+def check_input(module: TeLiteModule, inp: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype that the activations of this call, and of all that are like it, have."""
     owner, features = type(module).__name__, weight.shape[-1]
     if inp.dim() == 0 or inp.shape[-1] != features:
@@ -120,7 +123,7 @@ def check_input(module: nn.Module, inp: Tensor, weight: Tensor) -> torch.dtype:
     return dtype
 
 
-def refuse_uneven(module: nn.Module, inp: Tensor) -> NoReturn:
+def refuse_uneven(module: TeLiteModule, inp: Tensor) -> NoReturn:
     """A row-parallel output is scattered along the input's dimension sequence_dim, which is the first by now."""
     refusal = (
         f"{type(module).__name__} with sequence parallelism got {inp.shape[0]} in dimension {module.sequence_dim} "
@@ -142,10 +145,10 @@ def check_residual(residual: Tensor, inp: Tensor, weight: Tensor, plans: tuple[L
         )
 
 
-def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
+def check_main_grad(module: TeLiteModule, weights: tuple[Tensor, ...]) -> None:
     """fuse_wgrad_accumulation has somewhere to accumulate."""
     for weight in weights:
-        grad = getattr(weight, "main_grad", None)
+        grad: Any = getattr(weight, "main_grad", None)
         fits = isinstance(grad, Tensor) and grad.shape == weight.shape and grad.is_floating_point()
         fits = fits and grad.device == weight.device and grad.itemsize > 1 and 0 not in grad.stride()
         if weight.requires_grad and not fits:
@@ -158,7 +161,7 @@ def check_main_grad(module: nn.Module, weights: tuple[Tensor, ...]) -> None:
             )
 
 
-def followed(module: nn.Module, state: State | None) -> State | None:
+def followed(module: TeLiteModule, state: State | None) -> State | None:
     """What a call follows: `state`; where another library's checkpoint computes it again, what its first run followed,
     which must be known and without state of its own."""
     if not replay.in_foreign_recomputation():
@@ -185,7 +188,7 @@ def followed(module: nn.Module, state: State | None) -> State | None:
     return first
 
 
-def check_capture(module: nn.Module, state: State) -> None:
+def check_capture(module: object, state: Any) -> None:
     """In a capture with delayed scaling: scales take their step where the outermost autocast ends, in replays too."""
     if not state.one_pass.captured:
         raise RuntimeError(
@@ -195,7 +198,7 @@ def check_capture(module: nn.Module, state: State) -> None:
 
 
 def check_offered(
-    module: nn.Module, state: State | None, fp8_output: bool, fp8_grad: bool, plans: tuple[LinearPlan, ...]
+    module: TeLiteModule, state: State | None, fp8_output: bool, fp8_grad: bool, plans: tuple[LinearPlan, ...]
 ) -> tuple[Quantizer | None, Quantizer | None]:
     """Quantizers of the output and of the input's gradient, where they are asked for: only where there are any. A
     linear in high precision, whatever the reason, gives high precision."""
@@ -207,6 +210,7 @@ def check_offered(
     ):
         flag(type(module).__name__, name, asked)
         if asked and quantizer is None and operand.format.label:
+            assert state is not None
             raise ValueError(
                 f"{type(module).__name__} got {name}=True under recipe {state.recipe.name!r}: only 'delayed' and "
                 f"'current' give results whose one scale fits every reader; leave out {name}"

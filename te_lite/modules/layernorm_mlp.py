@@ -31,6 +31,10 @@ class LayerNormMLP(TeLiteModule):
     """
 
     gemm_names = ("fc1", "fc2")
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    fc2_weight: Tensor
+    fc2_bias: Tensor
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,

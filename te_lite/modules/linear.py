@@ -27,7 +27,8 @@ def linear_specs(
         features_out = shard(features_out, module.tp_size, "out_features")
     elif mode == "row":
         features_in = shard(features_in, module.tp_size, "in_features")
-    shape, split, late_grad = (features_out, features_in), {"column": 0, "row": 1}.get(mode), module.delay_wgrad_compute
+    split, late_grad = {"column": 0, "row": 1}.get(mode or ""), module.delay_wgrad_compute
+    shape = features_out, features_in
     weight = ParamSpec(shape, init or default_init, split, True, late_grad=late_grad)
     making = model_init()
     if making is not None and not (features_out % making.multiple or features_in % making.multiple):
@@ -57,6 +58,8 @@ def _split_sizes(split: Split, features: int) -> dict[str, int]:
 
 class _OneLinear(TeLiteModule):
     """What Linear and LayerNormLinear share: one weight, one bias, either of them possibly split by name."""
+
+    _compute: Callable[..., tuple[Tensor, Tensor | None]]
 
     def _setup_linear(self, given: Mapping[str, Any]) -> None:
         """given: the arguments of the subclass's constructor, by name."""

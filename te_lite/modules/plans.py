@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -65,7 +65,8 @@ def _build_plan(
         what = f"{type(module).__name__}(name={module.name!r}){gemm_name and '.' + gemm_name} runs in {dtype}, not by"
         warn_once(ref(module), f"{what} {recipe.name!r}: {reasons[0]}; pad them, or use te.autocast(enabled=False)")
     owner = None if state is None else state.one_pass.pools
-    site = Site(index, dtype, tp, partial(module._scales.state, recipe, group, device, owner), group, calibrating)
+    scales: Any = module._scales  # asked under delayed scaling alone
+    site = Site(index, dtype, tp, partial(scales.state, recipe, group, device, owner), group, calibrating)
     layer = module._ub_names[index] or ""
     exchanges, alone = exchanges_for(tp, module._ub_flags, layer, module.name, device, strict, str(used))
     operands = operands_for(used, site)

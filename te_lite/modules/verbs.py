@@ -132,8 +132,8 @@ def _plan(verb: str, tp: TensorParallel, sizes: tuple[torch.Size, ...], dtype: t
     group, plans = tp.group if state is None or state.group is None else state.group, []
     for i, (n, k) in enumerate(sizes):
         pools = None if state is None else state.one_pass.pools
-        make = partial(scales.states.state, recipe, group, device, pools) if recipe.delayed() else None
-        site = Site(i, dtype, tp, make, group, state is not None and not state.enabled)  # type: ignore[arg-type]
+        make: Any = partial(scales.states.state, recipe, group, device, pools) if recipe.delayed() else None
+        site = Site(i, dtype, tp, make, group, state is not None and not state.enabled)
         operands = operands_for(recipe, site)
         info = PlanInfo(verb, recipe.name, operands.labels(str(dtype)), (k, n), "")
         plans.append(LinearPlan(operands, parallel, WgradSink(), dtype, False, info))
@@ -222,7 +222,7 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
         plans = kept[key] = _plan(verb, tp, sizes, dtype, x.device, overlap, strict, used, state, scales)
         _VERB.outstanding.start(state)
     if delayed and capturing():
-        checks.check_capture(scales, state)  # type: ignore[arg-type]
+        checks.check_capture(scales, state)
         scales.states.fix()
     if grad and x.is_cuda:
         backward_on_calling_thread()

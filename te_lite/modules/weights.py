@@ -175,8 +175,8 @@ class _Join(torch.autograd.Function):
                 return torch.cat(parts)
             end += part.numel() * part.element_size()
         shape = (sum(ctx.sizes), *first.shape[1:])
-        # Its types lack the form without strides.
-        return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), shape)  # type: ignore[call-overload]
+        empty: Any = first.new_empty(0)  # Any: the types of set_ lack the form without strides
+        return empty.set_(first.untyped_storage(), first.storage_offset(), shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:

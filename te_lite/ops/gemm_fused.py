@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
     @property
     def macros(self) -> list[str]:
-        values = {"A_TYPE": _TYPES[self.a], "B_TYPE": _TYPES[self.b], "OUT_TYPE": _TYPES[self.out]}
+        values: dict[str, Any] = {"A_TYPE": _TYPES[self.a], "B_TYPE": _TYPES[self.b], "OUT_TYPE": _TYPES[self.out]}
         values |= {"SCALES": _SCALES.index(self.scales), "RANKS": self.ranks, "COLUMNS": self.columns}
         values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
         values |= {"NARROW": int(self.narrow), "ACT": _ACTS.index(self.act), "GRAD": int(self.grad)}
@@ -238,6 +238,7 @@ def scale_kinds(a_scale: Tensor | None, b_scale: Tensor | None, m: int, n: int, 
                 f"scales of {what}: {found}; must be contiguous fp32 with so many elements: {sorted(known)}, and given "
                 f"for both or none; pass what the quantizer made"
             )
+    assert a_scale is not None and b_scale is not None
     return known_a[a_scale.numel()], known_b[b_scale.numel()]
 
 

@@ -88,7 +88,7 @@ def gemm_gather_ref(
     """Oracle of `gemm_gather`, of data that has arrived: fp32 throughout, one rounding."""
     ranks, a, a_scale = gathered.shape[0] // own.shape[0], gathered.clone(), own_scale
     a.view(ranks, *own.shape)[rank] = own
-    if own_scale is not None and gathered_scale.numel() == ranks * own_scale.numel():
+    if own_scale is not None and gathered_scale is not None and gathered_scale.numel() == ranks * own_scale.numel():
         a_scale = gathered_scale.clone()
         a_scale.view(ranks, -1)[rank] = own_scale
     out = fused.scaled_product_ref(a, b, a_scale, b_scale)
@@ -125,7 +125,7 @@ def gemm_gather(
     if kinds == ("shard", "row"):
         raise ValueError("a scale a shard of a beside one a row of b: must be one for all of b; take a ring")
     scales = fused.widest(*kinds)
-    if scales == "row":
+    if scales == "row" and own_scale is not None and gathered_scale is not None and b_scale is not None:
         own_scale, b_scale = own_scale.expand(m).contiguous(), b_scale.expand(n).contiguous()
         gathered_scale = gathered_scale.expand(ranks * m).contiguous() if kinds[0] == "tensor" else gathered_scale
     apart = {"row": m, "tensor": int(kinds[0] == "shard"), "none": 0}[scales]

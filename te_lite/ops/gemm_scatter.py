@@ -87,14 +87,14 @@ def gemm_scatter(
             f"flags and counters {found}: must be {needed}, the second and the last or more; reserve as many"
         )
     fits = residual is None or (residual.shape == (m, n) and residual.dtype == dtype and fused.aligned(residual))
-    if not fits or (residual is not None and narrow is not None):
+    if residual is not None and (narrow is not None or not fits):
         raise ValueError(
             f"residual {list(residual.shape)} of {residual.dtype}, strides {residual.stride()}, partials of "
             f"{staging.dtype}: must be contiguous {[m, n]} of {dtype} from a multiple of {fused.ALIGNMENT} bytes on, "
             "and partials not narrow; pass a clone, or add it afterwards"
         )
     scales = fused.widest(*fused.scale_kinds(a_scale, b_scale, ranks * m, n))
-    if scales == "row":
+    if scales == "row" and a_scale is not None and b_scale is not None:
         a_scale, b_scale = a_scale.expand(ranks * m).contiguous(), b_scale.expand(n).contiguous()
     out = a.new_empty((m, n), dtype=dtype)
     bias = None if bias is None else bias.float()

@@ -21,6 +21,8 @@ from te_lite.ops.scalars import new_scalar
 from te_lite.ops.source import Source, produce_ref
 from te_lite.ops.sums import column_sums
 
+Formula = tuple[Tensor, Tensor | None, float, bool, bool]  # gamma, beta, eps, rms, zero_centered
+
 MAX_FEATURES = 32768  # one row lives in one program's registers
 MAX_PARTIALS = 1024  # every consumer of partial maxima reads all of them
 HELD_FEATURES = 8192  # up to here backward holds x, dy and both accumulators in registers
@@ -124,7 +126,9 @@ def norm_forward_ref(
     mean, rstd, made = _made_ref(x, gamma, beta, eps, rms, zero_centered)
     if scale is None:
         return produce_ref(made).to(x.dtype), mean, rstd
+    assert dtype is not None and scale_inv is not None
     row, _, inverse, _ = fp8_cast(made, dtype, True, False, False, scale, None, amax_out, op=cast_ref)
+    assert row is not None
     scale_inv.copy_(inverse)
     return row, mean, rstd
 

@@ -78,7 +78,7 @@ class Source(NamedTuple):
         return Form(self.kind, self.activation, self.zero_centered)
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
         """As kernels take them: x, dy, mean, rstd, gamma, beta."""
         return self[1:7]
 
@@ -98,7 +98,8 @@ class Source(NamedTuple):
 
 def of_source(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """implementation(source, ...) as an op calls it: the Source is given as in FLAT."""
-    return lambda *args: implementation(Source(*args[:8], activations.built(args[8], tuple(args[9]))), *args[10:])
+    make: Any = Source  # mypy cannot count what a slice has
+    return lambda *args: implementation(make(*args[:8], activations.built(args[8], tuple(args[9]))), *args[10:])
 
 
 def _check_matrix(x: Tensor, name: str) -> None:
@@ -167,15 +168,17 @@ def produce_ref(source: Source) -> Tensor:
     if source.kind == "plain":
         return x
     if source.kind == "norm":
+        assert source.rstd is not None and source.gamma is not None
         y = (x if source.mean is None else x - source.mean[:, None]) * source.rstd[:, None]
         y = y * (source.gamma.float() + 1.0 if source.zero_centered else source.gamma.float())
         return y if source.beta is None else y + source.beta.float()
     activation = source.activation
-    gate, up = x.chunk(2, dim=1) if activation.glu else (x, None)
+    gate, up = x.chunk(2, dim=1) if activation.glu else (x, x)
     if source.kind == "act":
         if activation.glu:
             return activations.glu_ref(gate, up, activation)
         return activations.value_ref(x, activation)
+    assert source.dy is not None
     dy = source.dy.float()
     if not activation.glu:
         return dy * activations.slope_ref(x, activation)

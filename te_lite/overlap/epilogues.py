@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from te_lite.ops.activation import Activation
@@ -70,7 +69,7 @@ class ActivateGrad(Epilogue):
     want: str = ""
     some_scale: Tensor | None = None
 
-    def __call__(self, product: Tensor) -> Operand:
+    def __call__(self, product: Tensor) -> Source:
         return Source("dact", self.h, product, activation=self.activation)
 
     source = __call__
@@ -89,5 +88,5 @@ def run_unfused(epilogue: Activate | ActivateGrad, v: Operand) -> None:
     elif epilogue.want == "amax":
         amax(v)
     else:
-        fp8: torch.dtype = epilogue.quantizer.format.dtype
-        transform(v, fp8_dtype=fp8, row=True, col=True, scale=epilogue.some_scale)
+        format: Any = epilogue.quantizer.format  # an Fp8Format
+        transform(v, fp8_dtype=format.dtype, row=True, col=True, scale=epilogue.some_scale)

@@ -28,7 +28,7 @@ from te_lite.overlap.epilogues import Activate, ActivateGrad, Operand
 from te_lite.overlap.exchange import Exchange, Gemm
 from te_lite.overlap.group import Group
 from te_lite.overlap.ring import Ring
-from te_lite.quantize.qtensor import Layout, QTensor
+from te_lite.quantize.qtensor import Held, Layout, QTensor
 
 
 def refusal(gemm: Gemm, a: QTensor, group: Group) -> str:
@@ -77,7 +77,7 @@ def _narrow(gemm: Gemm, scatter: Scatter) -> Narrow | None:
     return Narrow(memory.view(torch.float32).view(group.size, n // BLOCK, m), to, gemm.dtype)
 
 
-def _wanted(gemm: Gemm, own: QTensor) -> Wanted:
+def _wanted(gemm: Gemm, own: Held) -> Wanted:
     """What the kernel computes of the epilogue."""
     epilogue, split = gemm.epilogue, own.row.element_size() == 1 and not gemm.fast_accum
     if not isinstance(epilogue, (Activate, ActivateGrad)) or not epilogue.want or gemm.residual is not None:
@@ -87,21 +87,23 @@ def _wanted(gemm: Gemm, own: QTensor) -> Wanted:
     if epilogue.want != "fp8":
         return Wanted(epilogue.want, placed(epilogue.h), activation=epilogue.activation)
     quantizer, scale, amax = epilogue.quantizer, epilogue.some_scale, None
+    format: Any = quantizer.format  # an Fp8Format
     if scale is None:
         scale, amax = quantizer.take_scale()
-    return Wanted("fp8", placed(epilogue.h), scale, amax, quantizer.format.dtype, epilogue.activation)
+    return Wanted("fp8", placed(epilogue.h), scale, amax, format.dtype, epilogue.activation)
 
 
 def _operand(
-    epilogue: Activate | ActivateGrad, dtype: torch.dtype, out: Tensor | None, v: Computed, scale: Tensor | None
+    epilogue: Activate | ActivateGrad, dtype: torch.dtype, out: Any, v: Computed, scale: Tensor | None
 ) -> Operand:
     """What the kernel left, as the next GEMM's quantizer takes it."""
     if v.amax is not None:
         return epilogue.source(out)._replace(amax=v.amax)
+    data: Any = v.data
     if v.data_t is None:
-        return source.plain(v.data)
+        return source.plain(data)
     format, inverse = epilogue.quantizer.format, v.scale_inv
-    return QTensor(format, tuple(v.data.shape), dtype, v.data, inverse, v.data_t, inverse, scale)
+    return QTensor(format, (data.shape[0], data.shape[1]), dtype, data, inverse, v.data_t, inverse, scale)
 
 
 class Fused(Ring):
@@ -115,23 +117,25 @@ class Fused(Ring):
         why = refusal(gemm, a, self.group) if found is self and gemm is not None else ""
         return Ring(self.place, why) if why else found
 
-    def all_gather_gemm(self, gemm: Gemm, gathering: Gather) -> Any:
-        """Each tile once the shard that it reads has arrived."""
+    def all_gather_gemm(self, gemm: Gemm, gathering: Any) -> Any:
+        """Each tile once the shard that it reads has arrived. gathering: a Gather."""
         assert gathering.awaited
         own = gathering.q
         own_scale, b_scale = _scales(own, gemm)
         a, *scales = gathering.parts()
         scale = _flat(scales[0]) if scales else own_scale
         b = placed(gemm.b.operand(gemm.layout)[0])
-        ready, _, *rest = _flags(gathering)
+        ready, _, epoch, delta, abort, rank = _flags(gathering)
         counters, wanted = gathering.buffer.counters[gathering.slot], _wanted(gemm, own)
+        out: Any
         out, v = gemm_gather(
-            placed(own.row), a, b, ready, counters, *rest, own_scale, scale, b_scale, gemm.bias, gemm.dtype,
-            gemm.fast_accum, wanted,
+            placed(own.row), a, b, ready, counters, epoch, delta, abort, rank, own_scale, scale, b_scale, gemm.bias,
+            gemm.dtype, gemm.fast_accum, wanted,
         )  # fmt: skip
         if not wanted.act:
             return gemm.finish(out)
-        return gemm.epilogue.given(out, _operand(gemm.epilogue, gemm.dtype, out, v, wanted.scale))
+        epilogue: Any = gemm.epilogue
+        return epilogue.given(out, _operand(epilogue, gemm.dtype, out, v, wanted.scale))
 
     def counts(self, gemm: Gemm, a: QTensor) -> tuple[int, ...]:
         """What `Auto` tries beside the rule: other numbers of blocks of a scatter's rows."""
@@ -156,11 +160,11 @@ class Fused(Ring):
         counters, narrow = scatter.buffer.counters[scatter.slot], _narrow(gemm, scatter)
         residual, later = (None, gemm.residual) if narrow else (placed(gemm.residual), None)
         scatter.expect()
-        ready, free, *rest = _flags(scatter)
+        ready, free, epoch, delta, abort, rank = _flags(scatter)
         out = gemm_scatter(
             placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.layout)[0]), *scatter.targets, scatter.staging,
-            ready, free, counters, *rest, *_scales(a, gemm), gemm.bias, gemm.fast_accum, narrow, residual,
-            scatter.blocks,
+            ready, free, counters, epoch, delta, abort, rank, *_scales(a, gemm), gemm.bias, gemm.fast_accum, narrow,
+            residual, scatter.blocks,
         )  # fmt: skip
         scatter.close()
         total = out if later is None else out.add_(later)

@@ -172,6 +172,7 @@ class Group:
 
     @contextmanager
     def _two_streams(self) -> Iterator[Turns]:
+        assert self._beside is not None
         main = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(main)
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from te_lite.ops.narrow import BLOCK
-from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.bulk import Bulk, External
 from te_lite.overlap.exchange import Exchange, Gemm, Note, Place
 from te_lite.quantize.qtensor import Layout, QTensor
@@ -41,6 +41,7 @@ def cuts(size: int, m: int, n: int, row_bytes: int) -> tuple[int, ...]:
 
 def cuts_of(gemm: Gemm, a: QTensor, size: int) -> tuple[int, ...]:
     """cuts() for gemm(a[R*m, k])."""
+    assert a.row is not None
     return cuts(size, a.shape[0] // size, gemm.columns, a.row.shape[1] * a.row.element_size())
 
 
@@ -58,9 +59,9 @@ class Ring(Bulk):
         found = super()._stand_in(a, gemm, layout)
         return External(self.place) if found is self and gemm is None else found
 
-    def all_gather_gemm(self, gemm: Gemm, gathering: Gather) -> Any:
+    def all_gather_gemm(self, gemm: Gemm, gathering: Any) -> Any:
         """Shards in the order of arrival, this rank's first. Also that goes through its wire format, which may multiply
-        a ragged shard in another than its own."""
+        a ragged shard in another than its own. gathering: a Gather."""
         own, group = gathering.q, self.group
         rank, size, m = group.rank, group.size, own.shape[0]
         out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)

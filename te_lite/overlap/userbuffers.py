@@ -91,8 +91,8 @@ def initialize_ub(
         tokens, hidden = map(int, shape)
         if type(symmetric_bytes) is not int or symmetric_bytes < 0:
             raise ValueError(f"symmetric_bytes={symmetric_bytes!r}: must be an integer, at least 0")
-        options = {"shape": [tokens, hidden], "dtype": dtype, "strict": strict, "cuda_graphs": cuda_graphs}
-        options["symmetric_bytes"] = symmetric_bytes
+        options: dict[str, Any] = {"shape": [tokens, hidden], "dtype": dtype, "strict": strict}
+        options |= {"cuda_graphs": cuda_graphs, "symmetric_bytes": symmetric_bytes}
         options |= {"device": place.type, **layers.methods, "fp8_buf": sorted(layers.narrow)}
         said = tuple(f"{name}={value}" for name, value in options.items())
     except Exception as error:  # of whatever kind: the other ranks wait for this one
@@ -172,7 +172,7 @@ def symmetric_empty(
 
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-Exchanges = tuple[Exchange, Exchange, Exchange]  # of a linear's GEMMs
+Exchanges = tuple[Exchange, ...]  # of a linear's GEMMs, in the order of GEMMS
 
 
 def _methods(

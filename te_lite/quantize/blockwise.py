@@ -6,7 +6,7 @@ Scheme: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3; scales by 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from te_lite.ops.gemm_scaled import gemm_fp8_blockwise, gemm_scaled_accumulate_
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import HIGH_PRECISION
-from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.qtensor import Held, Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Float8BlockScaling, QParams
 
@@ -35,12 +35,11 @@ class BlockFormat(TensorFormat):
     flat: bool = False
     block: ClassVar[int] = BLOCK
 
-    # The base has it as a class variable, which costs its readers nothing.
     @property
-    def label(self) -> str:  # type: ignore[override]
+    def label(self) -> str:  # type: ignore[override]  # of the class in the base, which costs its readers nothing
         return "e4m3 128x128" if self.square else "e4m3 1x128"
 
-    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+    def dequantize(self, q: Held, layout: Layout) -> Tensor:
         if layout == "col" and self.flat:
             return dequantize_blocks(q.col, q.col_scale, self.block, 1, q.dtype)
         data, scale = (q.row, q.row_scale) if layout == "row" else (q.col, q.col_scale)
@@ -50,7 +49,7 @@ class BlockFormat(TensorFormat):
     def multiplies(self, other: TensorFormat) -> bool:
         return TensorFormat.multiplies(self, other) and not self.square  # cuBLAS takes squares on one side only
 
-    def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
+    def make_col(self, q: Held) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale.t()
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
@@ -61,7 +60,8 @@ class BlockFormat(TensorFormat):
         if like.shape[0] % self.block:  # each shard has blocks of its own, which do not lie over the rows of the whole
             shards = rows // like.shape[0]
             pairs = zip(data.chunk(shards), scale.chunk(shards), strict=True)
-            values = [self.dequantize(replace(like, col=d, col_scale=s), "col") for d, s in pairs]
+            own: Any = like  # held by column
+            values = [self.dequantize(replace(own, col=d, col_scale=s), "col") for d, s in pairs]
             return QTensor(HIGH_PRECISION, shape, like.dtype, torch.cat(values))
         if self.gemm:
             data, scale = transpose(data), scale.t()

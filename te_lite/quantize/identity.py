@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_accumulate_
 from te_lite.ops.source import Source
 from te_lite.quantize.delayed import ScaleState
-from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.qtensor import Held, Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Recipe
 
@@ -24,13 +24,13 @@ class HighPrecisionFormat(TensorFormat):
     gemm: str = "high_precision"
     scales_product: bool = True
 
-    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+    def dequantize(self, q: Any, layout: Layout) -> Tensor:
         return q.keep().row.to(q.dtype)  # memory that belongs to a userbuffer is not given out as it lies
 
-    def make_col(self, q: QTensor) -> tuple[Tensor, None]:
+    def make_col(self, q: Held) -> tuple[Tensor, None]:
         return q.row.t(), None
 
-    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+    def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.row,)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
@@ -56,19 +56,20 @@ class Identity(Quantizer):
         return Quantizer.wants_from_gemm(self, dtype) if dtype == self.target else ""
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+        data: Any
         if source.kind == "plain":
             data = source.x.to(self.target)
             sums = transform(source, bias_grad=True).bias_grad if bias_grad else None
         else:
             result = transform(source, hp_dtype=self.target, bias_grad=bias_grad)
             data, sums = result.hp, result.bias_grad
-        return QTensor(self.format, tuple(data.shape), self.target, row=data), sums
+        return QTensor(self.format, (data.shape[0], data.shape[1]), self.target, row=data), sums
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         if source.kind != "plain":
             return Identity.quantize(self, source)[0]  # a subclass has noted the source before
         data = source.x.to(self.target)
-        return QTensor(self.format, tuple(data.shape), self.target, row=data)
+        return QTensor(self.format, (data.shape[0], data.shape[1]), self.target, row=data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Calibrating(Identity):
 
     from_gemm: ClassVar[str] = ""
 
-    state: ScaleState | None = None
+    state: ScaleState = None  # type: ignore[assignment]  # there wherever it quantizes
     slot: int = 0
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:

@@ -16,7 +16,7 @@ from te_lite.recipe import DelayedScaling, Recipe
 
 def operands_of(recipe: Recipe) -> GemmOperands:
     """The quantizers of a linear without parallelism under a recipe without state."""
-    site = Site(0, torch.bfloat16, TensorParallel(None, 1, None, False), lambda direction: None, None)
+    site = Site(0, torch.bfloat16, TensorParallel(), lambda direction: None, None)
     return operands_for(recipe, site)
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from te_lite.ops.cast import amax, fp8_cast
 from te_lite.ops.gemm import gemm_fp8
 from te_lite.ops.gemm_scaled import gemm_scaled_accumulate_
-from te_lite.ops.norm import norm_cast
+from te_lite.ops.norm import Formula, norm_cast
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import PAD, transpose
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
-from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.qtensor import Fp8Format, Held, Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
 from te_lite.watch import group_max
@@ -33,7 +33,7 @@ GRADS_PER_GEMM = 2  # backward slots: grad_output, grad_input
 
 
 @dataclass(frozen=True, slots=True)
-class PerTensorFormat(TensorFormat):
+class PerTensorFormat(Fp8Format):
     """fp8 data and one fp32 inverse scale; v = data * scale. The col layout is a transpose of the bytes.
 
     The scale is agreed on by all ranks before the cast (a shared amax), so only data travels.
@@ -41,24 +41,23 @@ class PerTensorFormat(TensorFormat):
 
     gemm: str = "fp8_per_tensor"
     scales_product: bool = True
-    dtype: torch.dtype = torch.float8_e4m3fn
 
     @property
-    def label(self) -> str:
+    def label(self) -> str:  # type: ignore[override]  # of the class in the base, as BlockFormat's
         return "e4m3" if self.dtype == torch.float8_e4m3fn else "e5m2"
 
-    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+    def dequantize(self, q: Held, layout: Layout) -> Tensor:
         if layout == "row":
             return (q.row.float() * q.row_scale).to(q.dtype)
         return (q.col[:, : q.shape[0]].float() * q.col_scale).to(q.dtype).t().contiguous()
 
-    def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
+    def make_col(self, q: Held) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale
 
     def gathers_columns(self, rows: int) -> bool:
         return rows % PAD == 0 and rows >= LEAST_COLUMNS
 
-    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+    def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.operand(layout)[0],)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
@@ -109,22 +108,22 @@ class PerShardFormat(PerTensorFormat):
     The GEMM is cut by shard: R products by row, a sum of R by column.
     """
 
-    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+    def dequantize(self, q: Held, layout: Layout) -> Tensor:
         scale = (q.row_scale if layout == "row" else q.col_scale).view(-1)
         data = q.row if layout == "row" else q.col[:, : q.shape[0]].t()
         return (data.float() * scale.repeat_interleave(q.shape[0] // scale.numel()).unsqueeze(1)).to(q.dtype)
 
-    def make_col(self, q: QTensor) -> tuple[Tensor, Tensor]:
+    def make_col(self, q: Held) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale.view(1, -1)
 
     def gathers_columns(self, rows: int) -> bool:
         return False
 
-    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+    def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return q.row, q.row_scale
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        whole = QTensor(self, (rows, like.shape[1]), like.dtype, parts[0], parts[1].view(-1, 1))
+        whole: Any = QTensor(self, (rows, like.shape[1]), like.dtype, parts[0], parts[1].view(-1, 1))
         if like.shape[0] % PAD == 0:
             return whole
         # Shards end off the pad.
@@ -136,14 +135,14 @@ _PER_SHARD = {dtype: PerShardFormat(dtype=dtype, shard_multiple=PAD) for dtype i
 
 
 def per_tensor_cast(
-    format: PerTensorFormat, source: Source, seed: Tensor, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
+    format: Fp8Format, source: Source, seed: Tensor | None, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
     amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
 ) -> Quantized:  # fmt: skip
     """What a quantizer gives, by fp8_cast(). seed: the scale, or the maxima that it follows from."""
     rows, cols, scale_inv, sums = fp8_cast(
         source, format.dtype, row, col, bias_grad, scale, amax, amax_out, pow2, eps
     )
-    shape = tuple(source.x.shape) if source.kind != "act" else (source.rows, source.cols)
+    shape: Any = tuple(source.x.shape) if source.kind != "act" else (source.rows, source.cols)
     return QTensor(format, shape, source.x.dtype, rows, scale_inv, cols, scale_inv, seed), sums
 
 
@@ -153,6 +152,7 @@ class Current(Quantizer):
 
     from_gemm: ClassVar[str] = "amax"
 
+    format: Fp8Format
     fused: bool = True
     needs_amax: bool = True
     pow2: bool = False
@@ -176,8 +176,9 @@ class Delayed(Quantizer):
 
     from_gemm: ClassVar[str] = "fp8"
 
+    format: Fp8Format
     fused: bool = True
-    state: ScaleState | None = None
+    state: ScaleState = None  # type: ignore[assignment]  # there wherever it quantizes
     slot: int = 0
 
     def take_scale(self) -> tuple[Tensor, Tensor | None]:
@@ -187,12 +188,12 @@ class Delayed(Quantizer):
         scale, amax_out = self.state.take(self.slot)
         return per_tensor_cast(self.format, source, scale, row, col, bias_grad, scale, None, amax_out)
 
-    def norm_rows(self, x: Tensor, *formula: Any) -> tuple[QTensor, Tensor | None, Tensor] | None:
+    def norm_rows(self, x: Tensor, *formula: *Formula) -> tuple[QTensor, Tensor | None, Tensor] | None:
         if x.dtype == torch.float32:
             return None  # norm_cast may sum in another order than norm_stats
         scale, amax_out = self.take_scale()
         row, scale_inv, mean, rstd = norm_cast(x, *formula, scale, self.format.dtype, amax_out)
-        return QTensor(self.format, tuple(x.shape), x.dtype, row, scale_inv, seed=scale), mean, rstd
+        return QTensor(self.format, (row.shape[0], row.shape[1]), x.dtype, row, scale_inv, seed=scale), mean, rstd
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         return per_tensor_cast(self.format, source, earlier.seed, False, True, False, earlier.seed)[0]
@@ -223,8 +224,8 @@ def delayed_operands(recipe: DelayedScaling, site: Site) -> GemmOperands:
     first, first_grad = INPUTS_PER_GEMM * site.gemm, GRADS_PER_GEMM * site.gemm
     if site.calibrating:
         plain = Identity(target=site.dtype)
-        x, w = (Calibrating(target=site.dtype, state=forward, slot=first + i) for i in range(2))
-        return GemmOperands(GemmQuantizers(x, w), GemmQuantizers(plain, w), GemmQuantizers(plain, x))
+        saw_x, saw_w = (Calibrating(target=site.dtype, state=forward, slot=first + i) for i in range(2))
+        return GemmOperands(GemmQuantizers(saw_x, saw_w), GemmQuantizers(plain, saw_w), GemmQuantizers(plain, saw_x))
     fwd, bwd = FORMATS[recipe.fp8_format.forward_dtype], FORMATS[recipe.fp8_format.backward_dtype]
     x, w, y = (Delayed(fwd, state=forward, slot=first + i) for i in range(INPUTS_PER_GEMM))
     dy, dx = (Delayed(bwd, state=backward, slot=first_grad + i) for i in range(GRADS_PER_GEMM))

@@ -13,8 +13,8 @@ Every GEMM of a linear is out[m, n] = a[m, k] @ b[n, k]^T, both operands in the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from torch import Tensor
 from te_lite.ops.gemm import gemm, gemm_accumulate_
 
 Layout = Literal["row", "col"]
-Operand = tuple[Tensor, Tensor | None]  # data with the inner dimension last, and its scale (None in high precision)
+# Data with the inner dimension last, and its scale: a Tensor, but None in high precision, which no format's GEMM reads.
+Operand = tuple[Tensor, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class TensorFormat:
     col_from_row: the col layout can be made from the row layout alone (so one gather serves fprop and wgrad).
     shard_multiple: a gathered tensor multiplies natively where each rank's shard has a multiple of so many rows.
     scales_product: operands multiply as data alone, the product is scaled by tensor, by shard or by row of either.
+    q, in methods: a QTensor, which subclasses take as Held.
     """
 
     label: ClassVar[str] = ""
@@ -42,7 +44,7 @@ class TensorFormat:
     shard_multiple: int = 1
     scales_product: bool = False
 
-    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+    def dequantize(self, q: Any, layout: Layout) -> Tensor:
         """v[M, K] in q.dtype, from the data of `layout`, which q holds."""
         raise NotImplementedError
 
@@ -50,7 +52,7 @@ class TensorFormat:
         """True where matmul takes operands of this format and of `other`, in that order."""
         return self.gemm == other.gemm != ""
 
-    def make_col(self, q: QTensor) -> tuple[Tensor, Tensor | None]:
+    def make_col(self, q: Any) -> tuple[Tensor, Tensor | None]:
         """(data, scale) of the col layout from the row layout; only where col_from_row."""
         raise NotImplementedError
 
@@ -58,7 +60,7 @@ class TensorFormat:
         """Whether wire("col") of shards of `rows` rows is put together along dim 1: [K, rows] to [K, R*rows]."""
         return False
 
-    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+    def wire(self, q: Any, layout: Layout) -> tuple[Tensor, ...]:
         """The tensors, sharded along dim 0 (but see gathers_columns), that a peer needs to use `q` in `layout`; scales
         included.
 
@@ -79,6 +81,13 @@ class TensorFormat:
         out.add_(self.matmul(a, b, torch.float32, None, fast_accum))
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Format(TensorFormat):
+    """fp8 bytes of `dtype`."""
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+
 @dataclass(slots=True)
 class QTensor:
     """A logical matrix v[M, K] held in `format`, in one or both layouts.
@@ -95,7 +104,7 @@ class QTensor:
     col: Tensor | None = None
     col_scale: Tensor | None = None
     seed: Tensor | None = None
-    borrowed: bool = False
+    borrowed: bool = field(default=False, kw_only=True)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -121,7 +130,7 @@ class QTensor:
     def operand(self, layout: Layout) -> Operand:
         """The GEMM operand in `layout`; a missing col layout is made from the row layout where the format can."""
         if layout == "row":
-            return self.row, self.row_scale
+            return self.row, self.row_scale  # type: ignore[return-value]  # who asks for rows has them
         if self.col is None:
             self.col, self.col_scale = self.format.make_col(self)
         return self.col, self.col_scale
@@ -147,6 +156,7 @@ class QTensor:
         scale = self.row_scale
         if scale is not None and scale.shape[0] == self.shape[0]:
             scale = scale[start:stop]
+        assert self.row is not None
         row = self.row[start:stop]
         return QTensor(self.format, (row.shape[0], self.shape[1]), self.dtype, row, scale, borrowed=self.borrowed)
 
@@ -166,6 +176,15 @@ class QTensor:
         return self.format.from_wire(parts, layout, self, rows)
 
 
+class Held(QTensor):
+    """For types alone: a QTensor of which a format's method reads the layout that is asked for, which is there."""
+
+    row: Tensor
+    row_scale: Tensor
+    col: Tensor
+    col_scale: Tensor
+
+
 def matmul(
     a: QTensor, a_layout: Layout, b: QTensor, b_layout: Layout, out_dtype: torch.dtype, bias: Tensor | None = None,
     fast_accum: bool = False, out: Tensor | None = None,
@@ -174,16 +193,18 @@ def matmul(
 
     Operands of formats that no GEMM multiplies together are dequantized first. out: where to write it.
     """
+    a_row: Any = a.row  # a tensor where it is read
+    b_row: Any = b.row
     if a.format.gemm == b.format.gemm == "high_precision":
-        a_data = a.row if a_layout == "row" else a.row.t()
-        return gemm(a_data, b.row if b_layout == "row" else b.row.t(), out_dtype, bias, out)
+        a_data = a_row if a_layout == "row" else a_row.t()
+        return gemm(a_data, b_row if b_layout == "row" else b_row.t(), out_dtype, bias, out)
     if not a.format.multiplies(b.format):
         return gemm(_plain(a, a_layout, a.dtype), _plain(b, b_layout, a.dtype), out_dtype, bias, out)
     # operand() without a call where what it gives is there.
-    row, made = (a.row, a.row_scale), a.col is not None
-    a_operand = row if a_layout == "row" else (a.col, a.col_scale) if made else a.operand("col")
-    row, made = (b.row, b.row_scale), b.col is not None
-    b_operand = row if b_layout == "row" else (b.col, b.col_scale) if made else b.operand("col")
+    row, col = (a_row, a.row_scale), a.col
+    a_operand = row if a_layout == "row" else a.operand("col") if col is None else (col, a.col_scale)
+    row, col = (b_row, b.row_scale), b.col
+    b_operand = row if b_layout == "row" else b.operand("col") if col is None else (col, b.col_scale)
     product = a.format.matmul(a_operand, b_operand, out_dtype, bias, fast_accum, out)
     return product if out is None or product.data_ptr() == out.data_ptr() else out.copy_(product)
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite import epoch
+from te_lite.ops.norm import Formula
 from te_lite.ops.source import Source
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.recipe import HighPrecision, Recipe
 
@@ -50,7 +50,7 @@ class Quantizer:
         defined = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("from_gemm", "quantize")]
         return self.from_gemm if defined[0] is defined[1] else ""
 
-    def norm_rows(self, x: Tensor, *formula: Any) -> tuple[QTensor, Tensor | None, Tensor] | None:
+    def norm_rows(self, x: Tensor, *formula: *Formula) -> tuple[QTensor, Tensor | None, Tensor] | None:
         """(norm of x[M, K] quantized by row, its mean, its rstd) from one read of x, the bits of quantize() after
         norm_stats(x, *formula, False); None where that takes two."""
         return None
@@ -86,21 +86,22 @@ class GemmOperands:
     def labels(self, plain: str) -> tuple[str, str, str]:
         """Number formats of the operands of fprop, dgrad and wgrad, in words; plain: name of the high precision."""
         gemms = (self.fprop, self.dgrad, self.wgrad)
-        return tuple(f"{g.a.format.label or plain} x {g.b.format.label or plain}" for g in gemms)
+        fprop, dgrad, wgrad = (f"{g.a.format.label or plain} x {g.b.format.label or plain}" for g in gemms)
+        return fprop, dgrad, wgrad
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where a linear stands, for factories that turn a recipe into quantizers.
 
-    gemm: index of the linear in its module. dtype: of the activations. state(direction): the delayed-scaling state of
+    gemm: index of the linear in its module. dtype: of the activations. state(direction): the ScaleState of
     the module, "forward" or "backward". calibrating: record statistics without quantizing.
     """
 
     gemm: int
     dtype: torch.dtype
     tp: TensorParallel
-    state: Callable[[str], ScaleState]
+    state: Callable[[str], Any]
     amax_group: dist.ProcessGroup | None
     calibrating: bool = False
 

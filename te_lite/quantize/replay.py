@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def _in_function() -> bool:
 
 def _functions() -> Iterator[FunctionCtx]:
     """Those whose forward this thread is in, as the contexts that their backward will be given."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(ctx := frame.f_locals.get("ctx"), FunctionCtx):
             yield ctx
@@ -163,7 +164,8 @@ class Outstanding:
                 _hold(hooks[1], note)
         else:
             alone = [frame for frame in OPEN.frames[:1] if frame.alone and not frame.replaying]
-            for holder in (holders := alone or list(_functions())):
+            holders: list[Any] = alone or list(_functions())
+            for holder in holders:
                 _hold(holder, note)
             if not holders:
                 self._unheld = _added(self._unheld, state)  # no graph that is known holds it

@@ -19,14 +19,14 @@ from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import Identity
 from te_lite.quantize.per_tensor import Current
-from te_lite.quantize.qtensor import Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.qtensor import Fp8Format, Held, Layout, Operand, QTensor
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import RowwiseScaling
 from te_lite.watch import all_reduce_max
 
 
 @dataclass(frozen=True, slots=True)
-class RowFormat(TensorFormat):
+class RowFormat(Fp8Format):
     """Inverse scales in fp32: row data [M, K] with row_scale [M], col data [K, Mp] with col_scale [K].
 
     flat: a shard that is gathered; its col data is [M, K], and its col_scale is agreed on by all ranks. One scale in
@@ -38,16 +38,15 @@ class RowFormat(TensorFormat):
     scales_product: bool = True
     col_from_row: bool = False
     flat: bool = False
-    dtype: torch.dtype = E4M3
 
-    def dequantize(self, q: QTensor, layout: Layout) -> Tensor:
+    def dequantize(self, q: Held, layout: Layout) -> Tensor:
         if layout == "row":
             return (q.row.float() * q.row_scale.view(-1, 1)).to(q.dtype)
         if self.flat:
             return (q.col.float() * q.col_scale).to(q.dtype)
         return (q.col[:, : q.shape[0]].float() * q.col_scale.view(-1, 1)).to(q.dtype).t().contiguous()
 
-    def wire(self, q: QTensor, layout: Layout) -> tuple[Tensor, ...]:
+    def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.row, q.row_scale) if layout == "row" else (q.col,)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:

@@ -246,8 +246,7 @@ class QuantizedTensor(torch.Tensor):
         layouts = "+".join(name for name, data in (("row", q.row), ("col", q.col)) if data is not None) or "no data"
         return f"QuantizedTensor({tuple(self.shape)}, {self.dtype}, {q.format.label}, {layouts})"
 
-    # mypy knows no name of the keyword that torch has here.
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # in torch the keyword has a name
         scale = self.q.operand_scale
         if scale is None or scale.is_meta or not self.numel():
             return self._summary()

@@ -65,7 +65,7 @@ def test_the_fused_gemms_wait_first_too() -> None:
     """And let the next kernel start in one place, behind the loop that awaits shards, and not of a reduce-scatter."""
     source = (OPS.parent / "csrc" / "gemm_fused.cu").read_text()
     assert "griddepcontrol.wait" in source[source.index("extern") :].split("setmaxnreg")[0]
-    load = source[source.index("void load(") : source.index("void store(")]
+    load = source[source.index("void produce(") : source.index("void store_output(")]
     assert source.count("launch_dependents") == load.count('if (GATHER) asm volatile("griddepcontrol.launch_dep') == 1
     assert load.rindex("await(") < load.rindex("if (GATHER) continue;") < load.index("launch_dependents")
 
