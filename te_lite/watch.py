@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.nvtx import ranged
 from te_lite.ops.registry import capturing
 
 CHECK_RANKS = os.environ.get("TE_LITE_CHECK_RANKS", "cpu")
@@ -55,7 +55,7 @@ def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callabl
         text = f"{what}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         members = dist.get_process_group_ranks(group) if watches else ()
         for ranks, watch in watches.items():
-            if all(rank in members for rank in ranks):
+            if set(ranks).issubset(members):
                 watch.meet(text)
         compare(text, group, tensor.device)
     if not tensor.numel():
@@ -97,13 +97,13 @@ def compare(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
     )
 
 
+@ranged("te_lite.amax_all_reduce")
 def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:
     """values, not negative and no nan, becomes its elementwise maximum over the group."""
-    with nvtx_range("te_lite.amax_all_reduce"):
-        watch = _watch(group)
-        if watch is not None and values.numel() and watch.maximum(what, values, many=True) is not None:
-            return
-        collective(what, values, group, partial(dist.all_reduce, values, dist.ReduceOp.MAX, group))
+    watch = _watch(group)
+    if watch is not None and values.numel() and watch.maximum(what, values, many=True) is not None:
+        return
+    collective(what, values, group, partial(dist.all_reduce, values, dist.ReduceOp.MAX, group))
 
 
 def _watch(group: dist.ProcessGroup) -> Watch | None:

@@ -23,6 +23,7 @@ LEVELS = {
     "tables": 0,
     "kept": 0,
     "arguments": 0,
+    "epoch": 0,
     "_C": 1,
     "_requirements": 1,
     "ops": 2,

@@ -36,8 +36,7 @@ class Given(Quantizer):
                 f"a tensor on {source.device}, scale on {self.scale.device}, amax on {self.amax.device}: must be on "
                 "one device; move scale and amax to the tensor's"
             )
-        wanted = {"row": row, "col": col, "bias_grad": bias_grad}
-        return per_tensor_cast(self.format, source, self.scale, scale=self.scale, amax_out=self.amax, **wanted)
+        return per_tensor_cast(self.format, source, self.scale, row, col, bias_grad, self.scale, None, self.amax)
 
 
 class CallerQuantizer:

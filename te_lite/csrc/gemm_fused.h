@@ -39,7 +39,7 @@ struct FusedArguments {
   const float* bias;                  // [n] or null
   const float* act_scale;             // [1]
   float* act_scale_inv;               // [1], written
-  unsigned* peak;                     // fp32; ACT 2: [blocks of the launch * (GRAD ? 1 : 2)], each written; ACT 3: [1],
+  unsigned* amax;                     // fp32; ACT 2: [blocks of the launch * (GRAD ? 1 : 2)], each written; ACT 3: [1],
                                       // raised, or null
   const float* slot_scales;           // NARROW: [ranks, n / 128, m]
   int delta, m, n, k, rank, flags, blocks, lag;

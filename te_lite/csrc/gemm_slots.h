@@ -5,7 +5,7 @@
 
 #include "gemm_walk.h"
 
-constexpr u32 kNarrowBytes = kHalfRows * kBoxColumns;  // of a warpgroup's box, without scales
+constexpr u32 kNarrowBytes = kGroupRows * kBoxColumns;  // of a warpgroup's box, without scales
 
 // One box of a slot, in shared memory, is added to a warpgroup's sums.
 __device__ __forceinline__ void add_slot(float2 (&total)[16], u32 slot, int group, int row, int lane) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void add_slot(float2 (&total)[16], u32 slot, int grou
     float scale[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      scale[h] = __uint_as_float(load_shared(slot + 2 * kNarrowBytes + (group * kHalfRows + row + 8 * h) * 4));
+      scale[h] = __uint_as_float(load_shared(slot + 2 * kNarrowBytes + (group * kGroupRows + row + 8 * h) * 4));
     }
 #pragma unroll
     for (int j = 0; j < 16; j++) {
@@ -47,9 +47,9 @@ __device__ __forceinline__ Scales narrow_scales(const float* x) {  // four threa
     }
     largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 2));
-    const u32 peak = min(magnitude(largest), 0x7f800000u);
-    const int exponent = max((int)((peak + 0x1fffff) >> 23) - 8, 1);
-    s.stored[h] = peak < 0x7f800000 ? exponent << 23 : 0x7fc00000;
+    const u32 amax = min(magnitude(largest), 0x7f800000u);
+    const int exponent = max((int)((amax + 0x1fffff) >> 23) - 8, 1);
+    s.stored[h] = amax < 0x7f800000 ? exponent << 23 : 0x7fc00000;
     s.factor[h] = __uint_as_float((254 - exponent) << 23);
   }
   return s;
@@ -83,9 +83,9 @@ __device__ __forceinline__ void store_wide_or_narrow(const u32 (&held)[kWords], 
 }
 
 // One warp: flags are looked at, and slots on their way to L2, before the products of an own tile are loaded.
-__device__ __forceinline__ void look(const Maps& maps, const Arguments& p, const Shared& shared) {
+__device__ __forceinline__ void await_slots(const Maps& maps, const Arguments& p, const Shared& shared) {
   const int source = threadIdx.x % 32;
-  Place at;
+  Tile at;
   for (int i = 0; shared.tile(p, i, at); i++) {
     if (at.owner == p.rank && source < RANKS && source != p.rank) {
       await(p, p.ready + source * p.flags + at.block, 0);
@@ -97,16 +97,16 @@ __device__ __forceinline__ void look(const Maps& maps, const Arguments& p, const
 }
 
 // One thread: the slots of an own tile, as if they were more operands.
-__device__ __forceinline__ void load_slots(const Maps& maps, const Arguments& p, const Shared& shared, const Place& at,
-                                           Ring& ring) {
+__device__ __forceinline__ void load_slots(const Maps& maps, const Arguments& p, const Shared& shared, const Tile& at,
+                                           Pipeline& pipeline) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
   for (int box = 0; box < kBoxes; box++) {
     const int col = at.col + box * kBoxColumns;
 #pragma unroll 1  // unrolled, it spills registers
-    for (int first = 1; first < RANKS + RESIDUAL; first += kTogether, ring.advance()) {
-      const u32 to = shared.stages + ring.stage * kStageBytes, bar = shared.full + 8 * ring.stage;
-      const int count = min(kTogether, RANKS + RESIDUAL - first);
-      bar_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+    for (int first = 1; first < RANKS + RESIDUAL; first += kSlotsPerStage, pipeline.advance()) {
+      const u32 to = shared.stages + pipeline.stage * kStageBytes, bar = shared.full + 8 * pipeline.stage;
+      const int count = min(kSlotsPerStage, RANKS + RESIDUAL - first);
+      bar_wait(shared.empty + 8 * pipeline.stage, pipeline.phase ^ 1);
       bar_expect(bar, count * kSlotBytes);
       for (int s = 0; s < count; s++) {
         const int source = (p.rank + first + s) % RANKS;

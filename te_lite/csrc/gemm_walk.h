@@ -15,31 +15,31 @@ constexpr bool kForward = ACT && !GRAD;               // a tile has columns of b
 constexpr int kStages = COLUMNS == 128 ? 6 - GRAD : 4;
 constexpr int kSplitSteps = 4;  // with SPLIT, of a sum in the tensor cores; docs/background/numerics.md, Accumulation
 constexpr u32 kSlotBytes = NARROW ? kTileRows * (BOX_COLUMNS(COLUMNS) + 4) : kABytes;  // a box of a slot
-constexpr int kTogether = NARROW ? 3 : kStageBytes / kSlotBytes;  // of them in a stage; more would spill more registers
-constexpr int kHalfRows = kTileRows / 2;              // of a warpgroup
+constexpr int kSlotsPerStage = NARROW ? 3 : kStageBytes / kSlotBytes;  // of them in a stage; more would spill more registers
+constexpr int kGroupRows = kTileRows / 2;              // of a warpgroup
 constexpr int kBoxColumns = BOX_COLUMNS(COLUMNS), kWords = kBoxColumns / 4;  // words: a thread's, of a box
 constexpr int kBoxes = COLUMNS / kBoxColumns;         // of these rows, side by side; kForward: half of them of each half
 constexpr int kHalfColumns = COLUMNS / 2;
-constexpr bool kActs = ACT == 1 || ACT == 3;          // what is made of the product is stored
-constexpr int kUses = kBoxes + (kForward && kActs ? 2 : 0);  // boxes of output of a tile
-constexpr int kParts = kBoxes + (kForward ? 4 : 0);   // in which a tile is handed over, while the next is multiplied
-constexpr u32 kOutputBytes = kHalfRows * kBoxBytes;   // one of them
-constexpr int kTurns = GRAD ? 1 : 2;                  // boxes of a warpgroup in shared memory
+constexpr bool kStoresAct = ACT == 1 || ACT == 3;          // what is made of the product is stored
+constexpr int kOutputBoxes = kBoxes + (kForward && kStoresAct ? 2 : 0);  // boxes of output of a tile
+constexpr int kOutputParts = kBoxes + (kForward ? 4 : 0);   // in which a tile is handed over, while the next is multiplied
+constexpr u32 kOutputBytes = kGroupRows * kBoxBytes;   // one of them
+constexpr int kOutputSlots = GRAD ? 1 : 2;                  // boxes of a warpgroup in shared memory
 // Tiles taken and not forgotten. A cluster takes one at the earliest when it begins to load the one before, some stages
 // before that is multiplied: with one step a tile, the oldest that anybody still has to look up.
-constexpr int kTaken = 16;
-constexpr int kGroup = 8;                             // pairs of rows of an all-gather's tiles, in work at once
+constexpr int kQueue = 16;
+constexpr int kRasterRows = 8;                             // pairs of rows of an all-gather's tiles, in work at once
 
-struct Place {
+struct Tile {
   int owner, block, row, col;  // row: within the owner's
 };
 
 // The walk. All-gather: shard by shard, a few rows of tiles at a time column by column. Reduce-scatter: block by block; in a
 // block column by column, and there the others' rows and then own ones, `lag` blocks back.
-__device__ __forceinline__ Place place_of(const Arguments& p, int pair) {
+__device__ __forceinline__ Tile tile_of(const Arguments& p, int pair) {
   if (GATHER) {
-    const int shard = p.pairs * p.columns, left = pair % shard, first = left / (kGroup * p.columns) * kGroup;
-    const int rows = min(p.pairs - first, kGroup), in_group = left % (kGroup * p.columns);
+    const int shard = p.pairs * p.columns, left = pair % shard, first = left / (kRasterRows * p.columns) * kRasterRows;
+    const int rows = min(p.pairs - first, kRasterRows), in_group = left % (kRasterRows * p.columns);
     return {(p.rank + pair / shard) % RANKS, 0, ((first + in_group % rows) * 2 + cluster_rank()) * kTileRows,
             in_group / rows * (kForward ? kHalfColumns : COLUMNS)};
   }
@@ -61,7 +61,7 @@ __device__ __forceinline__ Place place_of(const Arguments& p, int pair) {
 
 // Where a box of a tile lies in h. kForward: a tile has as many columns of each half. Gates beyond their half are the first
 // columns of the other: two tiles then store the same columns with the same bits, for everything goes by the column.
-__device__ __forceinline__ int column(const Arguments& p, const Place& at, int box) {
+__device__ __forceinline__ int column(const Arguments& p, const Tile& at, int box) {
   if (!kForward || box < kBoxes / 2) return at.col + box * kBoxColumns;
   return p.n / 2 + at.col + (box - kBoxes / 2) * kBoxColumns;
 }
@@ -69,23 +69,23 @@ __device__ __forceinline__ int column(const Arguments& p, const Place& at, int b
 // Addresses in shared memory.
 struct Shared {
   u32 stages;            // operands, or slots
-  u32 output;            // for each warpgroup kTurns boxes, used by turns
-  u32 h, made;           // GRAD: two times a box of gates and one of ups, by turns; what leaves in their place
+  u32 output;            // for each warpgroup kOutputSlots boxes, used by turns
+  u32 h, h_grads;        // GRAD: two times a box of gates and one of ups, by turns; their gradients
   u32 full, empty;       // barriers of stages
   u32 filled, drained;   // of boxes of output
   u32 checked;           // a tile's flags, if it is an own one, were there
-  u32 taken, pair_of;    // of the tiles that this cluster has taken: barriers, and the tiles
-  u32 peaks;             // of each warp that looks for one, of three warpgroups
+  u32 queued, pair_of;   // the tiles that this cluster has taken: barriers, and the pairs
+  u32 amaxes;             // of each warp that looks for one, of three warpgroups
   u32 h_full, h_empty;   // barriers of h
 
   __device__ __forceinline__ explicit Shared(void* raw) {
     stages = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;  // the swizzle's period
     output = stages + kStages * kStageBytes;
-    h = output + 2 * kTurns * kOutputBytes, made = h + 4 * kOutputBytes;
+    h = output + 2 * kOutputSlots * kOutputBytes, h_grads = h + 4 * kOutputBytes;
     full = h + GRAD * 6 * kOutputBytes, empty = full + 8 * kStages;
     filled = empty + 8 * kStages, drained = filled + 32, checked = drained + 32;
-    taken = checked + 8, pair_of = taken + 8 * kTaken, peaks = pair_of + 4 * kTaken;
-    h_full = peaks + 48, h_empty = h_full + 16;
+    queued = checked + 8, pair_of = queued + 8 * kQueue, amaxes = pair_of + 4 * kQueue;
+    h_full = amaxes + 48, h_empty = h_full + 16;
   }
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; i++) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, 4);  // 4 warpgroups in a cluster
@@ -93,30 +93,30 @@ struct Shared {
     for (int i = 0; i < 4; i++) bar_init(filled + 8 * i, 128), bar_init(drained + 8 * i, drain);
     for (int i = 0; i < 2; i++) bar_init(h_full + 8 * i, 1), bar_init(h_empty + 8 * i, 128);
     bar_init(checked, 32);
-    for (int i = 0; i < kTaken; i++) bar_init(taken + 8 * i, 1);
+    for (int i = 0; i < kQueue; i++) bar_init(queued + 8 * i, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   // The i-th tile that this cluster has taken; false: there is none.
-  __device__ __forceinline__ bool tile(const Arguments& p, int i, Place& at) const {
-    bar_wait(taken + 8 * (i % kTaken), i / kTaken & 1);
-    const int pair = load_shared(pair_of + 4 * (i % kTaken));
+  __device__ __forceinline__ bool tile(const Arguments& p, int i, Tile& at) const {
+    bar_wait(queued + 8 * (i % kQueue), i / kQueue & 1);
+    const int pair = load_shared(pair_of + 4 * (i % kQueue));
     if (pair >= RANKS * p.blocks * p.pairs * p.columns) return false;
-    at = place_of(p, pair);
+    at = tile_of(p, pair);
     return true;
   }
 };
 
-struct Ring {
+struct Pipeline {
   int stage = 0;
   u32 phase = 0;
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, phase ^= 1;
   }
-  __device__ __forceinline__ int before() const { return stage ? stage - 1 : kStages - 1; }
+  __device__ __forceinline__ int previous() const { return stage ? stage - 1 : kStages - 1; }
 };
 
 // The next pair of tiles; the last cluster to find none leaves the counter as it was.
-__device__ __forceinline__ int take(const Arguments& p) {
+__device__ __forceinline__ int next_pair(const Arguments& p) {
   int pair;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(pair) : "l"(p.counters) : "memory");
   if (pair == RANKS * p.blocks * p.pairs * p.columns + (int)gridDim.x / 2 - 1) *p.counters = 0;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void await(const Arguments& p, const int* flag, int d
   }
 }
 
-__device__ __forceinline__ void together(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 
 // Where in a box a thread's j-th word lies: of 8 rows and 16-byte chunks, each thread of a warp has one of its own, and no
 // two are in one bank, or two. row: of lane / 4, the word is in row + 8 * (j % 2).
@@ -146,16 +146,16 @@ __device__ __forceinline__ u32 word(int row, int lane, int j) {
 }
 
 // The largest magnitude that any thread of a warpgroup saw, as number `slot` of the launch, and the scale that was taken.
-__device__ __forceinline__ void tell_peak(const Arguments& p, const Shared& shared, int group, int slot, u32 peak,
+__device__ __forceinline__ void store_amax(const Arguments& p, const Shared& shared, int group, int slot, u32 amax,
                                           float scale) {
   const int thread = threadIdx.x % 128;
-  const u32 peaks = shared.peaks + 4 * 4 * group;
-  peak = min(__reduce_max_sync(~0u, peak), 0x7f800000u);  // not a number counts as infinite
-  if (thread % 32 == 0) store_shared(peaks + thread / 32 * 4, peak);
-  together(group);
+  const u32 amaxes = shared.amaxes + 4 * 4 * group;
+  amax = min(__reduce_max_sync(~0u, amax), 0x7f800000u);  // not a number counts as infinite
+  if (thread % 32 == 0) store_shared(amaxes + thread / 32 * 4, amax);
+  sync_warpgroup(group);
   if (thread) return;
-  for (int warp = 0; warp < 4; warp++) peak = max(peak, load_shared(peaks + warp * 4));
-  if (ACT == 2) p.peak[slot] = peak;
-  if (ACT == 3 && p.peak) atomicMax(p.peak, peak);
+  for (int warp = 0; warp < 4; warp++) amax = max(amax, load_shared(amaxes + warp * 4));
+  if (ACT == 2) p.amax[slot] = amax;
+  if (ACT == 3 && p.amax) atomicMax(p.amax, amax);
   if (ACT == 3 && !slot) *p.act_scale_inv = __fdiv_rn(1.0f, scale);
 }

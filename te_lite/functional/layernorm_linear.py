@@ -50,4 +50,5 @@ class LayerNormLinearFunction(torch.autograd.Function):
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs, below)
         if call.pools is not None:
             call.pools.close(call.first)
-        return None, None, *(dx or NO_GRADIENTS), dw, in_dtype(db, bias), in_dtype(dy, dy) if grads[7] else None
+        db = None if db is None else db.to(bias.dtype)
+        return None, None, *(dx or NO_GRADIENTS), dw, db, in_dtype(dy, dy) if grads[7] else None

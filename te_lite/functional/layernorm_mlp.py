@@ -79,5 +79,5 @@ class LayerNormMLPFunction(torch.autograd.Function):
             dx, dw1, db1 = linear_backward(plan1, (x1, q1), w1, param1, grad, needs1, below)
         if call.pools is not None:
             call.pools.close(call.first)
-        dres = in_dtype(dy, dy) if grads[10] else None
-        return None, None, None, *(dx or NO_GRADIENTS), dw1, in_dtype(db1, b1), dw2, in_dtype(db2, b2), dres
+        db1, db2 = None if db1 is None else db1.to(b1.dtype), None if db2 is None else db2.to(b2.dtype)
+        return None, None, None, *(dx or NO_GRADIENTS), dw1, db1, dw2, db2, in_dtype(dy, dy) if grads[10] else None

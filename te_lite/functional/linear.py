@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.cast import transform
-from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.nvtx import ranged
 from te_lite.ops.source import Source, plain
 from te_lite.overlap.epilogues import Epilogue, Operand
 from te_lite.overlap.exchange import Gemm
@@ -27,18 +28,27 @@ Kept = tuple[QTensor | None, QTensor | None]
 Grad = tuple[QTensor | None, QTensor | None, Tensor | None]
 
 
-def _quantize_input(plan: LinearPlan, x: Operand, keep: bool, for_dw: Source | None) -> tuple[QTensor, QTensor | None]:
-    """(x for fprop, what is kept of it for wgrad). for_dw: as of linear_forward."""
-    operands, by_row = plan.operands, plan.keeps_rows
-    keep = keep and not plan.keep_original
+@ranged("te_lite.quantize")
+def _quantize(
+    plan: LinearPlan, x: Operand, weight: Tensor, need_w: bool, cached: QTensor | None, keeps_w: bool,
+    for_dw: Source | None,
+) -> tuple[QTensor, QTensor | None, QTensor]:  # fmt: skip
+    """(x for fprop, what is kept of it for wgrad, the weight). The arguments are linear_forward's."""
+    operands, by_row, kept = plan.operands, plan.keeps_rows, None
+    keep = need_w and not plan.keep_original
     if isinstance(x, QTensor):
         q = x
     elif keep and not plan.x_is_wgrads:
         kept, _ = operands.wgrad.b.quantize(x if for_dw is None else for_dw, row=by_row, col=not by_row)
-        return operands.fprop.a.quantize(x)[0], kept
+        q, _ = operands.fprop.a.quantize(x)
     else:
         q, _ = operands.fprop.a.quantize(x, row=True, col=keep and not by_row)
-    return q, q.only("row" if by_row else "col") if keep else None
+    if keep and kept is None:
+        kept = q.only("row" if by_row else "col")
+    if cached is not None:
+        return q, kept, cached
+    source = Source("plain", weight) if weight.is_contiguous() else plain(weight, name="weight")  # refuses it
+    return q, kept, operands.fprop.b.quantize(source, row=True, col=keeps_w)[0]
 
 
 def linear_forward(
@@ -53,12 +63,7 @@ def linear_forward(
     than fprop's and x is written for it.
     """
     (need_x, need_w), fprop = needs, plan.operands.fprop
-    with nvtx_range("te_lite.quantize"):
-        xq, kept = _quantize_input(plan, x, need_w, for_dw)
-        wq = cached
-        if wq is None:
-            source = Source("plain", weight) if weight.is_contiguous() else plain(weight, name="weight")  # refuses it
-            wq, _ = fprop.b.quantize(source, row=True, col=keeps_w)
+    xq, kept, wq = _quantize(plan, x, weight, need_w, cached, keeps_w, for_dw)
     bias = None if bias is None else bias.to(plan.dtype).contiguous()
     residual = None if residual is None else as_matrix(residual, plan.dtype)
     gemm = Gemm(wq, "row", plan.dtype, fprop.fast_accum, "te_lite.fprop", bias, residual, epilogue)
@@ -70,6 +75,7 @@ def linear_forward(
     return y, (kept, wq.seed_only() if cached is None else wq)
 
 
+@ranged("te_lite.quantize")
 def quantize_grad(plan: LinearPlan, dy: Operand, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
     """dy as linear_backward takes it. columns: of dx. needs: as there.
 
@@ -77,23 +83,23 @@ def quantize_grad(plan: LinearPlan, dy: Operand, columns: int, needs: tuple[bool
     need_x, need_w, need_b = needs
     if isinstance(dy, QTensor):
         return dy, dy, dy.dequantize().sum(0, dtype=torch.float32) if need_b else None
-    with nvtx_range("te_lite.quantize"):
-        if not (need_x or need_w):
-            return None, None, transform(dy, bias_grad=True).bias_grad if need_b else None
-        quantizer, for_wgrad = plan.operands.dgrad.a, plan.operands.wgrad.a
-        by_row = plan.gathers_dy and for_wgrad.format.col_from_row  # the gathered rows give the col layout
-        if plan.dy_is_wgrads:
-            gathers = plan.parallel.gathers_columns
-            col = not by_row or (need_x and gathers(quantizer.format, dy.rows, dy.cols, columns))
-            q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and col, bias_grad=need_b)
-            return q, q, sums
-        q, sums = quantizer.quantize(dy, bias_grad=need_b) if need_x else (None, None)
-        if not need_w:
-            return q, None, sums
-        q_w, sums_w = for_wgrad.quantize(dy, row=by_row, col=not by_row, bias_grad=need_b and q is None)
-        return q, q_w, sums_w if q is None else sums
+    if not (need_x or need_w):
+        return None, None, transform(dy, bias_grad=True).bias_grad if need_b else None
+    quantizer, for_wgrad = plan.operands.dgrad.a, plan.operands.wgrad.a
+    by_row = plan.gathers_dy and for_wgrad.format.col_from_row  # the gathered rows give the col layout
+    if plan.dy_is_wgrads:
+        gathers = plan.parallel.gathers_columns
+        col = not by_row or (need_x and gathers(quantizer.format, dy.rows, dy.cols, columns))
+        q, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and col, bias_grad=need_b)
+        return q, q, sums
+    q, sums = quantizer.quantize(dy, bias_grad=need_b) if need_x else (None, None)
+    if not need_w:
+        return q, None, sums
+    q_w, sums_w = for_wgrad.quantize(dy, row=by_row, col=not by_row, bias_grad=need_b and q is None)
+    return q, q_w, sums_w if q is None else sums
 
 
+@ranged("te_lite.quantize")
 def _weight_for_dgrad(plan: LinearPlan, kept: QTensor, weight: Tensor) -> QTensor:
     quantizer, same = plan.operands.dgrad.b, plan.w_is_dgrads
     if kept.col is not None or (same and kept.row is not None):
@@ -116,15 +122,10 @@ def linear_backward(
         return None, None, db
     dgrad = wgrad = None
     if need_x:
-        with nvtx_range("te_lite.quantize"):
-            wq = _weight_for_dgrad(plan, w, weight)
+        wq = _weight_for_dgrad(plan, w, weight)
         dgrad = Gemm(wq, "col", plan.dtype, plan.operands.dgrad.fast_accum, "te_lite.dgrad", None, None, epilogue)
     if need_w:
-
-        def wgrad(dy_full: QTensor, x_full: QTensor) -> Tensor | None:
-            with nvtx_range("te_lite.wgrad"):
-                return plan.sink(param, dy_full, x_full, plan.operands.wgrad.fast_accum)
-
+        wgrad = partial(plan.sink, param, plan.operands.wgrad.fast_accum)
     return *plan.parallel.backward(dgrad, wgrad, dq, dq_wgrad, x), db
 
 
@@ -242,5 +243,6 @@ class LinearFunction(torch.autograd.Function):
         if call.pools is not None:
             call.pools.close(call.first)
         if dx is not None:
-            dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
-        return None, dx, dw, in_dtype(db, bias), in_dtype(dy, dy) if grads[4] else None
+            as_is = call.grad_input is None and len(ctx.x_shape) == 2
+            dx = (dx if as_is else as_output(dx, ctx.x_shape, call.grad_input)).to(ctx.x_dtype)
+        return None, dx, dw, None if db is None else db.to(bias.dtype), in_dtype(dy, dy) if grads[4] else None

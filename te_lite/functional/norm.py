@@ -13,7 +13,6 @@ from te_lite.functional.linear import Call, as_matrix, as_output, in_dtype
 from te_lite.functional.saved import backward_method, forward_method
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
-from te_lite.ops.nvtx import nvtx_range
 from te_lite.ops.source import Source
 from te_lite.overlap.collective import all_gather, reduce_scatter
 from te_lite.overlap.epilogues import Epilogue, Operand
@@ -51,21 +50,22 @@ def norm_source(
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
     formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
     rows_alone = not need_w or (plan.x_is_wgrads and plan.keeps_rows)
-    with nvtx_range("te_lite.norm"):
-        if spec.returned or not quantizer.fused or (need_w and not plan.operands.wgrad.b.fused):
-            y, mean, rstd = norm_forward(flat, *formula)
-            y = as_output(y, x.shape)
-            made = source.plain(y.view(flat.shape))
-            out = y if spec.returned else None
-            if out is None and quantizer.fused:
-                made, written = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered), made
-        elif rows_alone and (normed := quantizer.norm_rows(flat, *formula)) is not None:
-            made, mean, rstd = normed
-        else:
-            mean, rstd, amax = norm_stats(flat, *formula, quantizer.needs_amax)
-            made = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered, amax)
-    wanted = call.grad and any(t is not None and t.requires_grad for t in (x, gamma, beta))
-    return made, written, (flat, mean, rstd, gamma, beta) if wanted else (), out
+    if spec.returned or not quantizer.fused or (need_w and not plan.operands.wgrad.b.fused):
+        y, mean, rstd = norm_forward(flat, *formula)
+        y = as_output(y, x.shape)
+        made = source.plain(y.view(flat.shape))
+        out = y if spec.returned else None
+        if out is None and quantizer.fused:
+            made, written = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered), made
+    elif rows_alone and (normed := quantizer.norm_rows(flat, *formula)) is not None:
+        made, mean, rstd = normed
+    else:
+        mean, rstd, amax = norm_stats(flat, *formula, quantizer.needs_amax)
+        made = Source("norm", flat, None, mean, rstd, gamma, beta, spec.zero_centered, amax=amax)
+        if not (gamma.is_contiguous() and (beta is None or beta.is_contiguous())):
+            source.norm(flat, mean, rstd, gamma, beta)  # refuses them
+    wanted = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
+    return made, written, (flat, mean, rstd, gamma, beta) if wanted and call.grad else (), out
 
 
 def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:
@@ -73,6 +73,7 @@ def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:
     return all_gather(y, call.plans[0].tp.group) if spec.gathered and y is not None else y
 
 
+@dataclass(slots=True)
 class NormGrad(Epilogue):
     """The norm's backward, of the gradient dln of its output: (dx[..., K], dgamma, dbeta).
 
@@ -80,34 +81,26 @@ class NormGrad(Epilogue):
     is read where they left its parts.
     """
 
-    def __init__(self, ctx: Any, saved: Sequence[Tensor | None], dln_out: Tensor | None) -> None:
-        self.ctx, self.saved, self.dln_out = ctx, saved, dln_out
+    ctx: Any
+    saved: Sequence[Tensor | None]
+    dln_out: Tensor | None
 
-    def __call__(self, dln: Tensor) -> Gradients:
-        ctx, dln_out = self.ctx, self.dln_out
+    def __call__(self, dln: Tensor, slots: Tensor | None = None, rank: int = 0) -> Gradients:
+        """slots, rank: dln is a summand, as of_slots has it."""
+        ctx, saved, dln_out = self.ctx, self.saved, self.dln_out
         if dln_out is not None:
-            dln_out = as_matrix(dln_out, self.saved[0].dtype)
+            dln_out = as_matrix(dln_out, saved[0].dtype)
             dln += reduce_scatter(dln_out, ctx.call.plans[0].tp.group) if ctx.spec.gathered else dln_out
-        return self._result(dln)
+        dx, dgamma, dbeta = norm_backward(dln, *saved[:4], ctx.spec.zero_centered, slots, rank)
+        if ctx.call.grad_input is not None or len(ctx.x_shape) != 2:
+            dx = as_output(dx, ctx.x_shape, ctx.call.grad_input)
+        return dx.to(ctx.x_dtype), dgamma, dbeta if dbeta is None else dbeta.to(saved[4].dtype)
 
     def of_slots(self, slots: Tensor, own: Tensor, rank: int) -> Gradients:
-        return super().of_slots(slots, own, rank) if self.dln_out is not None else self._result(own, slots, rank)
-
-    def _result(self, dln: Tensor, slots: Tensor | None = None, rank: int = 0) -> Gradients:
-        ctx, gamma, beta = self.ctx, self.saved[3], self.saved[4]
-        dx, dgamma, dbeta = _backward(ctx, self.saved, dln, slots, rank)
-        dx = as_output(dx, ctx.x_shape, ctx.call.grad_input).to(ctx.x_dtype)
-        return dx, in_dtype(dgamma, gamma), in_dtype(dbeta, beta)
+        return self(own, slots, rank) if self.dln_out is None else super(NormGrad, self).of_slots(slots, own, rank)
 
 
 NO_GRADIENTS: Gradients = (None, None, None)
-
-
-def _backward(
-    ctx: Any, saved: Sequence[Tensor | None], dln: Tensor, slots: Tensor | None = None, rank: int = 0
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    with nvtx_range("te_lite.norm_backward"):
-        return norm_backward(dln, *saved[:4], ctx.spec.zero_centered, slots, rank)
 
 
 class NormFunction(torch.autograd.Function):
@@ -116,8 +109,7 @@ class NormFunction(torch.autograd.Function):
     @forward_method
     def forward(ctx: Any, spec: NormSpec, grad: bool, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
         flat = as_matrix(x, x.dtype)
-        with nvtx_range("te_lite.norm"):
-            y, mean, rstd = norm_forward(flat, gamma, beta, spec.eps, spec.rms, spec.zero_centered)
+        y, mean, rstd = norm_forward(flat, gamma, beta, spec.eps, spec.rms, spec.zero_centered)
         if grad:
             ctx.save_for_backward(flat, mean, rstd, gamma, beta)
             ctx.spec, ctx.shape = spec, x.shape
@@ -127,5 +119,5 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         x, _, _, gamma, beta = saved
-        dx, dgamma, dbeta = _backward(ctx, saved, as_matrix(dy, x.dtype))
+        dx, dgamma, dbeta = norm_backward(as_matrix(dy, x.dtype), *saved[:4], ctx.spec.zero_centered)
         return None, None, dx.view(ctx.shape), in_dtype(dgamma, gamma), in_dtype(dbeta, beta)

@@ -25,6 +25,9 @@ Results = tuple[Any, Tensor | None]
 # Where dgrad hides a second gather of dy: it computes long enough (columns of dx), and more than a push's own price is
 # moved (bytes of a shard).
 COLUMNS_HIDE, COLUMNS_FROM = 3072, 4 << 20
+# What the ranks must agree on, by whether dgrad and wgrad run.
+_BACKWARD = {(True, True): "backward for dgrad and wgrad", (True, False): "backward for dgrad"}
+_BACKWARD |= dict.fromkeys([(False, True), (False, False)], "backward for wgrad")
 _NO_WGRAD = "no weight gradient to hide the scatter of dx behind"
 
 
@@ -90,7 +93,7 @@ class Column(Unsplit):
             gathers = gathers.settled(x, None, "col")
         if dgrad is not None:
             scatters = scatters.settled(dy, dgrad, None)
-        with self.dgrad.operation(_backward(dgrad, wgrad), dy_wgrad if dy is None else dy):
+        with self.dgrad.operation(_BACKWARD[dgrad is not None, wgrad is not None], dy_wgrad if dy is None else dy):
             if wgrad is not None:
                 gathering = gathers.all_gather(x, "col")
             if dgrad is not None and self.bulk:
@@ -161,12 +164,13 @@ class Row(Unsplit):
         if dgrad is not None or one:
             by_rows = self.dgrad.settled(dy, dgrad, "row")
         if wgrad is not None and not (one and dgrad is None):
-            if not one or self.gathers_columns(dy.format, *dy.shape, dgrad.columns):
+            wide = dgrad is not None and dgrad.b.shape[1] >= COLUMNS_HIDE
+            if not one or (wide and self.gathers_columns(dy.format, *dy.shape, dgrad.columns)):
                 by_columns = self.wgrad.settled(dy_wgrad, None, "col")
                 if one and not (by_rows.hides and by_columns.hides):
                     by_columns = None
         one = one and by_columns is None
-        with self.dgrad.operation(_backward(dgrad, wgrad), dy_wgrad if dy is None else dy):
+        with self.dgrad.operation(_BACKWARD[dgrad is not None, wgrad is not None], dy_wgrad if dy is None else dy):
             if by_rows is not None:
                 rows = by_rows.all_gather(dy, "row", multiplied=dgrad is not None, whole=one)
             if by_columns is not None:
@@ -180,11 +184,6 @@ class Row(Unsplit):
                 dw = wgrad(read.whole(), x)
                 read.close()
         return dx, dw
-
-
-def _backward(dgrad: Gemm | None, wgrad: Wgrad | None) -> str:
-    """What the ranks must agree on."""
-    return f"backward for {'dgrad and wgrad' if dgrad and wgrad else 'dgrad' if dgrad else 'wgrad'}"
 
 
 def parallel_linear(tp: TensorParallel, exchanges: Exchanges) -> Unsplit:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.parallel import Unsplit
-from te_lite.ops.transpose import padded_rows
+from te_lite.ops.nvtx import ranged
+from te_lite.ops.transpose import PAD
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
@@ -25,7 +26,8 @@ class WgradSink:
 
     late = False
 
-    def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
+    @ranged("te_lite.wgrad")
+    def __call__(self, weight: Tensor, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
         """dw[N, K] = dy.col[N, M] @ x.col[K, M]^T, put where it belongs; returns what autograd gets for the weight.
 
         weight: the parameter itself, not what autograd saved of it: under saved-tensor hooks that is another tensor.
@@ -36,7 +38,8 @@ class WgradSink:
 class MainGrad(WgradSink):
     """Accumulated into weight.main_grad (overwritten where weight.overwrite_main_grad): Megatron's contract."""
 
-    def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
+    @ranged("te_lite.wgrad")
+    def __call__(self, weight: Tensor, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
         if getattr(weight, "overwrite_main_grad", False):
             weight.main_grad.zero_()
         matmul_accumulate_(weight.main_grad, dy, x, fast_accum)
@@ -65,7 +68,7 @@ class DelayedWgrads(WgradSink):
         self.sink, self.copies_dy, self.copies_x = sink, copies_dy, copies_x
         self.queue: deque[Callable[[], None]] = deque()
 
-    def __call__(self, weight: Tensor, dy: QTensor, x: QTensor, fast_accum: bool) -> Tensor | None:
+    def __call__(self, weight: Tensor, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
         dy, x = dy.keep(self.copies_dy), x.keep(self.copies_x)
 
         def run() -> None:
@@ -74,7 +77,7 @@ class DelayedWgrads(WgradSink):
                     f"backward_dw() for a weight {tuple(weight.shape)} whose memory is freed, as FSDP does after "
                     "backward: its gradient would reach nobody; leave out delay_wgrad_compute"
                 )
-            dw = self.sink(weight, dy, x, fast_accum)
+            dw = self.sink(weight, fast_accum, dy, x)
             if not isinstance(self.sink, MainGrad):
                 weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 
@@ -141,7 +144,7 @@ class LinearPlan:
 
     def bytes_saved(self, tokens: int, features: int) -> int:
         """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""
-        return max(0, 2 * tokens - padded_rows(tokens)) * features if self.x_in_bytes else 0
+        return max(0, 2 * tokens - -(-tokens // PAD) * PAD) * features if self.x_in_bytes else 0
 
     def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None) -> bool:
         """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from te_lite import epoch
 from te_lite.arguments import flag
-from te_lite.autocast import OPEN, State
+from te_lite.autocast import OPEN, Pass, State
 from te_lite.functional.linear import Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
 from te_lite.modules import checks, scale_state
@@ -242,8 +242,11 @@ class TeLiteModule(SpecModule):
             output, grad_input = checks.check_offered(self, state, fp8_output, fp8_grad, plans)
         pools = state.pools if delayed else None
         claims = False
-        if pools is not None and (recomputes or not state.one_pass.claimed):
-            claims = self._claims_first(state, inp, weights)
+        if pools is not None and recomputes:
+            pools.expect()
+            claims = replay.recall((id(self), "first"), partial(self._claims_first, state.one_pass, inp, weights))
+        elif pools is not None and grad and not state.one_pass.claimed:
+            claims = self._claims_first(state.one_pass, inp, weights)
         versions = tuple([part._version for part in parts]) if grad and parts else ()
         note = self._outstanding.note(state, grad)
         return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions, note)
@@ -265,21 +268,15 @@ class TeLiteModule(SpecModule):
         each = zip(self._caches, weights, plans, strict=True)
         return tuple([cache.get(first, w, parts or (w,), plan.operands) for cache, w, plan in each])
 
-    def _claims_first(self, state: State, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
+    def _claims_first(self, one_pass: Pass, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
         """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
-        state.pools.expect()
         grad = torch.is_grad_enabled()
-        backward_follows = grad or replay.is_open()
-
-        def claim() -> bool:
-            if state.one_pass.claimed or not backward_follows:
-                return False
-            # In the first run of a reentrant checkpoint nothing asks for a gradient yet. A claim too many does no harm.
-            wanted = not grad or inp.requires_grad or any([weight.requires_grad for weight in weights])
-            state.one_pass.claimed = wanted or any([param.requires_grad for param in self.parameters(recurse=False)])
-            return state.one_pass.claimed
-
-        return replay.recall((id(self), "first"), claim)
+        if one_pass.claimed or not (grad or replay.is_open()):
+            return False
+        # In the first run of a reentrant checkpoint nothing asks for a gradient yet. A claim too many does no harm.
+        wanted = not grad or inp.requires_grad or weights[0].requires_grad or weights[-1].requires_grad
+        one_pass.claimed = wanted or any([param.requires_grad for param in self.parameters(recurse=False)])
+        return one_pass.claimed
 
     # state
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
 from te_lite.arguments import checked_device
-from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.nvtx import ranged
 from te_lite.ops.registry import FakeTensor, makes_data
 from te_lite.ops.source import DTYPES, plain
 from te_lite.quantize.qtensor import QTensor
@@ -235,11 +235,16 @@ class WeightCache:
         kept, of, q = self._kept
         same = tracked and [id(ref()) for ref in of] == [id(part) for part in parts]
         if q is None or first or not same or kept != key:
-            with nvtx_range("te_lite.quantize"):
-                source = plain(weight.detach(), name="weight")
-                q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)
-                if for_dgrad is not quantizer and for_dgrad.format == quantizer.format:
-                    col, _ = for_dgrad.quantize(source, row=False, col=True)
-                    q.col, q.col_scale = col.col, col.col_scale
+            q = _quantized(weight.detach(), quantizer, for_dgrad)
             self._kept = key, tuple([weakref.ref(part) for part in parts]), q
         return q
+
+
+@ranged("te_lite.quantize")
+def _quantized(weight: Tensor, quantizer: Quantizer, for_dgrad: Quantizer) -> QTensor:
+    source = plain(weight, name="weight")
+    q, _ = quantizer.quantize(source, row=True, col=for_dgrad is quantizer)
+    if for_dgrad is not quantizer and for_dgrad.format == quantizer.format:
+        col, _ = for_dgrad.quantize(source, row=False, col=True)
+        q.col, q.col_scale = col.col, col.col_scale
+    return q

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import reprlib
 from collections.abc import Mapping
+from functools import cache
 from numbers import Real
 from types import MappingProxyType
 from typing import NamedTuple
@@ -65,6 +66,9 @@ class Activation(NamedTuple):
 
     name: str = ""
     parameters: tuple[float, ...] = ()
+    base: str = ""  # these three by the name, see _Rule
+    glu: bool = False
+    fused: bool = False
 
     @classmethod
     def of(cls, name: str, parameters: Mapping[str, float] | None = None) -> Activation:
@@ -84,24 +88,19 @@ class Activation(NamedTuple):
                 raise TypeError(f"activation_params[{key!r}]={reprlib.repr(value)}: must be a number; pass a float")
             if not abs(value) <= _FLOAT_MAX or (key == "limit" and value <= 0):
                 raise ValueError(f"activation_params[{key!r}]={value}: must be finite in fp32, a limit > 0; choose one")
-        return cls(name, tuple(ctypes.c_float(given.get(key, default)).value for key, default in rule.defaults.items()))
+        values = (ctypes.c_float(given.get(key, default)).value for key, default in rule.defaults.items())
+        return built(name, tuple(values))
 
     @property
     def named(self) -> dict[str, float]:
         """The parameters by name."""
         return dict(zip(_RULES[self.name].defaults, self.parameters, strict=True))
 
-    @property
-    def base(self) -> str:
-        return _RULES[self.name].base
 
-    @property
-    def glu(self) -> bool:
-        return _RULES[self.name].glu
-
-    @property
-    def fused(self) -> bool:
-        return _RULES[self.name].fused
+@cache
+def built(name: str, parameters: tuple[float, ...]) -> Activation:
+    """Of checked values."""
+    return Activation(name, parameters, *_RULES[name][:3])
 
 
 NONE = Activation()

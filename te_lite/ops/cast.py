@@ -18,7 +18,7 @@ from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
 from te_lite.ops.source import DTYPES, FLAT, WORDS, Source, of_source, produce_ref
 from te_lite.ops.sums import column_sums, partial_sums
-from te_lite.ops.transpose import padded_rows, transpose_into_ref
+from te_lite.ops.transpose import PAD, padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
 
 FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -129,13 +129,34 @@ def transform(
     return out
 
 
+def fp8_cast(
+    source: Source, fp8_dtype: torch.dtype, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
+    amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
+    op: Callable[..., None] | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """(row, col, scale_inv, bias_grad) of transform() for a quantizer, whose arguments need no check. op: the
+    oracle, in its place."""
+    x, (m, n) = source.x, source.x.shape
+    if source.kind == "act" and source.activation.glu:
+        n //= 2
+    row_out = x.new_empty((m, n), dtype=fp8_dtype) if row else None
+    col_out = x.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None
+    sums = x.new_empty((n,), dtype=torch.float32) if bias_grad else None
+    scale_inv = new_scalar(x)
+    (op or _transform_op)(
+        *source[:8], *source.activation[:2], scale, amax, None, None, eps, pow2, None, row_out, col_out, scale_inv,
+        sums, amax_out,
+    )  # fmt: skip
+    return row_out, col_out, scale_inv, sums
+
+
 def transform_ref(source: Source, **wanted: Any) -> Transformed:
     """The oracle of `transform`, of the same arguments: plain torch on any device."""
-    return transform(source, **wanted, op=_transform_ref)
+    return transform(source, **wanted, op=cast_ref)
 
 
 @of_source
-def _transform_ref(source, scale, amax, row_scale, col_scale, eps, pow2, hp, row, col, scale_inv, bias_grad, amax_out):
+def cast_ref(source, scale, amax, row_scale, col_scale, eps, pow2, hp, row, col, scale_inv, bias_grad, amax_out):
     v = produce_ref(source)
     if hp is not None:
         hp.copy_(v)
@@ -196,7 +217,7 @@ _transform_op = register(
     f"transform({FLAT}, Tensor? scale, Tensor? amax, Tensor? row_scale, Tensor? col_scale, "
     "float eps, bool pow2, Tensor(a!)? hp, Tensor(b!)? row, Tensor(c!)? col, Tensor(d!)? scale_inv, "
     "Tensor(e!)? bias_grad, Tensor(f!)? amax_out) -> ()",
-    cpu=_transform_ref,
+    cpu=cast_ref,
     cuda=_transform_cuda,
 )
 

@@ -21,6 +21,7 @@ from te_lite.ops.registry import FakeTensor, Op, register
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_PAIRS = ((FP8[0], FP8[0]), (FP8[1], FP8[0]), (FP8[0], FP8[1]))  # of types that tensor cores multiply
 _LOW = (torch.bfloat16, torch.float16)
 Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 
@@ -30,7 +31,7 @@ def placed(t: Maybe) -> Maybe:
     return t if t is None or not t.is_cuda or type(t) is FakeTensor or t.data_ptr() % 16 == 0 else t.clone()
 
 
-def _check_fp8(a: Tensor, b: Tensor) -> None:
+def check_fp8(a: Tensor, b: Tensor) -> None:
     """TypeError, ValueError unless a[M, K] and b[N, K] are what cuBLAS multiplies."""
     if a.dtype not in FP8 or b.dtype not in FP8:
         raise TypeError(
@@ -124,7 +125,9 @@ def gemm_fp8(
     inverses: fp32, one element. out: where to write it, unless something must be done to it first: see what is
     returned. Raises TypeError on other dtypes, ValueError on other shapes or two E5M2.
     """
-    _check_fp8(a, b)
+    k = a.shape[-1]
+    if (k | b.shape[0]) % FP8_ALIGNMENT or k != b.shape[-1] or (a.dtype, b.dtype) not in _PAIRS:
+        check_fp8(a, b)
     if out is not None and a.is_cuda:
         return _gemm_fp8_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum, out)
     return _gemm_fp8_op(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, fast_accum)

@@ -22,7 +22,7 @@ from te_lite import _C, kept
 from te_lite.ops.activation import Activation
 from te_lite.ops.flags import signed
 from te_lite.ops.flops import launched
-from te_lite.ops.gemm import FP8, _check_fp8
+from te_lite.ops.gemm import FP8, check_fp8
 
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
@@ -85,8 +85,8 @@ def unavailable(device: torch.device) -> str:
     return "fused kernels are compiled at run time: pip install cuda-bindings"
 
 
-_HEADERS = ("gemm_grad.h", "gemm_slots.h", "gemm_walk.h", "gemm_activation.h", "gemm_fused.h", "hopper.h")
-_NAMES = ("gemm_fused.cu", *_HEADERS)
+_HEADERS = ("consumer", "grad", "slots", "walk", "activation", "fused")
+_NAMES = ("gemm_fused.cu", *(f"gemm_{name}.h" for name in _HEADERS), "hopper.h")
 
 
 @cache
@@ -158,7 +158,7 @@ class Arguments:
     bias: Tensor | None
     act_scale: Tensor | None = None
     act_scale_inv: Tensor | None = None
-    peak: Tensor | None = None
+    amax: Tensor | None = None
     slot_scales: Tensor | None = None
     delta: int
     m: int
@@ -197,7 +197,7 @@ def check(name: str, a: Tensor, b: Tensor, shard: int, ranks: int) -> None:
     """ValueError or TypeError unless these kernels can multiply a, `ranks` shards of `shard` rows, and b."""
     (m, k), (n, k_b) = a.shape, b.shape
     if a.dtype in FP8 or b.dtype in FP8:
-        _check_fp8(a, b)
+        check_fp8(a, b)
     elif a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"{name} of {a.dtype} and {b.dtype}: must both be bfloat16, float16 or fp8; cast them")
     if k != k_b or not k or k * a.element_size() % ALIGNMENT:

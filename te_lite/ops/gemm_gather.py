@@ -142,14 +142,14 @@ def gemm_gather(
     out = None if grad and wanted.act != "amax" else own.new_empty((ranks * m, n), dtype=out_dtype)
     width = 2 * n if grad else n // 2
     made = _allocate(own, (ranks * m, width), wanted, out_dtype, clusters)
-    peak = made.amax if wanted.act == "amax" else wanted.amax
+    amax = made.amax if wanted.act == "amax" else wanted.amax
     kind = Kind(
         gather=True, a=own.dtype, b=b.dtype, scales=scales, out=out_dtype, ranks=ranks, b_t=fused.transposed(b),
         columns=wide, split=split, act=wanted.act, grad=grad, fp8=wanted.fp8, activation=wanted.activation,
     )  # fmt: skip
     arguments = fused.Arguments(
         ready=ready, counters=counters, word=epoch, abort=abort, a_scale=gathered_scale, own_scale=own_scale,
-        b_scale=b_scale, bias=bias, act_scale=wanted.scale, act_scale_inv=made.scale_inv, peak=peak, delta=delta, m=m,
+        b_scale=b_scale, bias=bias, act_scale=wanted.scale, act_scale_inv=made.scale_inv, amax=amax, delta=delta, m=m,
         n=n, k=k, rank=rank, flags=ready.shape[1], pairs=pairs, columns=columns, scales=apart,
     )  # fmt: skip
     fused.launch(

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from te_lite.ops.block_cast import BLOCK, dequantize_blocks_ref
 from te_lite.ops.cublaslt import BLOCKS, ROWS, SQUARES, TENSOR, product
 from te_lite.ops.flops import product_flops
-from te_lite.ops.gemm import _check_fp8, gemm_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
+from te_lite.ops.gemm import check_fp8, gemm_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
 from te_lite.ops.registry import register
 
 _FUSED = (torch.bfloat16,)
@@ -27,7 +27,7 @@ def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, shapes: tuple
             f"fp8 GEMM of a {a.dtype} and b {b.dtype}: both must be float8_e4m3fn; quantize both along the dimension "
             "to sum over"
         )
-    _check_fp8(a, b)
+    check_fp8(a, b)
     if tuple(a_scale.shape) not in shapes[0] or tuple(b_scale.shape) not in shapes[1]:
         raise ValueError(
             f"scales of shape {tuple(a_scale.shape)} and {tuple(b_scale.shape)}: must be one of {shapes[0]} and one of "

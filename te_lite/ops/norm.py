@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from te_lite.ops import norm_kernels as kernels
-from te_lite.ops.cast import amax_ref, transform_ref
+from te_lite.ops.cast import amax_ref, cast_ref, fp8_cast
 from te_lite.ops.launch import launch, sm_count
+from te_lite.ops.nvtx import ranged
 from te_lite.ops.reduce import check_slots, reduce_slots, reduce_slots_ref
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
@@ -123,10 +124,9 @@ def norm_forward_ref(
     mean, rstd, made = _made_ref(x, gamma, beta, eps, rms, zero_centered)
     if scale is None:
         return produce_ref(made).to(x.dtype), mean, rstd
-    out = transform_ref(made, fp8_dtype=dtype, row=True, scale=scale, amax_out=amax_out)
-    assert scale_inv is not None and out.scale_inv is not None and out.row is not None
-    scale_inv.copy_(out.scale_inv)
-    return out.row, mean, rstd
+    row, _, inverse, _ = fp8_cast(made, dtype, True, False, False, scale, None, amax_out, op=cast_ref)
+    scale_inv.copy_(inverse)
+    return row, mean, rstd
 
 
 def norm_stats_ref(
@@ -166,7 +166,10 @@ def norm_backward_ref(
 
 def _cpu_outputs(*values: Tensor | None) -> tuple[Tensor, ...]:
     """An op returns contiguous tensors, whatever strides its inputs have; what is not there is an empty one."""
-    return tuple(torch.empty(0, device="cpu") if v is None else v.contiguous() for v in values)
+    out = []
+    for v in values:
+        out.append(torch.empty(0, device="cpu") if v is None else v.contiguous())
+    return tuple(out)
 
 
 def _stats_outputs(x, gamma, beta, eps, rms, zero_centered, want_amax):
@@ -212,6 +215,7 @@ _backward_op = register(
 )
 
 
+@ranged("te_lite.norm")
 def norm_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -228,6 +232,7 @@ def norm_forward(
     return y, None if rms else mean, rstd
 
 
+@ranged("te_lite.norm")
 def norm_cast(
     x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, zero_centered: bool,
     scale: Tensor, dtype: torch.dtype, amax_out: Tensor | None,
@@ -246,6 +251,7 @@ def norm_cast(
     return row, scale_inv, None if rms else mean, rstd
 
 
+@ranged("te_lite.norm")
 def norm_stats(
     x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, zero_centered: bool, want_amax: bool
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
@@ -258,6 +264,7 @@ def norm_stats(
     return None if rms else mean, rstd, amax if want_amax else None
 
 
+@ranged("te_lite.norm_backward")
 def norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, gamma: Tensor, zero_centered: bool,
     slots: Tensor | None = None, rank: int = 0,

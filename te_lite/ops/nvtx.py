@@ -1,19 +1,37 @@
-"""Named ranges for profilers, free unless asked for: set TE_LITE_NVTX=1."""
+"""Named ranges for profilers, free unless asked for: TE_LITE_NVTX=1 when te_lite is imported."""
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
-_ENABLED = os.environ.get("TE_LITE_NVTX", "0") not in ("", "0")
-_NOTHING = nullcontext()  # stateless, so one serves all
+F = TypeVar("F", bound=Callable[..., Any])
+
+ENABLED = os.environ.get("TE_LITE_NVTX", "0") not in ("", "0")
 
 
 def nvtx_range(name: str) -> AbstractContextManager[Any]:
-    """`with nvtx_range("Linear.fprop"):` names what runs inside; without CUDA for torch's profiler only."""
-    if not _ENABLED:
-        return _NOTHING
+    """`with nvtx_range("te_lite.fprop"):` names what runs inside; without CUDA for torch's profiler only."""
     return torch.cuda.nvtx.range(name) if torch.cuda.is_available() else torch.profiler.record_function(name)
+
+
+def ranged(name: str = "") -> Callable[[F], F]:
+    """Decorates what runs in a range of that name, or of its first argument's label. Off: the function itself."""
+
+    def decorate(function: F) -> F:
+        if not ENABLED:
+            return function
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with nvtx_range(name or args[0].label):
+                return function(*args, **kwargs)
+
+        return run  # type: ignore[return-value]  # of F's signature
+
+    return decorate

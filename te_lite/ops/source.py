@@ -85,7 +85,7 @@ class Source(NamedTuple):
     @property
     def flat(self) -> tuple[Any, ...]:
         """As ops take it: FLAT."""
-        return *self[:8], *self.activation
+        return *self[:8], *self.activation[:2]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,7 +98,7 @@ class Source(NamedTuple):
 
 def of_source(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """implementation(source, ...) as an op calls it: the Source is given as in FLAT."""
-    return lambda *args: implementation(Source(*args[:8], Activation(args[8], tuple(args[9]))), *args[10:])
+    return lambda *args: implementation(Source(*args[:8], activations.built(args[8], tuple(args[9]))), *args[10:])
 
 
 def _check_matrix(x: Tensor, name: str) -> None:

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 SLOTS = 2  # of each buffer: a second use may fill while the first is read
 PIECES = MOST_BLOCKS  # flags a source: a reduce-scatter sends a partial in at most so many pieces (ring.counts: 4)
+_NO_ADDRESS = (0,)
 MOST_MADE = 4096  # programs and views kept; each token count makes some, and ever new ones must not fill the memory
 
 
@@ -109,7 +110,7 @@ def _flag_views(buffer: Buffer, slot: int) -> tuple[Tensor, Tensor]:
 
 def _parts(
     buffer: Buffer, slot: int, source: int | None, dim: int, kinds: tuple[tuple[torch.dtype, torch.Size], ...]
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The parts of a gathered tensor, of one source or of all, where they lie. kinds: type and shape of each part
     in a shard. dim: along which shards are put together."""
     memory, ranks, views = buffer.arena.view(buffer.name, slot), buffer.arena.size, []
@@ -118,7 +119,7 @@ def _parts(
         whole = memory[offset : offset + size * ranks].view(dtype)
         whole = whole.view(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
         views.append(whole if source is None else whole.narrow(dim, source * shape[dim], shape[dim]))
-    return views
+    return tuple(views)
 
 
 class Gather:
@@ -132,46 +133,49 @@ class Gather:
 
     def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool, awaited: bool = False) -> None:
         self.group, self.q, self.layout = group, q, layout
-        self.buffer = group.buffer("gather")
-        self._wire = [part.contiguous() for part in q.wire(layout)]
-        sizes = tuple([part.nbytes for part in self._wire])
-        self.slot, self.epoch = self.buffer.take()
+        self.buffer = buffer = group.buffer("gather")
+        wire, addresses, sizes, kinds = [], [], [], []
+        for part in q.format.wire(q, layout):
+            part = part.contiguous()
+            wire.append(part)
+            addresses.append(part.data_ptr())
+            sizes.append(part.nbytes)
+            kinds.append((part.dtype, part.shape))
+        self._wire, self._addresses = wire, tuple(addresses)
+        self.slot, self.epoch = buffer.take()
         dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are put together
-        self._kinds = dim, tuple([(part.dtype, part.shape) for part in self._wire])
-        self.program = self.buffer.cached(gather_program, self.slot, sizes, q.shape[1] if dim else 1, own, awaited)
+        self._kinds = dim, tuple(kinds)
+        self.program = buffer.cached(gather_program, self.slot, tuple(sizes), q.shape[1] if dim else 1, own, awaited)
         self.own, self.awaited = own, awaited
         self.sent = sum(sizes) * (group.size - 1)  # bytes
-        self._addresses = tuple([part.data_ptr() for part in self._wire])
-        self._issue(0)
-
-    def _issue(self, segment: int) -> None:
-        self.group.issue(self, segment, self._addresses)
+        group.issue(self, 0, self._addresses)
 
     def parts(self, source: int | None = None) -> tuple[Tensor, ...]:
         """The parts of one source, or of all, as they lie in the arena, arrived or not."""
         views = self.buffer.cached(_parts, self.slot, source, *self._kinds)
         # A vector of scales of an odd number of rows begins where no GEMM may read it.
-        return tuple([placed(view) for view in views])
-
-    def _arrived(self, rows: int, source: int | None) -> QTensor:
-        q = self.q.from_wire(self.parts(source), self.layout, rows)
-        q.borrowed = True
-        return q
+        return tuple([placed(view) for view in views]) if self.group.cuda else views
 
     def shard(self, source: int) -> QTensor:
         """The shard of another rank, once it has arrived."""
-        self._issue((source - self.group.rank) % self.group.size)
-        return self._arrived(self.q.shape[0], source)
+        group, q = self.group, self.q
+        group.issue(self, (source - group.rank) % group.size, self._addresses)
+        arrived = q.format.from_wire(self.parts(source), self.layout, q, q.shape[0])
+        arrived.borrowed = True
+        return arrived
 
     def whole(self) -> QTensor:
         """The gathered tensor, once all of it has arrived."""
         assert self.own
-        self._issue(self.group.size)
-        return self._arrived(self.q.shape[0] * self.group.size, None)
+        group, q = self.group, self.q
+        group.issue(self, group.size, self._addresses)
+        arrived = q.format.from_wire(self.parts(), self.layout, q, q.shape[0] * group.size)
+        arrived.borrowed = True
+        return arrived
 
     def close(self) -> None:
         """What has been read will not be read again, and this rank's shard has left."""
-        self._issue(self.group.size + 1)
+        self.group.issue(self, self.group.size + 1, self._addresses)
 
 
 def _staging(buffer: Buffer, slot: int, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
@@ -195,16 +199,12 @@ class Scatter:
         self.cuts = () if blocks else tuple(cuts) or (1,) * (group.size - 1)
         pieces = blocks or max(self.cuts)
         self.buffer = group.buffer("scatter")
-        assert pieces <= PIECES and not any(shape[0] % cut or pieces % cut for cut in self.cuts)
         self.bytes = shape[0] * shape[1] * dtype.itemsize
         self.slot, self.epoch = self.buffer.take()
-        self.program = self.buffer.cached(scatter_program, self.slot, self.bytes, self.cuts, pieces)
+        self.program = self.buffer.cached(scatter_program, self.slot, self.bytes, shape[0], self.cuts, pieces)
         self.sent = self.bytes * (group.size - 1)
         self._whole, self._wait, self._free, self._expect = range(sum(self.cuts), 4 + sum(self.cuts))  # segments
         self._pushed: list[Tensor] = []
-
-    def _issue(self, segment: int, address: int = 0) -> None:
-        self.group.issue(self, segment, (address,))
 
     def push(self, partial: Tensor, destination: int, piece: int = 0) -> None:
         """A piece of destination's rows [m / cut, N], to be on its way once the caller's stream has computed it."""
@@ -213,14 +213,14 @@ class Scatter:
         assert partial.shape == shape and partial.dtype == self.dtype and partial.is_contiguous()
         assert self._pushed or step == piece == 0  # the first waits for room
         self._pushed.append(partial)
-        self._issue(sum(self.cuts[:step]) + piece, partial.data_ptr())
+        self.group.issue(self, sum(self.cuts[:step]) + piece, (partial.data_ptr(),))
 
     def push_all(self, partials: Tensor) -> None:
         """partials[R*m, N] of all ranks, in one call, to be on their way once the caller's stream has computed them."""
         assert partials.shape == (self.shape[0] * self.group.size, self.shape[1])
         assert partials.dtype == self.dtype and partials.is_contiguous()
         self._pushed.append(partials)
-        self._issue(self._whole, partials.data_ptr())
+        self.group.issue(self, self._whole, (partials.data_ptr(),))
 
     @property
     def staging(self) -> Tensor:
@@ -237,18 +237,19 @@ class Scatter:
     ) -> Any:  # fmt: skip
         """The sum of all ranks' partials of this rank's rows, residual[m, N] and bias[N], in the wire's dtype; own[m,
         N] may be wider. take: what reads the partials instead; its result is returned. Closes."""
-        self._issue(self._wait)
+        self.group.issue(self, self._wait, _NO_ADDRESS)
         assert take is None or bias is residual is None
-        staging, rank = self.staging, self.group.rank
+        staging, rank = self.buffer.cached(_staging, self.slot, self.dtype, self.shape), self.group.rank
         out = take(staging, own, rank) if take else reduce_slots(staging, own, bias, rank, self.dtype, residual)
-        self.close()
+        self.group.issue(self, self._free, _NO_ADDRESS)
+        self._pushed.clear()
         return out
 
     def expect(self) -> None:
         """A kernel that is to come waits for the partials: should it wait for too long, the group breaks."""
-        self._issue(self._expect)
+        self.group.issue(self, self._expect, _NO_ADDRESS)
 
     def close(self) -> None:
         """What has been pushed has been read."""
-        self._issue(self._free)
+        self.group.issue(self, self._free, _NO_ADDRESS)
         self._pushed.clear()

@@ -9,6 +9,7 @@ it raises instead.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,17 +17,17 @@ from torch import Tensor
 from te_lite.ops.registry import capturing
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.exchange import Exchange, Gathering, Gemm, Place, Summing
+from te_lite.overlap.exchange import MOST_SHAPES, Exchange, Gathering, Gemm, Note, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
 
-MOST_SETTLED = 4096  # calls of other shapes that one exchange remembers
 
-
+@dataclass(slots=True)
 class Pushed:
     """A Summing whose partial sums are on their way."""
 
-    def __init__(self, gemm: Gemm, partial: Tensor, scatter: Scatter) -> None:
-        self.gemm, self.partial, self.scatter = gemm, partial, scatter
+    gemm: Gemm
+    partial: Tensor
+    scatter: Scatter
 
     def result(self) -> Any:
         gemm, scatter, m = self.gemm, self.scatter, self.scatter.shape[0]
@@ -60,7 +61,7 @@ class Bulk(Collective):
             key += epilogue.__class__, getattr(epilogue, "want", ""), getattr(epilogue, "activation", None)
         known = self._settled.get(key)
         if known is None:
-            if len(self._settled) >= MOST_SETTLED:
+            if len(self._settled) >= MOST_SHAPES:
                 self._settled.clear()
             known = self._settled[key] = self._stand_in(a, gemm, layout)
         return known
@@ -91,12 +92,12 @@ class Bulk(Collective):
     def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
         layout = q.wgrad_layout if layout == "col" else layout
         gather = Gather(self.group, q, layout, own=whole, awaited=multiplied and self.awaits)
-        self.note(gather.sent)
+        self.place.note = Note(self.name, gather.sent, self.reason)
         return gather
 
     def reduce_scatter(self, gemm: Gemm, partial: Tensor) -> Summing:
         scatter = Scatter(self.group, (partial.shape[0] // self.tp.size, partial.shape[1]), gemm.dtype)
-        self.note(scatter.sent)
+        self.place.note = Note(self.name, scatter.sent, self.reason)
         scatter.push_all(partial)
         return Pushed(gemm, partial, scatter)
 

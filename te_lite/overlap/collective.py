@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.nvtx import ranged
 from te_lite.overlap.exchange import Exchange, Gathering, Gemm, Note, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.watch import collective
@@ -36,30 +36,30 @@ def _wire_dtype(group: dist.ProcessGroup, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dist.get_backend(group) == "gloo" else dtype
 
 
+@ranged("te_lite.all_gather")
 def all_gather(shard: Tensor, group: dist.ProcessGroup, what: str = "all-gather") -> Tensor:
     """[m, ...] on each of R ranks -> [R*m, ...] on all, in rank order. No autograd. what: for messages."""
     if shard.is_floating_point() and shard.element_size() == 1:  # not every backend knows fp8
         return all_gather(shard.view(torch.uint8), group, what).view(shard.dtype)
     out = shard.new_empty(shard.shape[0] * dist.get_world_size(group), *shard.shape[1:])
-    with nvtx_range("te_lite.all_gather"):
-        collective(what, shard, group, partial(_all_gather_into, out, shard.contiguous(), group=group))
+    collective(what, shard, group, partial(_all_gather_into, out, shard.contiguous(), group=group))
     return out
 
 
+@ranged("te_lite.reduce_scatter")
 def reduce_scatter(summand: Tensor, group: dist.ProcessGroup, what: str = "reduce-scatter") -> Tensor:
     """[R*m, N] partial sums on each of R ranks -> [m, N]: this rank's tokens, summed. No autograd."""
     wire = summand.to(_wire_dtype(group, summand.dtype))
     out = wire.new_empty(wire.shape[0] // dist.get_world_size(group), *wire.shape[1:])
-    with nvtx_range("te_lite.reduce_scatter"):
-        collective(what, summand, group, partial(_reduce_scatter_into, out, wire, group=group))
+    collective(what, summand, group, partial(_reduce_scatter_into, out, wire, group=group))
     return out.to(summand.dtype)
 
 
+@ranged("te_lite.all_reduce")
 def all_reduce(summand: Tensor, group: dist.ProcessGroup, what: str = "all-reduce") -> Tensor:
     """[M, N] partial sums on each rank -> [M, N] summed on all; may reuse the input's memory. No autograd."""
     wire = summand.to(_wire_dtype(group, summand.dtype))
-    with nvtx_range("te_lite.all_reduce"):
-        collective(what, summand, group, partial(dist.all_reduce, wire, group=group))
+    collective(what, summand, group, partial(dist.all_reduce, wire, group=group))
     return wire.to(summand.dtype)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from te_lite.ops.activation import Activation
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.reduce import reduce_slots
-from te_lite.ops.source import Source, act, dact
+from te_lite.ops.source import Source
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 
@@ -49,11 +49,11 @@ class Activate(Epilogue):
     h = None
 
     def __call__(self, product: Tensor) -> tuple[Tensor, Operand]:
-        return product, act(product, self.activation)
+        return product, Source("act", product, activation=self.activation)
 
     def source(self, product: Tensor) -> Source:
         """v, to be computed from the product."""
-        return act(product, self.activation)
+        return Source("act", product, activation=self.activation)
 
     def given(self, product: Tensor | None, v: Operand) -> Any:
         """The result where a kernel has computed v."""
@@ -71,7 +71,7 @@ class ActivateGrad(Epilogue):
     some_scale: Tensor | None = None
 
     def __call__(self, product: Tensor) -> Operand:
-        return dact(product, self.h, self.activation)
+        return Source("dact", self.h, product, activation=self.activation)
 
     source = __call__
 

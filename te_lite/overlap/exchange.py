@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from te_lite.ops.nvtx import nvtx_range
+from te_lite.ops.nvtx import ranged
 from te_lite.overlap.epilogues import Epilogue
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import Layout, QTensor, matmul
@@ -54,12 +54,12 @@ class Gemm:
         """n."""
         return self.b.shape[self.layout != "row"]
 
+    @ranged()
     def product(
         self, a: QTensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
         """a @ b^T + bias alone, in another dtype where one is given; written to `out` where that is given."""
-        with nvtx_range(self.label):
-            return matmul(a, "row", self.b, self.layout, dtype or self.dtype, bias, self.fast_accum, out)
+        return matmul(a, "row", self.b, self.layout, dtype or self.dtype, bias, self.fast_accum, out)
 
     def finish(self, product: Tensor) -> Any:
         """epilogue(product + residual); the product alone where there is neither."""
@@ -70,7 +70,9 @@ class Gemm:
     def __call__(self, a: QTensor) -> Any:
         """The whole program where no ranks' products are summed."""
         product = self.product(a, self.bias)
-        return product if self.residual is self.epilogue is None else self.finish(product)
+        if self.residual is not None:
+            product.add_(self.residual)
+        return product if self.epilogue is None else self.epilogue(product)
 
 
 class Note(NamedTuple):
@@ -130,6 +132,7 @@ class Summing(Protocol):
         """gemm.finish() of the sum, this rank's rows, once the others' partial sums are there."""
 
 
+MOST_SHAPES = 4096  # of calls, that one exchange remembers
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
@@ -145,6 +148,7 @@ class Exchange:
 
     def __init__(self, place: Place) -> None:
         self.place, self.tp = place, place.tp
+        self._operations: dict[tuple, AbstractContextManager[Any]] = {}
 
     def settled(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
         """The exchange that a call takes, the same on every rank: this one, or one that stands in for it.
@@ -159,7 +163,13 @@ class Exchange:
         group = self.place.group
         if group is None or group.closed:
             return _NOTHING
-        return group.operation(self.place.text(what, q, gemm))
+        key = what, q.format, q.dtype, q.shape, None if gemm is None else (gemm.b.shape, gemm.layout)
+        known = self._operations.get(key)
+        if known is None:
+            if len(self._operations) >= MOST_SHAPES:
+                self._operations.clear()
+            known = self._operations[key] = group.operation(self.place.text(what, q, gemm))
+        return known
 
     def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
         """multiplied: all_gather_gemm will take it. whole: whole() will be called."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, host_identity,
 from te_lite.overlap.buffers import SLOTS, Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.maximum import Maximum
-from te_lite.overlap.programs import gathered_bytes
+from te_lite.overlap.programs import following, gathered_bytes
 from te_lite.overlap.symmetric import Space
 from te_lite.quantize.qtensor import Layout, QTensor
 
@@ -38,16 +38,20 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Operation(AbstractContextManager[None]):
-    """See Group.operation."""
+Turns = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_ONE_STREAM = nullcontext((nullcontext(), nullcontext()))
 
-    __slots__ = ("group", "text")
+
+class Operation(AbstractContextManager[None]):
+    """See Group.operation. Any number of calls may use it, one after the other."""
+
+    __slots__ = ("group", "hashed", "text")
 
     def __init__(self, group: Group, text: str) -> None:
-        self.group, self.text = group, text
+        self.group, self.text, self.hashed = group, text, zlib.crc32(text.encode())
 
     def __enter__(self) -> None:
-        self.group.control.announce(self.text, zlib.crc32(self.text.encode()))
+        self.group.control.announce(self.text, self.hashed)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
@@ -72,7 +76,7 @@ class Group:
     ) -> None:  # fmt: skip
         self.ranks, self.rank, self.size, self.device = exchange.ranks, exchange.rank, exchange.size, device
         self.shape, self.dtype, self.layers, self.strict = (tokens, hidden), dtype, layers, strict
-        self.cuda = device.type == "cuda"
+        self.cuda, self.others = device.type == "cuda", tuple(following(self.rank, self.size))
         hosts = exchange.all(host_identity())
         if len(set(hosts)) > 1:
             places = {host: [self.ranks[i] for i, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)}
@@ -158,20 +162,20 @@ class Group:
         word = 0 if words is None else words.data_ptr() + 4 * use.slot
         self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
 
-    @contextmanager
-    def in_turns(self) -> Iterator[Callable[[int], AbstractContextManager]]:
-        """turn(i): a stream for the i-th of several GEMMs that do not need each other, the caller's for even i, one
-        beside it for odd: each begins on the multiprocessors that the last tiles of the one before leave idle. What
+    def in_turns(self) -> AbstractContextManager[Turns]:
+        """Streams for several GEMMs that do not need each other, the caller's for the even ones and one beside it for
+        the odd ones: each begins on the multiprocessors that the last tiles of the one before leave idle. What
         they share must exist before. Not for GEMMs whose results the others wait for, since one may overtake another,
         nor by two host threads at once, whose turns might wait for each other.
         """
-        if self._beside is None:
-            yield lambda i: nullcontext()
-            return
+        return _ONE_STREAM if self._beside is None else self._two_streams()
+
+    @contextmanager
+    def _two_streams(self) -> Iterator[Turns]:
         main = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(main)
         try:
-            yield lambda i: torch.cuda.stream(self._beside) if i % 2 else nullcontext()
+            yield nullcontext(), torch.cuda.stream(self._beside)
         finally:
             main.wait_stream(self._beside)
 

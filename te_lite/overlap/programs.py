@@ -97,11 +97,14 @@ def targets(buffer: Buffer, slot: int, size_bytes: int) -> tuple[list[int], list
     return to, [buffer.ready(slot, rank, arena.rank) for rank in ranks]
 
 
-def scatter_program(buffer: Buffer, slot: int, size_bytes: int, cuts: tuple[int, ...], pieces: int) -> _C.Program:
+def scatter_program(
+    buffer: Buffer, slot: int, size_bytes: int, rows: int, cuts: tuple[int, ...], pieces: int
+) -> _C.Program:
     """Segments: cuts[0] times: push argument 0, a piece of it, to rank + 1, and so on for rank + 2, ...; then those of
     Scatter: push argument 0, all ranks' partials; wait for all; free all; a kernel of the caller's waits, for room too.
 
     The first push waits for room. A piece sets all the flags of its share of the rows."""
+    assert not any(rows % cut or pieces % cut for cut in cuts)
     rank, size = buffer.arena.rank, buffer.arena.size
     to, arrived = targets(buffer, slot, size_bytes)
     program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")

@@ -18,8 +18,7 @@ import torch
 from te_lite.ops.narrow import BLOCK
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.bulk import Bulk, External
-from te_lite.overlap.exchange import Exchange, Gemm, Place
-from te_lite.overlap.programs import following
+from te_lite.overlap.exchange import Exchange, Gemm, Note, Place
 from te_lite.quantize.qtensor import Layout, QTensor
 
 PIECE_ELEMENTS = 4 << 20  # 128 tiles of 128 x 256
@@ -42,8 +41,7 @@ def cuts(size: int, m: int, n: int, row_bytes: int) -> tuple[int, ...]:
 
 def cuts_of(gemm: Gemm, a: QTensor, size: int) -> tuple[int, ...]:
     """cuts() for gemm(a[R*m, k])."""
-    data = a.operand("row")[0]
-    return cuts(size, a.shape[0] // size, gemm.columns, data.shape[1] * data.element_size())
+    return cuts(size, a.shape[0] // size, gemm.columns, a.row.shape[1] * a.row.element_size())
 
 
 class Ring(Bulk):
@@ -67,11 +65,12 @@ class Ring(Bulk):
         rank, size, m = group.rank, group.size, own.shape[0]
         out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
         gemm.b.operand(gemm.layout)  # made now, if it has to be: both streams read it
-        with group.in_turns() as turn:
-            for i, source in enumerate((rank, *following(rank, size))):
-                with turn(i):
-                    shard = own.from_wire(own.wire("row"), "row", m) if source == rank else gathering.shard(source)
-                    gemm.product(shard, gemm.bias, out=out[source * m : (source + 1) * m])
+        shard = own.format.from_wire(own.format.wire(own, "row"), "row", own, m)
+        with group.in_turns() as turns:
+            for i, source in enumerate((rank, *group.others)):
+                with turns[i % 2]:
+                    shard = shard if source == rank else gathering.shard(source)
+                    gemm.product(shard, gemm.bias, None, out[source * m : (source + 1) * m])
         return gemm.finish(out)
 
     def counts(self, gemm: Gemm, a: QTensor) -> tuple[int, ...]:
@@ -91,7 +90,7 @@ class Ring(Bulk):
         scatter = self.scatter(gemm, a)
         m = scatter.shape[0]
         self._note_scatter(gemm, scatter)
-        for destination, cut in zip(following(scatter.group.rank, scatter.group.size), scatter.cuts, strict=True):
+        for destination, cut in zip(self.group.others, scatter.cuts, strict=True):
             rows = m // cut
             for piece in range(cut):
                 first = destination * m + piece * rows
@@ -102,11 +101,11 @@ class Ring(Bulk):
         return total if gemm.epilogue is None else gemm.epilogue(total)
 
     def _note_scatter(self, gemm: Gemm, scatter: Scatter) -> None:
-        self.note(scatter.sent)
+        reason = self.reason
         if self.place.narrow and scatter.dtype == gemm.dtype:
             what = f"multiples of {BLOCK}, not {list(scatter.shape)}" if self.awaits else "fused kernels"
-            reason = "; ".join(filter(None, (self.reason, f"fp8_buf is for {what}")))
-            self.place.note = self.place.note._replace(reason=reason)
+            reason = "; ".join(filter(None, (reason, f"fp8_buf is for {what}")))
+        self.place.note = Note(self.name, scatter.sent, reason)
 
 
 class Pipeline(Ring):

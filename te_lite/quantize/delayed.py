@@ -87,9 +87,16 @@ class ScaleState:
         scale = self.pool.scales[self.offset + slot]
         return scale.clone() if self.pool.fixed else scale
 
-    def scale_for_forward(self, slot: int) -> Tensor:
-        """scale_at(slot), or what the first run took when a checkpointed call is recomputed."""
-        return replay.recall(("scale", slot), lambda: self.scale_at(slot))
+    def take(self, slot: int) -> tuple[Tensor, Tensor | None]:
+        """For one use: (scale_at(slot), or in forward what the first run took when a checkpointed call is recomputed;
+        amax_at(slot))."""
+        if replay.OPEN.frames or self.offset is None or self.pool.fixed or self._amax is None:
+            forward = self.key.direction == "forward"
+            scale = replay.recall(("scale", slot), lambda: self.scale_at(slot)) if forward else self.scale_at(slot)
+            return scale, self.amax_at(slot)
+        pool = self.pool
+        pool.touched = True
+        return pool.scales[self.offset + slot], self._amax[slot]
 
     def amax_at(self, slot: int) -> Tensor | None:
         """fp32 [1] to take the maximum into; None while a checkpointed call is recomputed (it was recorded already)."""
@@ -147,8 +154,15 @@ class Pool:
         return [state for ref in self.members if (state := ref()) is not None and state.pool is self]
 
     def _merge(self) -> list[ScaleState]:
-        states = self._states()
-        if states and not (len(states) == len(self.members) and all(state.offset is not None for state in states)):
+        states, merged = [], True
+        for ref in self.members:
+            state = ref()
+            if state is None or state.pool is not self:
+                merged = False
+            else:
+                states.append(state)
+                merged = merged and state.offset is not None
+        if states and not merged:
             history = torch.cat([state.history for state in states], dim=1)
             self.hold(states, history, torch.cat([state.scale for state in states]))
         return states
@@ -178,7 +192,7 @@ class Pool:
                 all_reduce_max(what, self._history[0], self.key.group)
             scale = self.scale if self.fixed else torch.empty_like(self.scale)
             delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
-            self._set(scale)
+            self.scale, self.scales = scale, scale.unbind(0)
 
 
 class Pools:
@@ -198,10 +212,11 @@ class Pools:
         A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
         """
         captured = capturing()
-        # Under a FakeTensorMode fake scales would take the place of real ones.
-        used = [p for p in self.pools if p.key.direction == direction and p.touched and makes_data(p.key.device)]
-        for pool in [p for p in used if p.fixed or not captured]:
-            pool.update()
+        for pool in tuple(self.pools):
+            # Under a FakeTensorMode fake scales would take the place of real ones.
+            if pool.touched and pool.key.direction == direction and makes_data(pool.key.device):
+                if pool.fixed or not captured:
+                    pool.update()
 
     def close(self, first: bool) -> None:
         """After a module's backward. first: of its pass, which is the last to get here, so that all gradients are known

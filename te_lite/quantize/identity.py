@@ -62,10 +62,13 @@ class Identity(Quantizer):
         else:
             result = transform(source, hp_dtype=self.target, bias_grad=bias_grad)
             data, sums = result.hp, result.bias_grad
-        return QTensor(self.format, (source.rows, source.cols), self.target, row=data), sums
+        return QTensor(self.format, tuple(data.shape), self.target, row=data), sums
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return Identity.quantize(self, source)[0]  # a subclass has noted the source before
+        if source.kind != "plain":
+            return Identity.quantize(self, source)[0]  # a subclass has noted the source before
+        data = source.x.to(self.target)
+        return QTensor(self.format, tuple(data.shape), self.target, row=data)
 
 
 @dataclass(frozen=True, slots=True)

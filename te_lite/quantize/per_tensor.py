@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_lite.ops.cast import amax, transform
+from te_lite.ops.cast import amax, fp8_cast
 from te_lite.ops.gemm import gemm_fp8
 from te_lite.ops.gemm_scaled import gemm_scaled_accumulate_
 from te_lite.ops.norm import norm_cast
@@ -135,10 +135,16 @@ FORMATS = {dtype: PerTensorFormat(dtype=dtype) for dtype in (torch.float8_e4m3fn
 _PER_SHARD = {dtype: PerShardFormat(dtype=dtype, shard_multiple=PAD) for dtype in FORMATS}
 
 
-def per_tensor_cast(format: PerTensorFormat, source: Source, seed: Tensor, **how: Any) -> Quantized:
-    """What a quantizer gives, by transform(). seed: the scale, or the maxima that it follows from."""
-    _, row, col, scale_inv, sums = transform(source, fp8_dtype=format.dtype, **how)
-    return QTensor(format, (source.rows, source.cols), source.dtype, row, scale_inv, col, scale_inv, seed), sums
+def per_tensor_cast(
+    format: PerTensorFormat, source: Source, seed: Tensor, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
+    amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
+) -> Quantized:  # fmt: skip
+    """What a quantizer gives, by fp8_cast(). seed: the scale, or the maxima that it follows from."""
+    rows, cols, scale_inv, sums = fp8_cast(
+        source, format.dtype, row, col, bias_grad, scale, amax, amax_out, pow2, eps
+    )
+    shape = tuple(source.x.shape) if source.kind != "act" else (source.rows, source.cols)
+    return QTensor(format, shape, source.x.dtype, rows, scale_inv, cols, scale_inv, seed), sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +159,15 @@ class Current(Quantizer):
     eps: float = 0.0
     amax_group: dist.ProcessGroup | None = None
 
-    def _cast(self, source: Source, seed: Tensor, **wanted: bool) -> Quantized:
-        return per_tensor_cast(self.format, source, seed, amax=seed, pow2=self.pow2, eps=self.eps, **wanted)
-
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        seed = amax(source)
+        seed = amax(source) if source.amax is None else source.amax
         if self.amax_group is not None:
             seed = group_max("amax for current scaling", seed, self.amax_group)
-        return self._cast(source, seed, row=row, col=col, bias_grad=bias_grad)
+        return per_tensor_cast(self.format, source, seed, row, col, bias_grad, None, seed, None, self.pow2, self.eps)
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return self._cast(source, earlier.seed, col=True)[0]
+        seed = earlier.seed
+        return per_tensor_cast(self.format, source, seed, False, True, False, None, seed, None, self.pow2, self.eps)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +181,11 @@ class Delayed(Quantizer):
     slot: int = 0
 
     def take_scale(self) -> tuple[Tensor, Tensor | None]:
-        state, slot = self.state, self.slot
-        scale = state.scale_for_forward(slot) if state.key.direction == "forward" else state.scale_at(slot)
-        return scale, state.amax_at(slot)
+        return self.state.take(self.slot)
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        scale, amax_out = self.take_scale()
-        wanted = {"row": row, "col": col, "bias_grad": bias_grad}
-        return per_tensor_cast(self.format, source, scale, scale=scale, amax_out=amax_out, **wanted)
+        scale, amax_out = self.state.take(self.slot)
+        return per_tensor_cast(self.format, source, scale, row, col, bias_grad, scale, None, amax_out)
 
     def norm_rows(self, x: Tensor, *formula: Any) -> tuple[QTensor, Tensor | None, Tensor] | None:
         if x.dtype == torch.float32:
@@ -194,7 +195,7 @@ class Delayed(Quantizer):
         return QTensor(self.format, tuple(x.shape), x.dtype, row, scale_inv, seed=scale), mean, rstd
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return per_tensor_cast(self.format, source, earlier.seed, scale=earlier.seed, col=True)[0]
+        return per_tensor_cast(self.format, source, earlier.seed, False, True, False, earlier.seed)[0]
 
 
 def _check_delayed(recipe: DelayedScaling, tp: TensorParallel, amax_group: dist.ProcessGroup | None) -> None:

@@ -115,7 +115,8 @@ class QTensor:
     @property
     def wgrad_layout(self) -> Layout:
         """The layout in which a shard that wgrad alone will read is gathered, of as many bytes as regather_layout."""
-        return "col" if self.format.gathers_columns(self.shape[0]) else self.regather_layout
+        format = self.format
+        return "col" if format.gathers_columns(self.shape[0]) or not format.col_from_row else "row"
 
     def operand(self, layout: Layout) -> Operand:
         """The GEMM operand in `layout`; a missing col layout is made from the row layout where the format can."""
@@ -174,10 +175,16 @@ def matmul(
     Operands of formats that no GEMM multiplies together are dequantized first. out: where to write it.
     """
     if a.format.gemm == b.format.gemm == "high_precision":
-        return gemm(a.operand(a_layout)[0], b.operand(b_layout)[0], out_dtype, bias, out)
+        a_data = a.row if a_layout == "row" else a.row.t()
+        return gemm(a_data, b.row if b_layout == "row" else b.row.t(), out_dtype, bias, out)
     if not a.format.multiplies(b.format):
         return gemm(_plain(a, a_layout, a.dtype), _plain(b, b_layout, a.dtype), out_dtype, bias, out)
-    product = a.format.matmul(a.operand(a_layout), b.operand(b_layout), out_dtype, bias, fast_accum, out)
+    # operand() without a call where what it gives is there.
+    row, made = (a.row, a.row_scale), a.col is not None
+    a_operand = row if a_layout == "row" else (a.col, a.col_scale) if made else a.operand("col")
+    row, made = (b.row, b.row_scale), b.col is not None
+    b_operand = row if b_layout == "row" else (b.col, b.col_scale) if made else b.operand("col")
+    product = a.format.matmul(a_operand, b_operand, out_dtype, bias, fast_accum, out)
     return product if out is None or product.data_ptr() == out.data_ptr() else out.copy_(product)
 
 

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from te_lite.ops import block_kernels as B
 from te_lite.ops import cast_kernels as K
 from te_lite.ops import transpose
-from te_lite.ops.activation import Activation
+from te_lite.ops.activation import Activation, built
 from te_lite.ops.source import WORDS, Form
 from tests.ops.interpreted import ACTIVE
 
@@ -114,13 +114,13 @@ CASES = [
     Case(Form("plain"), "*fp32", E4M3, col=True),
     Case(Form("plain"), "*fp32", E5M2, col=True, hp="*fp32"),
     Case(Form("norm"), "*bf16", E4M3, col=True),
-    Case(Form("act", Activation("gelu")), "*fp16", E4M3, col=True),
-    Case(Form("act", Activation("swiglu")), "*bf16", E4M3, col=True),
-    Case(Form("dact", Activation("swiglu")), "*bf16", E5M2, col=True, hp="*bf16"),
+    Case(Form("act", Activation.of("gelu")), "*fp16", E4M3, col=True),
+    Case(Form("act", Activation.of("swiglu")), "*bf16", E4M3, col=True),
+    Case(Form("dact", Activation.of("swiglu")), "*bf16", E5M2, col=True, hp="*bf16"),
     Case(Form("act", Activation.of("clamped_swiglu")), "*bf16", E4M3, col=True),
     Case(Form("dact", Activation.of("clamped_swiglu")), "*bf16", E5M2, col=True),
-    Case(Form("dact", Activation("geglu")), "*fp32", E4M3, col=True, few=True, hp="*bf16"),
-    Case(Form("dact", Activation("qgelu")), "*bf16", E4M3, col=False, current=True),
+    Case(Form("dact", Activation.of("geglu")), "*fp32", E4M3, col=True, few=True, hp="*bf16"),
+    Case(Form("dact", Activation.of("qgelu")), "*bf16", E4M3, col=False, current=True),
 ]
 
 
@@ -214,7 +214,7 @@ def test_blocks_of_words(row, pow2, x, tmp_path):
     check_words(compiled, tmp_path, most if row else 72, 1 + row)
 
 
-@pytest.mark.parametrize("form", [Form("plain"), Form("dact", Activation("swiglu"))], ids=lambda form: form.kind)
+@pytest.mark.parametrize("form", [Form("plain"), Form("dact", Activation.of("swiglu"))], ids=lambda form: form.kind)
 def test_amax(form, tmp_path):
     block_m, block_n, num_warps, *_ = K.AMAX_CONFIG
     types = {"x": "*bf16", "partials": "*fp32", "rows": "i32", "cols": "i32"}
@@ -253,7 +253,7 @@ def test_blocks(block, square, row, col, kind, tmp_path):
     types |= {"dy": "*bf16"} if kind == "dact" else {}
     types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": "*bf16", "beta": "*bf16"} if kind == "norm" else {}
     constants = {
-        "FORM": Form(kind, Activation("swiglu" if "act" in kind else "")), "SQUARE": square, "CAP": 0, "POW2": True,
+        "FORM": Form(kind, built("swiglu" if "act" in kind else "", ())), "SQUARE": square, "CAP": 0, "POW2": True,
         "FLAT": block == 32, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(B.block_kernel, types, constants, num_warps, registers=registers)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_lite.ops import source as S
-from te_lite.ops.activation import ACTIVATIONS, Activation
+from te_lite.ops.activation import ACTIVATIONS, Activation, built
 
 NAMES = ACTIVATIONS
 BASES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -99,7 +99,7 @@ def test_at_and_beyond_the_clamps():
 def test_parameters():
     """Rounded to fp32, as kernels have them; those that are not given have TE's defaults."""
     fp32 = torch.tensor(1.702).item()
-    assert Activation.of(CLAMPED) == Activation(CLAMPED, (7.0, fp32, 1.0)) == Activation.of(CLAMPED, {"limit": 7})
+    assert Activation.of(CLAMPED) == built(CLAMPED, (7.0, fp32, 1.0)) == Activation.of(CLAMPED, {"limit": 7})
     assert Activation.of(CLAMPED, {"glu_linear_offset": 0}).named["glu_linear_offset"] == 0.0
     assert len({Activation.of(CLAMPED), Activation.of(CLAMPED, {"alpha": 1.702}), Activation.of("swiglu")}) == 2
 
