@@ -32,8 +32,9 @@ import te_lite as te  # noqa: E402
 from te_lite.overlap import userbuffers  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from te_lite.testing.numerics import assert_bitwise_equal  # noqa: E402
-from tests.distributed import verbs_checks  # noqa: E402
 from tests.distributed.overlapping import begin, in_eighths, poison, settle, specified  # noqa: E402
+from tests.distributed.verbs_checks import CHECKS as OTHERS  # noqa: E402
+from tests.distributed.verbs_symmetric import symmetric  # noqa: E402
 from tests.harness import OPTIONS  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -255,7 +256,7 @@ def recipes(args: argparse.Namespace, device: torch.device) -> None:
 
 
 CHECKS = {"exact": exact, "recipes": recipes}
-CHECKS |= {check.__name__: lambda args, device, check=check: check(device) for check in verbs_checks.CHECKS}
+CHECKS |= {check.__name__: lambda args, device, check=check: check(device) for check in (symmetric, *OTHERS)}
 
 
 def main() -> int:

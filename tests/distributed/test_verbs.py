@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from te_lite.testing.distributed import launch, rank_device_params
-from tests.distributed import verbs_checks
+from tests.distributed.verbs_checks import CHECKS
 
 SCRIPT = Path(__file__).with_name("run_verbs.py")
 
 
 def check(ranks, device):
     lines = launch(SCRIPT, "--device", device, ranks=ranks, timeout=120).splitlines()
-    names = ["exact", *["recipes"] * (device == "cpu"), *(check.__name__ for check in verbs_checks.CHECKS)]
+    names = ["exact", *["recipes"] * (device == "cpu"), "symmetric", *(check.__name__ for check in CHECKS)]
     assert [line.split(":")[0] for line in lines] == names
 
 
