@@ -13,7 +13,6 @@ import atexit
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Weights = TypeVar("Weights", Tensor, tuple[Tensor, ...])
 Plans = tuple[LinearPlan, ...]
-MOST_PLANS = 256  # kept for each DelayedScales, and for all calls without
+Planned = tuple[Plans, int, int]  # the dimension, counted from the front; the group's size
+MOST_PLANS = 256  # kept for all calls without DelayedScales
 
 
 class DelayedScales(nn.Module):
@@ -60,7 +60,7 @@ class DelayedScales(nn.Module):
         super().__init__()
         if type(weights) is not int or weights < 1:
             raise ValueError(f"DelayedScales(weights={weights!r}): must be an integer, at least 1")
-        self.weights, self.states = weights, ScaleStates(weights)
+        self.weights, self.states, self.plans = weights, ScaleStates(weights), dict[tuple, Planned]()
 
     def get_extra_state(self) -> Tensor:
         """One fp32 tensor, as the modules have it."""
@@ -69,18 +69,21 @@ class DelayedScales(nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state gave."""
         self.states.load(as_tensor(state))
+        self.plans.clear()  # they have the states of before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"plans": {}}
 
 
 class ExchangeVerb:
-    """Where plans of calls without DelayedScales are kept, and what other libraries' checkpoints may compute again."""
+    """Plans of calls without DelayedScales, and what calls followed that other libraries' checkpoints compute again."""
 
     def __init__(self) -> None:
-        self.outstanding = self._outstanding = replay.Outstanding()
+        self.plans, self._outstanding = dict[tuple, Planned](), replay.Outstanding()
 
 
-_VERB = ExchangeVerb()
-_PLANNED: WeakKeyDictionary[Any, dict[tuple, Plans]] = WeakKeyDictionary()
-atexit.register(_PLANNED.clear)  # plans hold process groups, which must not outlive torch.distributed
+_VERB: Any = ExchangeVerb()
+atexit.register(_VERB.plans.clear)  # plans hold process groups, which must not outlive torch.distributed
 
 
 def _eager(function: Callable[P, T]) -> Callable[P, T]:
@@ -175,52 +178,55 @@ def _activations(verb: str, x: Tensor, weights: tuple, biases: tuple) -> torch.d
     return amp or x.dtype
 
 
-def _recipe(verb: str, recipe: Any, scales: Any, many: int) -> tuple[Recipe, State | None]:
-    """(recipe of the call, state of the autocast that it follows)."""
-    state: Any = OPEN.stack[-1].state if OPEN.stack else None
-    if recipe is not None:
-        if (recipe := as_recipe(recipe)).delayed():
-            raise ValueError(
-                f"te.{verb}(recipe={recipe}): delayed scales take their step where te.autocast ends; open "
-                "te.autocast(recipe=...) around the call and leave out recipe="
-            )
-        return recipe, None
-    if torch._C._current_graph_task_id() != -1 or replay.OPEN.frames:  # perhaps a checkpoint computes it again
-        verbs: Any = _VERB
-        state = replay.recall((id(_VERB), "state"), partial(checks.followed, verbs, state))
-    recipe = HighPrecision() if state is None else state.recipe
-    if recipe.delayed() and getattr(scales, "weights", 0) != many:
-        raise RuntimeError(
-            f"te.{verb} under delayed scaling got scales={scales!r}: must be a te.DelayedScales(weights={many}) that "
-            "lives between the calls; keep one beside the weights, or use another recipe"
-        )
-    return recipe, state
-
-
-def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: int,
-            recipe: Any, scales: Any, overlap: str | None, strict: bool) -> tuple[Tensor, ...]:  # fmt: skip
+def _planned(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, dim: Any, recipe: Any,
+             scales: Any, overlap: Any, strict: bool, state: State | None) -> Planned:  # fmt: skip
+    """Checks what the key of a call stands for, and plans it."""
     size, dim = _group(verb, group), _dimension(verb, x, dim, False)
     dtype = _activations(verb, x, weights, biases)
     names = [name for name, kind in EXCHANGES.items() if (kind.gathers if mode == "column" else kind.scatters)]
     if overlap is not None and overlap not in names:
         near = remedy("exchange", overlap, names)
         raise ValueError(f"te.{verb}(overlap={overlap!r}): must be one of {names} or None; {near}")
-    strict = flag(f"te.{verb}", "strict", strict) or bool(OPEN.stack and OPEN.stack[-1].strict)
-    used, state = _recipe(verb, recipe, scales, len(weights))
+    used = as_recipe(recipe) if recipe is not None else HighPrecision() if state is None else state.recipe
+    if recipe is not None and used.delayed():
+        raise ValueError(
+            f"te.{verb}(recipe={recipe}): delayed scales take their step where te.autocast ends; open "
+            "te.autocast(recipe=...) around the call and leave out recipe="
+        )
+    sizes, tp = tuple([weight.shape for weight in weights]), TensorParallel(mode, size, group, True)
+    return _plan(verb, tp, sizes, dtype, x.device, overlap, strict, used, state, scales), dim, size
+
+
+def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: Any,
+            recipe: Any, scales: Any, overlap: str | None, strict: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    grad, context = torch.is_grad_enabled(), OPEN.stack[-1] if OPEN.stack else None
+    strict = flag(f"te.{verb}", "strict", strict) or (context is not None and context.strict)
+    state = context.state if context is not None and recipe is None else None
+    if recipe is None and (torch._C._current_graph_task_id() != -1 or replay.OPEN.frames):  # perhaps computed again
+        state = replay.recall((id(_VERB), "state"), partial(checks.followed, _VERB, state))
+    delayed = state is not None and state.delayed
+    if delayed and getattr(scales, "weights", 0) != len(weights):
+        kind = f"te.DelayedScales(weights={len(weights)})"
+        raise RuntimeError(
+            f"te.{verb} under delayed scaling got scales={scales!r}: must be a {kind} that lives between the calls; "
+            "keep one beside the weights, or use another recipe"
+        )
+    operands = [(t.shape, t.dtype, t.device) if isinstance(t, Tensor) else type(t) for t in (*weights, *biases)]
+    here = (x.dtype, x.device, x.shape[-1:], x.dim(), checks.amp_dtype(x)) if isinstance(x, Tensor) else type(x)
+    given = dim if type(dim) is int else None, recipe if isinstance(recipe, str | Recipe) else type(recipe)
+    key = verb, group, *given, here, *operands, overlap, strict, state and state.key, epoch.number
+    kept = scales.plans if delayed else _VERB.plans
+    planned = kept.get(key)
+    if planned is None:
+        if delayed or len(kept) >= MOST_PLANS:  # a second plan of the same scales would go on with those of before
+            kept.clear()
+        asked = (group, dim, recipe, scales, overlap, strict, state)
+        planned = kept[key] = _planned(verb, mode, x, weights, biases, *asked)
+        _VERB._outstanding.start(state)
+    plans, dim, size = planned
     if mode == "row" and x.shape[dim] % size:
         rule = f"dimension {dim} is scattered over {size} ranks, must be a multiple of that; pad it"
         raise ValueError(f"te.{verb} got x {list(x.shape)}: {rule}")
-    delayed, grad = used.delayed(), torch.is_grad_enabled()
-    sizes = tuple([weight.shape for weight in weights])
-    key = (verb, group, sizes, dtype, x.device, overlap, strict, used, state and state.key, epoch.number)
-    kept = _PLANNED.setdefault(scales if delayed else _VERB, {})
-    plans = kept.get(key)
-    if plans is None:
-        if len(kept) >= MOST_PLANS:
-            kept.clear()
-        tp = TensorParallel(mode, size, group, True)
-        plans = kept[key] = _plan(verb, tp, sizes, dtype, x.device, overlap, strict, used, state, scales)
-        _VERB.outstanding.start(state)
     if delayed and capturing():
         checks.check_capture(scales, state)
         scales.states.fix()
@@ -233,7 +239,7 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     pools = state.pools if delayed and state is not None else None
     if pools is not None:
         pools.expect()
-    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_VERB.outstanding.note(state, grad))
+    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_VERB._outstanding.note(state, grad))
     function, more = (LinearFunction, (residual,)) if len(plans) == 1 else (GatherLinears, ())
     found = (function.apply if grad else partial(function.forward, None))(call, x, *weights, *biases, *more)
     ys: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else found

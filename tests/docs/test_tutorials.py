@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.tutorials import ROOT, blocks, outputs, run_session
 
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), ROOT / "docs" / "how-to" / "exchange-verbs.md"]
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?|-?\d+e[+-]\d+")
 
 
