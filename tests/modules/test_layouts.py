@@ -10,7 +10,10 @@ from torch.utils._pytree import tree_leaves
 import te_lite as te
 from te_lite.functional import linear
 from te_lite.functional.parallel import Unsplit
+from te_lite.quantize.blockwise import BlockFormat
+from te_lite.quantize.per_tensor import PerShardFormat, PerTensorFormat
 from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.rowwise import RowFormat
 from te_lite.testing.distributed import device_params
 from tests.harness import FP8, OPTIONS, under
 
@@ -49,6 +52,15 @@ def unread(run, monkeypatch):
         read.add(data.untyped_storage().data_ptr())
         return dequantize(q, layout)
 
+    def multiplying(matmul):
+        def multiply(format, a, b, *rest):
+            read.update(operand[0].untyped_storage().data_ptr() for operand in (a, b))
+            return matmul(format, a, b, *rest)
+
+        return multiply
+
+    for format in (BlockFormat, PerTensorFormat, PerShardFormat, RowFormat):
+        monkeypatch.setattr(format, "matmul", multiplying(format.matmul))
     monkeypatch.setattr(QTensor, "operand", note)
     monkeypatch.setattr(QTensor, "dequantize", note_all)
     with Made() as made:

@@ -1,6 +1,5 @@
 """In how many pieces a reduce-scatter's partials travel; what rings do with them is for tests/distributed."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +30,7 @@ def test_pieces_of_partials(size, m, n, row_bytes, wanted):
 
 def operands(m: int, n: int, k: int, ranks: int) -> tuple[SimpleNamespace, SimpleNamespace]:
     """What cuts_of and counts look at of a GEMM [ranks * m, k] x [n, k]."""
-    a = SimpleNamespace(shape=(ranks * m, k), operand=lambda layout: (torch.empty(ranks * m, k, device="meta"), None))
+    a = SimpleNamespace(shape=(ranks * m, k), row=torch.empty(ranks * m, k, device="meta"))
     return SimpleNamespace(columns=n), a
 
 
@@ -70,25 +69,30 @@ def test_gemms_take_turns_on_two_streams(monkeypatch):
         def wait_stream(self, other):
             log.append(f"{self.name} waits for {other.name}")
 
-    @contextmanager
-    def stream(which):
-        before, current[0] = current[0], which.name
-        yield
-        current[0] = before
+    class stream:  # which may be entered any number of times, as torch's may
+        def __init__(self, which):
+            self.which = which
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.which.name
+
+        def __exit__(self, *_):
+            current[0] = self.before
 
     main, beside = Stream("main"), Stream("beside")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    group = SimpleNamespace(_beside=beside, device=None, rank=1, size=4)
-    group.in_turns = lambda: Group.in_turns(group)
-    shard = SimpleNamespace(shape=(2, 16), row=torch.zeros(2, 16), wire=lambda _: (), from_wire=lambda *_: "own")
+    group = Group.__new__(Group)
+    group._beside, group.device, group.rank, group.size, group.others = beside, None, 1, 4, (2, 3, 0)
+    format = SimpleNamespace(wire=lambda *_: (), from_wire=lambda *_: "own")
+    shard = SimpleNamespace(shape=(2, 16), row=torch.zeros(2, 16), format=format)
     b = SimpleNamespace(operand=lambda layout: log.append(f"operand on {current[0]}"))
     gathering = SimpleNamespace(q=shard, shard=lambda source: f"shard {source}")
 
     class Gemm:
         columns, dtype, layout, bias = 3, torch.float32, "col", None
 
-        def product(self, a, bias, out):
+        def product(self, a, bias, dtype, out):
             log.append(f"{a} on {current[0]}")
             out.fill_(float(a.split()[-1]) if " " in a else 1.0)
 

@@ -59,7 +59,7 @@ def test_a_slow_reader_of_partials_keeps_its_slot(at_once, ignore_free):
                 send(group, use).close()
             return None
         first = send(group, 0)
-        first._issue(first._wait)
+        group.issue(first, first._wait, (0,))
         view, limit = first.staging[0], time.monotonic() + (LIMIT_S if ignore_free else 0.5)
         while (view == 1).all() and time.monotonic() < limit:
             time.sleep(0.01)
