@@ -23,11 +23,11 @@ class LayerNormMLP(TeLiteModule):
     """y = activation(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
 
     activation: a name that docs/reference/modules.md lists. activation_params: those of its parameters that are not to
-    have their default, by name. For the gated ones, "...glu", fc1_weight is [2 * ffn_hidden_size, hidden_size], the gate's half
-    first; on a tensor-parallel rank [gate shard; up shard]. set_parallel_mode=True makes fc1 column-parallel and fc2
-    row-parallel. init_method fills fc1_weight, output_layer_init_method fc2_weight. seq_length and micro_batch_size are
-    accepted and not needed. checkpoint=True keeps only x and computes the rest again in backward. The other arguments
-    are LayerNormLinear's.
+    have their default, by name. For the gated ones, "...glu", fc1_weight is [2 * ffn_hidden_size, hidden_size], the
+    gate's half first; on a tensor-parallel rank [gate shard; up shard]. set_parallel_mode=True makes fc1
+    column-parallel and fc2 row-parallel. init_method fills fc1_weight, output_layer_init_method fc2_weight. seq_length
+    and micro_batch_size are accepted and not needed. checkpoint=True keeps only x and computes the rest again in
+    backward. The other arguments are LayerNormLinear's.
     """
 
     gemm_names = ("fc1", "fc2")
