@@ -19,9 +19,11 @@ from tests.distributed.overlap_auto import AUTO  # noqa: E402
 from tests.distributed.overlap_gradients import GRADIENTS  # noqa: E402
 from tests.distributed.overlap_groups import EIGHT, GROUPS  # noqa: E402
 from tests.distributed.overlap_narrow import NARROW  # noqa: E402
+from tests.distributed.overlap_own import OWN  # noqa: E402
 from tests.distributed.overlap_sizes import SIZES  # noqa: E402
 
-SUITES = {"sizes": SIZES, "gradients": GRADIENTS, "groups": GROUPS, "eight": EIGHT, "auto": AUTO, "narrow": NARROW}
+SUITES = {"sizes": SIZES, "gradients": GRADIENTS, "groups": GROUPS, "eight": EIGHT, "narrow": NARROW}
+SUITES["auto"] = AUTO + OWN
 
 
 def main() -> int:
