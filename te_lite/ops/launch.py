@@ -68,8 +68,7 @@ def launch(
     if not programs:
         return
     device = tensors[0].device
-    index = device.index
-    if index is not None and index != torch._C._cuda_getDevice():
+    if device.index is not None and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, programs, unaligned, tensors, numbers, constants, num_warps, registers)
         return
@@ -81,8 +80,8 @@ def launch(
             bits |= address
     key = None if bits & 15 else (id(kernel), device, types, numbers, constants, num_warps, registers)
     ready = _COMPILED.get(key)
-    if ready is not None and index is not None:
-        ready.launch(programs, torch._C._cuda_getCurrentRawStream(index), (*addresses, *numbers, *constants))
+    if ready is not None:
+        ready.launch(programs, torch._C._cuda_getCurrentRawStream(device.index), (*addresses, *numbers, *constants))
         return
     options = {"num_warps": num_warps} if registers is None else {"num_warps": num_warps, "maxnreg": registers}
     compiled = kernel[(programs,)](*unaligned, *tensors, *numbers, *constants, **options)
