@@ -134,8 +134,10 @@ def fp8_cast(
     amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
     op: Callable[..., None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """(row, col, scale_inv, bias_grad) of transform() for a quantizer, whose arguments need no check. op: the
-    oracle, in its place."""
+    """(row, col, scale_inv, bias_grad) of transform() for a quantizer, whose arguments need no other check.
+    op: the oracle, in its place."""
+    if not (row or col):
+        raise ValueError(f"fp8_dtype {fp8_dtype} with row=False, col=False: ask for at least one layout")
     x, (m, n) = source.x, source.x.shape
     if source.kind == "act" and source.activation.glu:
         n //= 2
