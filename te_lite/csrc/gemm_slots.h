@@ -103,9 +103,10 @@ __device__ __forceinline__ void await_slots(const Maps& maps, const Arguments& p
 __device__ __forceinline__ void load_slots(const Maps& maps, const Arguments& p, const Shared& shared, const Tile& at,
                                            Pipeline& pipeline) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
+#pragma unroll 1  // unrolled, these two spill registers
   for (int box = 0; box < kBoxes; box++) {
     const int col = at.col + box * kBoxColumns;
-#pragma unroll 1  // unrolled, it spills registers
+#pragma unroll 1
     for (int first = 1; first < RANKS + RESIDUAL; first += kSlotsPerStage, pipeline.advance()) {
       const u32 to = shared.stages + pipeline.stage * kStageBytes, bar = shared.full + 8 * pipeline.stage;
       const int count = min(kSlotsPerStage, RANKS + RESIDUAL - first);

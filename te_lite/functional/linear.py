@@ -243,6 +243,5 @@ class LinearFunction(torch.autograd.Function):
         if call.pools is not None:
             call.pools.close(call.first)
         if dx is not None:
-            as_is = call.grad_input is None and len(ctx.x_shape) == 2
-            dx = (dx if as_is else as_output(dx, ctx.x_shape, call.grad_input)).to(ctx.x_dtype)
+            dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
         return None, dx, dw, None if db is None else db.to(bias.dtype), in_dtype(dy, dy) if grads[4] else None

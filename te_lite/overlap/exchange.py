@@ -70,9 +70,7 @@ class Gemm:
     def __call__(self, a: QTensor) -> Any:
         """The whole program where no ranks' products are summed."""
         product = self.product(a, self.bias)
-        if self.residual is not None:
-            product.add_(self.residual)
-        return product if self.epilogue is None else self.epilogue(product)
+        return product if self.residual is self.epilogue is None else self.finish(product)
 
 
 class Note(NamedTuple):

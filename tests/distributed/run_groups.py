@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -19,6 +19,7 @@ from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from te_lite.testing.numerics import assert_bitwise_equal  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.distributed.run_modules import new_groups  # noqa: E402
+from tests.distributed.suites import run_checks  # noqa: E402
 from tests.harness import delayed_state, leaf, under  # noqa: E402
 
 DELAYED = te.recipe.DelayedScaling(amax_history_len=4)
@@ -238,18 +239,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    rank, world, device = init_ranks(args.device)
-    for check in FOUR if world == 4 else TWO:
-        try:
-            check(device)
-        except BaseException:
-            print(f"{check.__name__}: FAIL", file=sys.stderr)
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        dist.barrier()
-        if rank == 0:
-            print(f"{check.__name__}: ok", flush=True)
+    _, world, device = init_ranks(args.device)
+    run_checks({check.__name__: partial(check, device) for check in (FOUR if world == 4 else TWO)})
     leave_ranks()
     return 0
 

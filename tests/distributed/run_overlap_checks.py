@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-import traceback
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TE_LITE_AUTO"] = "rule"  # what is fastest would differ from run to run
 
-import torch.distributed as dist  # noqa: E402
-
-import te_lite as te  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from tests.distributed.overlap_auto import AUTO  # noqa: E402
 from tests.distributed.overlap_gradients import GRADIENTS  # noqa: E402
@@ -21,6 +17,7 @@ from tests.distributed.overlap_groups import EIGHT, GROUPS  # noqa: E402
 from tests.distributed.overlap_narrow import NARROW  # noqa: E402
 from tests.distributed.overlap_own import OWN  # noqa: E402
 from tests.distributed.overlap_sizes import SIZES  # noqa: E402
+from tests.distributed.suites import run_checks  # noqa: E402
 
 SUITES = {"sizes": SIZES, "gradients": GRADIENTS, "groups": GROUPS, "eight": EIGHT, "narrow": NARROW}
 SUITES["auto"] = AUTO + OWN
@@ -32,22 +29,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", help="one check's name")
     args = parser.parse_args()
-    rank, _, device = init_ranks(args.device)
-    for check in SUITES[args.suite]:
-        if args.only not in (None, check.__name__):
-            continue
-        started = time.monotonic()
-        try:
-            check(device)
-        except BaseException:
-            print(f"{check.__name__}: FAIL", file=sys.stderr)
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)  # at once, so that no rank waits for this one
-        te.destroy_ub()
-        dist.barrier()
-        if rank == 0:
-            print(f"{check.__name__}: ok, {time.monotonic() - started:.1f} s", flush=True)
+    _, _, device = init_ranks(args.device)
+    suite = {check.__name__: partial(check, device) for check in SUITES[args.suite]}
+    run_checks({name: check for name, check in suite.items() if args.only in (None, name)})
     leave_ranks()
     return 0
 

@@ -13,11 +13,10 @@ import argparse
 import os
 import random
 import sys
-import time
-import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,10 +28,10 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import te_lite as te  # noqa: E402
-from te_lite.overlap import userbuffers  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from te_lite.testing.numerics import assert_bitwise_equal  # noqa: E402
-from tests.distributed.overlapping import begin, in_eighths, poison, settle, specified  # noqa: E402
+from tests.distributed.overlapping import begin, in_eighths, poison, specified  # noqa: E402
+from tests.distributed.suites import run_checks  # noqa: E402
 from tests.distributed.verbs_checks import CHECKS as OTHERS  # noqa: E402
 from tests.distributed.verbs_symmetric import symmetric  # noqa: E402
 from tests.harness import OPTIONS  # noqa: E402
@@ -266,24 +265,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
     args = parser.parse_args()
-    rank, _, device = init_ranks(args.device)
+    _, _, device = init_ranks(args.device)
     torch.set_default_device(device)
-    for name, check in CHECKS.items():
-        if args.only not in (None, name) or (device.type == "cuda" and name == "recipes"):
-            continue  # te.Linear's GEMMs are not cut alike there
-        started = time.monotonic()
-        try:
-            check(args, device)
-        except BaseException:
-            print(f"{name}: FAIL", file=sys.stderr)
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)  # at once, so that no rank waits for this one
-        te.destroy_ub()
-        assert not userbuffers.groups()
-        settle()
-        if rank == 0:
-            print(f"{name}: ok, {time.monotonic() - started:.1f} s", flush=True)
+    skipped = ("recipes",) if device.type == "cuda" else ()  # te.Linear's GEMMs are not cut alike there
+    asked = [name for name in CHECKS if name not in skipped and args.only in (None, name)]
+    run_checks({name: partial(CHECKS[name], args, device) for name in asked})
     leave_ranks()
     return 0
 

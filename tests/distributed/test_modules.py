@@ -38,7 +38,7 @@ def test_tp_smaller_than_the_world_and_ranks_not_contiguous(device):
 @pytest.mark.parametrize("device", rank_device_params(2))
 def test_groups_of_two(device):
     lines = run("run_groups.py", 2, device).splitlines()
-    assert lines[-1] == "sequence_parallel_refusals: ok"
+    assert lines[-1].startswith("sequence_parallel_refusals: ok, ")
 
 
 @pytest.mark.parametrize("device", rank_device_params(4))
