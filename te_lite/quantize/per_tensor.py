@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_lite.ops.cast import amax, fp8_cast
+from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_fp8
 from te_lite.ops.gemm_scaled import gemm_scaled_accumulate_
 from te_lite.ops.norm import Formula, norm_cast
@@ -138,10 +138,11 @@ def per_tensor_cast(
     format: Fp8Format, source: Source, seed: Tensor | None, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
     amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
 ) -> Quantized:  # fmt: skip
-    """What a quantizer gives, by fp8_cast(). seed: the scale, or the maxima that it follows from."""
-    rows, cols, scale_inv, sums = fp8_cast(
-        source, format.dtype, row, col, bias_grad, scale, amax, amax_out, pow2, eps
-    )
+    """What a quantizer gives, by transform(). seed: the scale, or the maxima that it follows from."""
+    _, rows, cols, scale_inv, sums = transform(
+        source, fp8_dtype=format.dtype, row=row, col=col, scale=scale, amax=amax, amax_out=amax_out, pow2=pow2, eps=eps,
+        bias_grad=bias_grad,
+    )  # fmt: skip
     shape: Any = tuple(source.x.shape) if source.kind != "act" else (source.rows, source.cols)
     return QTensor(format, shape, source.x.dtype, rows, scale_inv, cols, scale_inv, seed), sums
 
