@@ -14,7 +14,8 @@ from torch import Tensor
 
 from te_lite.ops.cast import transform
 from te_lite.ops.gemm_scaled import gemm_fp8_rowwise, gemm_scaled_accumulate_
-from te_lite.ops.row_cast import E4M3, row_cast, rows_fit, vector_amax, vector_scales
+from te_lite.ops.row_cast import E4M3, row_cast, vector_amax, vector_scales
+from te_lite.ops.row_kernels import MOST_COLUMNS
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import Identity
@@ -80,7 +81,7 @@ class Rows(Quantizer):
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         q = QTensor(self.format, (source.rows, source.cols), source.dtype)
-        if not (col or bias_grad) and rows_fit(source):
+        if not (col or bias_grad) and source.cols <= MOST_COLUMNS:
             q.row, q.row_scale = row_cast(source, 0.0, self.pow2)
             return q, None
         amax, rows = vector_amax(source, row, col), source.rows * row
