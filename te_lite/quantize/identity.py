@@ -33,9 +33,6 @@ class HighPrecisionFormat(TensorFormat):
     def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.row,)
 
-    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        return QTensor(self, (rows, like.shape[1]), like.dtype, row=parts[0])
-
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
         gemm_accumulate_(out, a[0].t(), b[0].t())
 
