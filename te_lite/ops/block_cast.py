@@ -92,7 +92,7 @@ def block_cast(
     source: Source, *, block: int, square: bool = False, pow2: bool = True, eps: float = 0.0, row: bool = True,
     col: bool = False, flat: bool = False, bias_grad: bool = False, op: Callable[..., None] | None = None,
 ) -> Blocks:  # fmt: skip
-    """Unfused, with v = produce_ref(source), fp32 [M, N], and B = block:
+    """Unfused, with v = produce_ref(source), fp32 [M, N], and B = block, 32 or 128; square ones of 128, not flat:
 
         row: blocks of 1 x B, col: blocks of B x 1; square: one scale for B x B in both
         MX (B = 32): stored = e8m0_ref(amax of the block), q = (v / 2^(stored - 127)).to(E4M3), saturating
@@ -102,10 +102,6 @@ def block_cast(
     flat: col data is not transposed. One read of the source, one launch (two with bias_grad). op: the oracle, in its
     place. Errors: ValueError.
     """
-    if block not in (MX_BLOCK, BLOCK):
-        raise ValueError(f"block={block}: must be {MX_BLOCK} (MX) or {BLOCK}; pass one of them")
-    if square and (block != BLOCK or flat):
-        raise ValueError(f"square blocks of {block}, flat={flat}: square blocks are 128 x 128 and never flat")
     if not (row or col):
         raise ValueError("row=False, col=False: ask for at least one layout")
     largest = torch.finfo(source.x.dtype).max

@@ -16,7 +16,7 @@ from te_lite.ops import cast_kernels as kernels
 from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
-from te_lite.ops.source import DTYPES, FLAT, WORDS, Source, of_source, produce_ref
+from te_lite.ops.source import FLAT, WORDS, Source, of_source, produce_ref
 from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import PAD, padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
@@ -50,56 +50,6 @@ def scale_from_amax_ref(
     return (s.view(torch.int32) & 0x7F800000).view(torch.float32) if pow2 else s
 
 
-def _check_transform(hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors) -> None:
-    if hp_dtype is not None and hp_dtype not in DTYPES:
-        raise TypeError(f"hp_dtype {hp_dtype}: must be bfloat16, float16 or float32; choose one of them")
-    if amax_out is not None and (amax_out.dtype != torch.float32 or amax_out.numel() != 1):
-        raise ValueError(
-            f"amax_out is {amax_out.dtype} {tuple(amax_out.shape)}: must be one float32 element; pass a view "
-            f"such as history[0, i]"
-        )
-    if fp8_dtype is None:
-        if row or col or scale is not None or amax is not None or vectors:
-            raise ValueError(
-                f"row={row}, col={col}, a scale or an amax without fp8_dtype: those belong to fp8 outputs; "
-                "pass torch.float8_e4m3fn or torch.float8_e5m2"
-            )
-        if hp_dtype is None and amax_out is None and not bias_grad:
-            raise ValueError(
-                "no output wanted: it must be one at least; pass hp_dtype, fp8_dtype, amax_out or bias_grad"
-            )
-        return
-    if fp8_dtype not in FP8_MAX:
-        raise TypeError(f"fp8_dtype {fp8_dtype}: must be torch.float8_e4m3fn or torch.float8_e5m2; pass one")
-    if not (row or col):
-        raise ValueError(f"fp8_dtype {fp8_dtype} with row=False, col=False: ask for at least one layout")
-    if vectors and scale is None and amax is None:
-        return
-    if (scale is None) == (amax is None) or vectors:
-        raise ValueError(
-            f"{'neither' if scale is None else 'both'} of scale and amax given, {vectors} vectors of scales: fp8 takes "
-            "exactly one; pass scale for delayed scaling, amax for current scaling, vectors for rowwise scaling"
-        )
-    name, given, most = ("scale", scale, 1) if amax is None else ("amax", amax, kernels.MOST_PARTIALS)
-    if given.dtype != torch.float32 or not 1 <= given.numel() <= most or not given.is_contiguous():
-        raise ValueError(
-            f"{name} is {given.dtype} {tuple(given.shape)}: must be contiguous float32, 1 to {most} "
-            f"elements; reduce it to one element first"
-        )
-
-
-def _allocate(source: Source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors=0) -> Transformed:
-    x, shape = source.x, (source.rows, source.cols)
-    empty = x.new_empty
-    return Transformed(
-        None if hp_dtype is None else empty(shape, dtype=hp_dtype),
-        empty(shape, dtype=fp8_dtype) if row else None,
-        empty((shape[1], padded_rows(shape[0])), dtype=fp8_dtype) if col else None,
-        None if fp8_dtype is None or vectors else new_scalar(x),
-        empty(shape[1:], dtype=torch.float32) if bias_grad else None,
-    )
-
-
 def transform(
     source: Source, *, hp_dtype: torch.dtype | None = None, fp8_dtype: torch.dtype | None = None, row: bool = False,
     col: bool = False, scale: Tensor | None = None, amax: Tensor | None = None, amax_out: Tensor | None = None,
@@ -119,37 +69,25 @@ def transform(
 
     row_scale, col_scale: fp32 [M], [N]: scales of row and col in place of s, and no scale_inv; row without a row_scale
     and without col takes col_scale.
-    scale: fp32 [1]. amax: fp32 [P], P <= 1024. One read of the source, one launch (two with bias_grad).
-    op: the oracle, in its place. Errors: ValueError, TypeError.
+    scale: fp32 [1]. amax: fp32 [P], P <= 1024; one of them with fp8_dtype, unless there are vectors. One read of the
+    source, one launch (two with bias_grad). op: the oracle, in its place. Errors: ValueError for fp8 without a layout.
     """
-    vectors = (row_scale is not None) + (col_scale is not None)
-    _check_transform(hp_dtype, fp8_dtype, row, col, scale, amax, amax_out, bias_grad, vectors)
-    out = _allocate(source, hp_dtype, fp8_dtype, row, col, bias_grad, vectors)
-    (op or _transform_op)(*source.flat, scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out)
-    return out
-
-
-def fp8_cast(
-    source: Source, fp8_dtype: torch.dtype, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
-    amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
-    op: Callable[..., None] | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """(row, col, scale_inv, bias_grad) of transform() for a quantizer, whose arguments need no other check.
-    op: the oracle, in its place."""
-    if not (row or col):
+    if fp8_dtype is not None and not (row or col):
         raise ValueError(f"fp8_dtype {fp8_dtype} with row=False, col=False: ask for at least one layout")
     x, (m, n) = source.x, source.x.shape
     if source.kind == "act" and source.activation.glu:
         n //= 2
-    row_out = x.new_empty((m, n), dtype=fp8_dtype) if row else None
-    col_out = x.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None
-    sums = x.new_empty((n,), dtype=torch.float32) if bias_grad else None
-    scale_inv = new_scalar(x)
+    out = Transformed(
+        None if hp_dtype is None else x.new_empty((m, n), dtype=hp_dtype),
+        x.new_empty((m, n), dtype=fp8_dtype) if row else None,
+        x.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None,
+        None if scale is None and amax is None else new_scalar(x),
+        x.new_empty((n,), dtype=torch.float32) if bias_grad else None,
+    )
     (op or _transform_op)(
-        *source[:8], *source.activation[:2], scale, amax, None, None, eps, pow2, None, row_out, col_out, scale_inv,
-        sums, amax_out,
-    )  # fmt: skip
-    return row_out, col_out, scale_inv, sums
+        *source[:8], *source.activation[:2], scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out
+    )
+    return out
 
 
 def transform_ref(source: Source, **wanted: Any) -> Transformed:

@@ -82,25 +82,18 @@ def delayed_update_ref(history: Tensor, scale: Tensor, fp8_max: float, algo: str
     (scale if out is None else out).copy_(torch.where(rolls & amax.isfinite() & (amax > 0), new_scale, scale))
 
 
-_delayed_update_op = register(
+# history fp32 [L, n], perhaps strided, in place; out fp32 [n] from scale fp32 [n], which it may be. Column by column:
+#
+#     current = history[0] if finite else 0               # the amax of the step that ends
+#     if current == 0: history[0] = 0 and nothing else changes; out = scale
+#     amax    = max(current, history[1:])                 # or current, with algo "most_recent"
+#     history = [0, history[2], ..., history[L-1], current]
+#     out     = fp8_max / amax                            # IEEE division; inf becomes fp32 max
+#                                                         # a non-finite amax leaves the previous scale
+#
+# fp8_max: the format's largest value times 2^-margin. algo: "max" or "most_recent"; the recipe has refused others.
+delayed_update = register(
     "delayed_update(Tensor(a!) history, Tensor(b!) scale, float fp8_max, str algo, Tensor(c!)? out=None) -> ()",
     cpu=delayed_update_ref,
     cuda=_delayed_update_cuda,
 )
-
-
-def delayed_update(history: Tensor, scale: Tensor, fp8_max: float, algo: str, out: Tensor | None = None) -> None:
-    """history fp32 [L, n] (may be strided), scale fp32 [n]: both updated in place, column by column.
-
-    With `out` [n] the new scales go there and `scale` stays as it is.
-
-    current = history[0] if finite else 0               # the amax of the step that ends
-    if current == 0: history[0] = 0 and nothing else changes
-    amax    = max(current, history[1:])                 # or current, with algo "most_recent"
-    history = [0, history[2], ..., history[L-1], current]
-    scale   = fp8_max / amax                            # IEEE division; inf becomes fp32 max
-                                                        # a non-finite amax leaves the previous scale
-
-    fp8_max: the format's largest value times 2^-margin. algo: "max" or "most_recent"; the recipe has refused others.
-    """
-    _delayed_update_op(history, scale, fp8_max, algo, out)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops import norm_kernels as kernels
-from te_lite.ops.cast import amax_ref, cast_ref, fp8_cast
+from te_lite.ops.cast import amax_ref, cast_ref
 from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.reduce import check_slots, reduce_slots, reduce_slots_ref
@@ -126,10 +126,8 @@ def norm_forward_ref(
     mean, rstd, made = _made_ref(x, gamma, beta, eps, rms, zero_centered)
     if scale is None:
         return produce_ref(made).to(x.dtype), mean, rstd
-    assert dtype is not None and scale_inv is not None
-    row, _, inverse, _ = fp8_cast(made, dtype, True, False, False, scale, None, amax_out, op=cast_ref)
-    assert row is not None
-    scale_inv.copy_(inverse)
+    row = torch.empty(x.shape, dtype=dtype, device=x.device)
+    cast_ref(*made.flat, scale, None, None, None, 0.0, False, None, row, None, scale_inv, None, amax_out)
     return row, mean, rstd
 
 

@@ -122,8 +122,3 @@ _row_cast_op = register(
     cuda=_row_cast_cuda,
     fake=of_source(_row_outputs),
 )
-
-
-def rows_fit(source: Source) -> bool:
-    """True where `row_cast` can hold a row."""
-    return source.cols <= kernels.MOST_COLUMNS

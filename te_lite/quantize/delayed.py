@@ -68,6 +68,7 @@ class ScaleState:
             free = (pool for pool in owner.pools if pool.key == self.key and not pool.fixed)
             self.pool = next(free, None) or Pool(self.key)
             self.pool.members.append(weakref.ref(self))
+            self.pool.merged = False
 
     def fix(self) -> None:
         """Before a CUDA graph captures a use."""
@@ -122,11 +123,7 @@ class ScaleState:
             self.scale.copy_(self._scale)
         elif self.offset is not None:
             self.history = self.history.clone()
-            self.offset, self._amax = None, None
-
-    def move_into(self, pool: Pool, history: Tensor, offset: int) -> None:
-        """Called by the pool: `history` is the slice that holds this state's columns from now on."""
-        self.pool, self.history, self.offset, self._amax = pool, history, offset, None
+            self.offset, self._amax, self.pool.merged = None, None, False
 
 
 class Pool:
@@ -134,9 +131,10 @@ class Pool:
 
     def __init__(self, key: PoolKey) -> None:
         self.key = key
-        self._set(torch.empty(0))
-        self._history = torch.empty(0)
+        self.scale = self._history = torch.empty(0)
+        self.scales: tuple[Tensor, ...] = ()  # of `scale`, each apart: one unbind is cheaper than a view a use
         self.touched = False  # a member was used since the last update
+        self.merged = False  # the members lie in `scale` and `_history`
         self.fixed = False
         self.members: list[weakref.ref[ScaleState]] = []
         self._stepping = threading.Lock()  # two threads may run backwards of one thread's forwards
@@ -151,41 +149,32 @@ class Pool:
                 state.join()
 
     def _states(self) -> list[ScaleState]:
-        return [state for ref in self.members if (state := ref()) is not None and state.pool is self]
-
-    def _merge(self) -> list[ScaleState]:
-        states, merged = [], True
-        for ref in self.members:
-            state = ref()
-            if state is None or state.pool is not self:
-                merged = False
-            else:
+        states = []
+        for ref in self.members:  # no comprehension, which is a call in Python 3.11
+            if (state := ref()) is not None and state.pool is self:
                 states.append(state)
-                merged = merged and state.offset is not None
-        if states and not merged:
-            history = torch.cat([state.history for state in states], dim=1)
-            self.hold(states, history, torch.cat([state.scale for state in states]))
         return states
 
     def hold(self, states: list[ScaleState], history: Tensor, scale: Tensor) -> None:
         """history[length, total], scale[total] are those of the states, side by side, from now on."""
         self.members, self._history, offset = [weakref.ref(state) for state in states], history, 0
-        self._set(scale)
+        self.scale, self.scales, self.merged = scale, scale.unbind(0), True
         for state in states:
-            state.move_into(self, history[:, offset : offset + state.n], offset)
-            offset += state.n
-
-    def _set(self, scale: Tensor) -> None:
-        self.scale, self.scales = scale, scale.unbind(0)  # one unbind is cheaper than a view a use
+            state.pool, state.history, state._amax = self, history[:, offset : offset + state.n], None
+            state.offset, offset = offset, offset + state.n
 
     def update(self) -> None:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
         owner = self.key.owner
         with self._stepping:  # and not under the owner's lock, for ranks wait for each other below
             with owner.lock:
-                if not (self.fixed or self._merge()):
+                states = self._states()
+                if not (states or self.fixed):
                     owner.pools = [pool for pool in owner.pools if pool is not self]
                     return
+                if not (self.fixed or (self.merged and len(states) == len(self.members))):
+                    history = torch.cat([state.history for state in states], dim=1)
+                    self.hold(states, history, torch.cat([state.scale for state in states]))
             self.touched = False
             if self.key.group is not None:
                 what = f"amaxes of {self.key.direction} for delayed scaling"

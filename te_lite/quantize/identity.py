@@ -33,9 +33,6 @@ class HighPrecisionFormat(TensorFormat):
     def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.row,)
 
-    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        return QTensor(self, (rows, like.shape[1]), like.dtype, row=parts[0])
-
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
         gemm_accumulate_(out, a[0].t(), b[0].t())
 
@@ -66,10 +63,7 @@ class Identity(Quantizer):
         return QTensor(self.format, (data.shape[0], data.shape[1]), self.target, row=data), sums
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        if source.kind != "plain":
-            return Identity.quantize(self, source)[0]  # a subclass has noted the source before
-        data = source.x.to(self.target)
-        return QTensor(self.format, (data.shape[0], data.shape[1]), self.target, row=data)
+        return Identity.quantize(self, source)[0]  # a subclass has noted the source before
 
 
 @dataclass(frozen=True, slots=True)

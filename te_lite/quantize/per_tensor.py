@@ -13,9 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_lite.ops.cast import amax, fp8_cast
+from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_fp8
-from te_lite.ops.gemm_scaled import gemm_scaled_accumulate_
 from te_lite.ops.norm import Formula, norm_cast
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import PAD, transpose
@@ -46,11 +45,6 @@ class PerTensorFormat(Fp8Format):
     def label(self) -> str:  # type: ignore[override]  # of the class in the base, as BlockFormat's
         return "e4m3" if self.dtype == torch.float8_e4m3fn else "e5m2"
 
-    def dequantize(self, q: Held, layout: Layout) -> Tensor:
-        if layout == "row":
-            return (q.row.float() * q.row_scale).to(q.dtype)
-        return (q.col[:, : q.shape[0]].float() * q.col_scale).to(q.dtype).t().contiguous()
-
     def make_col(self, q: Held) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale
 
@@ -60,12 +54,6 @@ class PerTensorFormat(Fp8Format):
     def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.operand(layout)[0],)
 
-    def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        shape = rows, like.shape[1]
-        if layout == "col":
-            return QTensor(self, shape, like.dtype, col=parts[0], col_scale=like.col_scale)
-        return QTensor(self, shape, like.dtype, row=parts[0], row_scale=like.row_scale)
-
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         if a[1].numel() == b[1].numel() == 1:
@@ -74,7 +62,7 @@ class PerTensorFormat(Fp8Format):
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
         if a[1].numel() == b[1].numel() == 1:
-            gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
+            Fp8Format.accumulate_(self, out, a, b, fast_accum)
         else:
             TensorFormat.accumulate_(self, out, a, b, fast_accum)
 
@@ -138,10 +126,11 @@ def per_tensor_cast(
     format: Fp8Format, source: Source, seed: Tensor | None, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
     amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
 ) -> Quantized:  # fmt: skip
-    """What a quantizer gives, by fp8_cast(). seed: the scale, or the maxima that it follows from."""
-    rows, cols, scale_inv, sums = fp8_cast(
-        source, format.dtype, row, col, bias_grad, scale, amax, amax_out, pow2, eps
-    )
+    """What a quantizer gives, by transform(). seed: the scale, or the maxima that it follows from."""
+    _, rows, cols, scale_inv, sums = transform(
+        source, fp8_dtype=format.dtype, row=row, col=col, scale=scale, amax=amax, amax_out=amax_out, pow2=pow2, eps=eps,
+        bias_grad=bias_grad,
+    )  # fmt: skip
     shape: Any = tuple(source.x.shape) if source.kind != "act" else (source.rows, source.cols)
     return QTensor(format, shape, source.x.dtype, rows, scale_inv, cols, scale_inv, seed), sums
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.gemm import gemm, gemm_accumulate_
+from te_lite.ops.gemm_scaled import gemm_scaled_accumulate_
 
 Layout = Literal["row", "col"]
 # Data with the inner dimension last, and its scale: a Tensor, but None in high precision, which no format's GEMM reads.
@@ -68,8 +69,14 @@ class TensorFormat:
         return q.operand(layout)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        """The gathered tensor of `rows` rows from gathered parts; `like` is this rank's own shard."""
-        raise NotImplementedError
+        """The gathered tensor of `rows` rows from gathered parts; `like` is this rank's own shard.
+
+        Here: data and their scale; a scale that does not travel is that of `like`."""
+        shape, kept = (rows, like.shape[1]), like.row_scale if layout == "row" else like.col_scale
+        data, scale, *_ = *parts, kept
+        if layout == "row":
+            return QTensor(self, shape, like.dtype, data, scale)
+        return QTensor(self, shape, like.dtype, col=data, col_scale=scale)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
@@ -83,9 +90,17 @@ class TensorFormat:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format(TensorFormat):
-    """fp8 bytes of `dtype`."""
+    """fp8 bytes of `dtype`, row [M, K] and col [K, Mp]; inverse scales in fp32, one or one for each row of the data."""
 
     dtype: torch.dtype = torch.float8_e4m3fn
+
+    def dequantize(self, q: Held, layout: Layout) -> Tensor:
+        if layout == "row":
+            return (q.row.float() * q.row_scale.view(-1, 1)).to(q.dtype)
+        return (q.col[:, : q.shape[0]].float() * q.col_scale.view(-1, 1)).to(q.dtype).t().contiguous()
+
+    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+        gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -50,7 +51,7 @@ class Frame:
             OPEN.frames.remove(self)
             self.replaying = True
 
-    def recall(self, key: Any, make: Callable[[], Any], depth: int) -> Any:
+    def recall(self, key: Any, make: Callable[[], Any]) -> Any:
         if self._making:  # part of a value that is being noted as a whole
             return make()
         if self.replaying:
@@ -64,21 +65,22 @@ class Frame:
             return value
         self._making = True
         try:
-            value = recall(key, make, depth - 1)
+            value = make()
         finally:
             self._making = False
         self._values.append((key, value))
         return value
 
 
-def recall(key: Any, make: Callable[[], Any], depth: int | None = None) -> Any:
+def recall(key: Any, make: Callable[[], Any]) -> Any:
     """make() in the first run of a checkpointed call, or outside of any; the same value again when it is recomputed.
 
-    key: what the value is, to notice a recomputation that takes another path. depth: the innermost call that is asked,
-    which asks those around it; by default the innermost that is open.
+    key: what the value is, to notice a recomputation that takes another path. The innermost open call asks the ones
+    around it.
     """
-    depth = len(OPEN.frames) - 1 if depth is None else depth
-    return make() if depth < 0 else OPEN.frames[depth].recall(key, make, depth)
+    for frame in OPEN.frames:
+        make = partial(frame.recall, key, make)
+    return make()
 
 
 def is_open() -> bool:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.cast import transform
-from te_lite.ops.gemm_scaled import gemm_fp8_rowwise, gemm_scaled_accumulate_
-from te_lite.ops.row_cast import E4M3, row_cast, rows_fit, vector_amax, vector_scales
+from te_lite.ops.gemm_scaled import gemm_fp8_rowwise
+from te_lite.ops.row_cast import E4M3, row_cast, vector_amax, vector_scales
+from te_lite.ops.row_kernels import MOST_COLUMNS
 from te_lite.ops.source import Source
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import Identity
@@ -40,27 +41,20 @@ class RowFormat(Fp8Format):
     flat: bool = False
 
     def dequantize(self, q: Held, layout: Layout) -> Tensor:
-        if layout == "row":
-            return (q.row.float() * q.row_scale.view(-1, 1)).to(q.dtype)
-        if self.flat:
+        if layout == "col" and self.flat:
             return (q.col.float() * q.col_scale).to(q.dtype)
-        return (q.col[:, : q.shape[0]].float() * q.col_scale.view(-1, 1)).to(q.dtype).t().contiguous()
+        return Fp8Format.dequantize(self, q, layout)
 
     def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.row, q.row_scale) if layout == "row" else (q.col,)
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
-        shape = rows, like.shape[1]
-        if layout == "row":
-            return QTensor(ROWS, shape, like.dtype, parts[0], parts[1])
-        return QTensor(ROWS, shape, like.dtype, col=transpose(parts[0]), col_scale=like.col_scale)
+        parts = parts if layout == "row" else (transpose(parts[0]),)
+        return Fp8Format.from_wire(ROWS, parts, layout, like, rows)
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_rowwise(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum, out)
-
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
-        gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
 
 
 ROWS, FLAT_ROWS = RowFormat(), RowFormat(flat=True)
@@ -80,7 +74,7 @@ class Rows(Quantizer):
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
         q = QTensor(self.format, (source.rows, source.cols), source.dtype)
-        if not (col or bias_grad) and rows_fit(source):
+        if not (col or bias_grad) and source.cols <= MOST_COLUMNS:
             q.row, q.row_scale = row_cast(source, 0.0, self.pow2)
             return q, None
         amax, rows = vector_amax(source, row, col), source.rows * row

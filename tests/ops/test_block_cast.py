@@ -220,14 +220,8 @@ def test_ops_pass_torch_s_own_checks(m, n):
 
 def test_bad_requests_are_refused():
     x = S.plain(torch.randn(32, 64))
-    for wrong in (
-        dict(block=64),
-        dict(block=32, square=True),
-        dict(block=128, row=False),
-        dict(block=128, square=True, flat=True),
-    ):
-        with pytest.raises(ValueError, match="[;:]"):
-            B.block_cast(x, **wrong)
+    with pytest.raises(ValueError, match="ask for at least one layout"):
+        B.block_cast(x, block=128, row=False)
     q = B.block_cast(x, block=128)
     with pytest.raises(ValueError, match="scales of shape"):
         G.gemm_fp8_rowwise(q.row, q.row, q.row_scale, q.row_scale, torch.bfloat16)

@@ -17,6 +17,7 @@ from tests.ops.test_cast import (
     assert_same_bytes,
     bytes_of,
     padded_transpose,
+    run_poisoned,
     scale_of,
     special,
 )
@@ -73,11 +74,8 @@ def test_casts_of_words(shape, dtype, fp8, row, monkeypatch):
         amax_out = torch.full((1,), 0.125, device="cuda")
         source = S.plain(v)
         given = {"amax": cast.amax(source)} if scale is None else {"scale": torch.tensor([scale], device="cuda")}
-        out = cast._allocate(source, None, fp8, row, True, False)
-        for t in (out.col, out.row) if row else (out.col,):
-            t.view(torch.uint8).fill_(0x5A)
-        flat = (given.get("scale"), given.get("amax"), None, None, 0.0, False)
-        cast._transform_op(*source.flat, *flat, *out, amax_out)
+        by = given.get("scale"), given.get("amax")
+        out = run_poisoned(source, fp8, *by, amax_out, hp_dtype=None, row=row, bias_grad=False)
         amax = torch.where(v.isfinite(), v.abs().float(), INF).max().item()
         s = scale_of(amax, LARGEST[fp8]) if scale is None else np.float32(scale)
         want = bytes_of(v, float(s), fp8)

@@ -72,11 +72,19 @@ SHAPES = [
 ]
 
 
-def _poison(out: cast.Transformed) -> cast.Transformed:
-    for t in out:
-        if t is not None:
-            t.view(torch.uint8).fill_(0x7F)
-    return out
+def _transform(source: S.Source, **wanted) -> cast.Transformed:
+    """cast.transform() by its kernel, on outputs that hold 0x7F everywhere: an element that it does not write shows."""
+
+    def poisoned(*args):
+        for t in args[-6:-1]:
+            if t is not None:
+                t.view(torch.uint8).fill_(0x7F)
+        cast._transform_cuda(*args)
+
+    return cast.transform(source, op=poisoned, **wanted)
+
+
+ALL = {"hp_dtype": torch.float32, "fp8_dtype": E4M3, "row": True, "col": True, "bias_grad": True}
 
 
 @only_interpreted
@@ -86,8 +94,7 @@ def test_interpreted_activation(name):
     one = Activation.of(name, {"limit": 1.5} if name.startswith("clamped") else None)
     h, dy = 3 * torch.randn(33, 40), torch.randn(33, 20 if one.glu else 40)
     for source in (S.act(h, one), S.dact(dy, h, one)):
-        out = cast._allocate(source, torch.float32, None, False, False, False)
-        cast._transform_cuda(*source.flat, None, None, None, None, 0.0, False, *out, None)
+        out = _transform(source, hp_dtype=torch.float32)
         torch.testing.assert_close(out.hp, S.produce_ref(source), rtol=1e-5, atol=1e-5)
 
 
@@ -95,15 +102,10 @@ def test_interpreted_activation(name):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.why)
 def test_interpreted_transform(shape):
     for name, source in _sources(shape.m, shape.n).items():
-        out = _poison(cast._allocate(source, torch.float32, E4M3, True, True, True))
-        history = torch.full((2, 3), 0.25)
+        history, want_amax = torch.full((2, 3), 0.25), torch.tensor(0.25)
         scale = torch.tensor([2.0])
-        cast._transform_cuda(*source.flat, scale, None, None, None, 0.0, False, *out, history[0, 1])
-        want_amax = torch.tensor(0.25)
-        want = cast.transform_ref(
-            source, hp_dtype=torch.float32, fp8_dtype=E4M3, row=True, col=True, scale=scale,
-            amax_out=want_amax, bias_grad=True,
-        )  # fmt: skip
+        out = _transform(source, scale=scale, amax_out=history[0, 1], **ALL)
+        want = cast.transform_ref(source, scale=scale, amax_out=want_amax, **ALL)
         for field, got, expected in zip(out._fields, out, want, strict=True):
             # By value, since the sign of a zero product is not at stake here.
             assert torch.equal(got.float(), expected.float()), f"{name}: {field} differs"
@@ -123,14 +125,8 @@ def test_interpreted_words(shape, dtype, row, monkeypatch):
     source = S.plain(_small(shape.m, shape.n).to(dtype))
     assert words_fit(source)
     for given in ({"scale": torch.tensor([2.0])}, {"amax": torch.tensor([1.0, 448.0])}):
-        out, amax_out, want_amax = (
-            _poison(cast._allocate(source, None, E4M3, row, True, False)),
-            torch.zeros(1),
-            torch.zeros(1),
-        )
-        cast._transform_cuda(
-            *source.flat, given.get("scale"), given.get("amax"), None, None, 0.0, False, *out, amax_out
-        )
+        amax_out, want_amax = torch.zeros(1), torch.zeros(1)
+        out = _transform(source, fp8_dtype=E4M3, row=row, col=True, amax_out=amax_out, **given)
         want = cast.transform_ref(source, fp8_dtype=E4M3, row=row, col=True, amax_out=want_amax, **given)
         for field, got, expected in zip(out._fields, out, want, strict=True):
             assert (got is None and expected is None) or torch.equal(got.float(), expected.float()), field
@@ -147,10 +143,8 @@ def test_interpreted_words(shape, dtype, row, monkeypatch):
 def test_interpreted_last_tile_first(shape):
     """With partial maxima, and for a norm, tiles are taken from the last row of them on: no bit changes."""
     for name, source in _sources(shape.m, shape.n).items():
-        outs = []
-        for given in ((torch.tensor([2.0]), None), (None, torch.tensor([1.0, 224.0]))):
-            outs.append(_poison(cast._allocate(source, torch.float32, E4M3, True, True, True)))
-            cast._transform_cuda(*source.flat, *given, None, None, 0.0, False, *outs[-1], None)
+        given = {"scale": torch.tensor([2.0])}, {"amax": torch.tensor([1.0, 224.0])}
+        outs = [_transform(source, **one, **ALL) for one in given]
         for field, got, expected in zip(outs[0]._fields, *outs, strict=True):
             assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), f"{name}: {field} differs"
 
@@ -159,8 +153,7 @@ def test_interpreted_last_tile_first(shape):
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])
 def test_interpreted_pad_is_zero_whatever_the_scale(scale):
     source = S.plain(_small(7, 33))
-    out = _poison(cast._allocate(source, None, E4M3, False, True, False))
-    cast._transform_cuda(*source.flat, torch.tensor([scale]), None, None, None, 0.0, False, *out, None)
+    out = _transform(source, fp8_dtype=E4M3, col=True, scale=torch.tensor([scale]))
     assert out.col.view(torch.uint8)[:, 7:].count_nonzero() == 0
 
 
@@ -169,7 +162,7 @@ def test_interpreted_amax_out_counts_nan_as_inf():
     x = _small(130, 70)
     x[100, 3] = float("nan")
     amax_out = torch.zeros(1)
-    cast._transform_cuda(*S.plain(x).flat, None, None, None, None, 0.0, False, None, None, None, None, None, amax_out)
+    _transform(S.plain(x), amax_out=amax_out)
     assert amax_out.item() == float("inf")
 
 
@@ -197,8 +190,7 @@ def test_interpreted_scale(amax, pow2, eps):
     partials = torch.zeros(600)
     partials[-1] = amax
     source = S.plain(_small(4, 16))
-    out = _poison(cast._allocate(source, None, E4M3, True, False, False))
-    cast._transform_cuda(*source.flat, None, partials, None, None, eps, pow2, *out, None)
+    out = _transform(source, fp8_dtype=E4M3, row=True, amax=partials, eps=eps, pow2=pow2)
     scale = cast.scale_from_amax_ref(torch.tensor([amax]), 448.0, eps, pow2)
     assert torch.equal(out.scale_inv.view(torch.int32), (1.0 / scale).view(torch.int32))
 
@@ -254,8 +246,7 @@ def test_interpreted_rows(shape):
         vectors = {"row_scale": scale[: source.rows], "col_scale": scale[source.rows :]}
         for row, col in ((True, True), (True, False)):  # without col and row_scale: columns' scales by row
             given = vectors if col else {"row_scale": None, "col_scale": vectors["col_scale"]}
-            out = _poison(cast._allocate(source, None, E4M3, row, col, False, 2))
-            cast._transform_cuda(*source.flat, None, None, *given.values(), 0.0, False, *out, None)
+            out = _transform(source, fp8_dtype=E4M3, row=row, col=col, **given)
             want = cast.transform_ref(source, fp8_dtype=E4M3, row=row, col=col, **given)
             assert torch.equal(out.row.float(), want.row.float()), name
             assert not col or torch.equal(out.col.float(), want.col.float()), name

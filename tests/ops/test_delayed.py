@@ -88,10 +88,8 @@ def by_hand(history: Tensor, scale: Tensor, fp8_max: float, algo: str) -> tuple[
     return torch.from_numpy(histories.copy()), torch.from_numpy(scales)
 
 
-def update_on(path: str, monkeypatch: pytest.MonkeyPatch):
-    if path == "interpreted":
-        monkeypatch.setattr(delayed, "_delayed_update_op", delayed._delayed_update_cuda)
-    return delayed.delayed_update
+def update_on(path: str):
+    return delayed._delayed_update_cuda if path == "interpreted" else delayed.delayed_update
 
 
 def check(update, history: Tensor, scale: Tensor, fp8_max: float, algo: str) -> None:
@@ -103,8 +101,8 @@ def check(update, history: Tensor, scale: Tensor, fp8_max: float, algo: str) -> 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
-def test_three_updates(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    update = update_on(path, monkeypatch)
+def test_three_updates(case: Case, path: str) -> None:
+    update = update_on(path)
     buffer, history, scale = fresh(case, device_of(path))
     rest = buffer.clone()
     for _ in range(3):
@@ -121,7 +119,7 @@ def test_three_updates(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("path", PATHS)
 def test_steps_in_place(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A column cut into several steps: no row is read after an earlier step has overwritten it."""
-    update = update_on(path, monkeypatch)
+    update = update_on(path)
     monkeypatch.setattr(delayed, "_ROWS", 4)
     for length in (3, 4, 5, 8, 13):
         _, history, scale = fresh(Case(length, 11, ""), device_of(path))
@@ -130,9 +128,9 @@ def test_steps_in_place(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_edge_values(algo: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edge_values(algo: str, path: str) -> None:
     """Non-finite and zero amax leave the scale and clear row 0; tiny ones give fp32's largest value."""
-    update = update_on(path, monkeypatch)
+    update = update_on(path)
     inf, nan = float("inf"), float("nan")
     tiny, least = 1e-38, 1.4e-45
     current = [0.0, nan, inf, tiny, least, 3.0, 3.0, 3.0, float(FP32_MAX)]
@@ -147,9 +145,9 @@ def test_edge_values(algo: str, path: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_division_is_ieee(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_division_is_ieee(path: str) -> None:
     """A reciprocal and a product would differ in the last bit for about a quarter of these."""
-    update = update_on(path, monkeypatch)
+    update = update_on(path)
     history = torch.rand(1, 1000).to(device_of(path)) + 0.5
     shortcut = history[0].reciprocal() * E4M3_MAX
     exact = (E4M3_MAX / history[0].double()).float()  # fp64 holds the quotient of fp32 numbers well enough
@@ -163,7 +161,7 @@ def test_division_is_ieee(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_registration(device: str) -> None:
     _, history, scale = fresh(Case(4, 6, ""), device)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(delayed._delayed_update_op.overload, (history, scale, 448.0, "max"), test_utils=checks)
+    torch.library.opcheck(delayed.delayed_update.overload, (history, scale, 448.0, "max"), test_utils=checks)
 
 
 def test_kernel_in_the_interpreter() -> None:

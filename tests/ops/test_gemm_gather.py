@@ -263,10 +263,3 @@ def test_operands_that_the_kernels_refuse():
         G.fused.scale_kinds(torch.ones(3), torch.ones(1), 260, 264, 2)
     with pytest.raises(ValueError, match="scales of b: None.*both or none"):
         G.fused.scale_kinds(torch.ones(1), None, 260, 264, 2)
-
-
-def test_tiles_of_the_shapes_that_were_measured():
-    """132 multiprocessors, 4 ranks: qkv and fc1 of 70b, fc1 of 8b, small."""
-    shapes = ((2048, 2560), (2048, 14336), (2048, 7168), (512, 7168))
-    assert [G.tile_columns(m, n, 4, False, 66) for m, n in shapes] == [256, 256, 256, 224]
-    assert G.tile_columns(512, 7168, 4, True, 66) == 192

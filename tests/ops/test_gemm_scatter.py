@@ -279,9 +279,3 @@ def test_errors_name_value_rule_and_remedy():
 @pytest.mark.parametrize(("m", "blocks"), [(1, 1), (256, 1), (257, 2), (2048, 8), (2049, 3), (2816, 1), (4096, 8)])
 def test_blocks_have_equally_many_tiles(m, blocks):
     assert S.blocks(m) == blocks
-
-
-def test_tiles_and_lag_of_the_shapes_that_were_measured():
-    """132 multiprocessors, 4 ranks: proj and fc2 of 70b, fc2 of 8b, small."""
-    assert [S.tile_columns(m, n, 4, 66) for m, n in ((2048, 8192), (2048, 4096), (512, 4096))] == [256, 256, 128]
-    assert [S.lag(others, blocks, 66) for others, blocks in ((96, 8), (48, 8), (96, 2))] == [2, 3, 2]

@@ -87,8 +87,7 @@ def two_reads(path: str, x: Tensor, args: tuple, scale: Tensor, fp8: torch.dtype
     if path == "interpreted":
         mean, rstd, _ = norm._stats_cuda(x, *args, False)
         made = source.norm(x, None if rms else mean, rstd, gamma, beta, zero_centered)
-        out = cast._allocate(made, None, fp8, True, False, False)
-        cast._transform_cuda(*made.flat, scale, None, None, None, 0.0, False, *out, amax_out)
+        out = cast.transform(made, fp8_dtype=fp8, row=True, scale=scale, amax_out=amax_out, op=cast._transform_cuda)
         return out.row, out.scale_inv, None if rms else mean, rstd
     mean, rstd, _ = norm.norm_stats(x, *args, False)
     made = source.norm(x, mean, rstd, gamma, beta, zero_centered)
