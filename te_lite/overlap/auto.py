@@ -14,7 +14,7 @@ from te_lite.ops.registry import capturing
 from te_lite.overlap.choice import MOST
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.epilogues import Activate, ActivateGrad, run_unfused
-from te_lite.overlap.exchange import Exchange, Gemm
+from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.fused import Fused, refusal
 from te_lite.overlap.ring import Ring
 from te_lite.quantize.qtensor import Layout, QTensor
@@ -25,7 +25,7 @@ class Auto(Ring):
 
     name = "auto"
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         found = super()._stand_in(a, gemm, layout)
         if found is not self:
             return found
@@ -35,7 +35,7 @@ class Auto(Ring):
         rule = best(place)
         if not choices.measures:
             return rule
-        ways: dict[str, Exchange] = {"collective": Collective(place), "ring": Ring(place), best.name: rule}
+        ways: dict[str, Collective] = {"collective": Collective(place), "ring": Ring(place), best.name: rule}
         if layout is None:
             ways |= {f"{best.name} by {count}": best(place, count=count) for count in rule.counts(gemm, a)}
         problem = self._problem(a, gemm, layout)
@@ -47,7 +47,6 @@ class Auto(Ring):
         runs = {name: partial(self._run, way, f"{name}, {problem}", a, timed, layout) for name, way in ways.items()}
         chosen, measured = choices.choose(problem, runs, self.tp.group, self.group.control.check)
         found = ways[chosen]
-        assert isinstance(found, Collective)
         found.reason = measured
         return found
 
@@ -69,7 +68,7 @@ class Auto(Ring):
             return replace(gemm, epilogue=None)
         return replace(gemm, epilogue=replace(epilogue, some_scale=torch.ones(1, device=self.group.device)))
 
-    def _run(self, way: Exchange, text: str, a: QTensor, gemm: Gemm, layout: Layout | None) -> None:
+    def _run(self, way: Collective, text: str, a: QTensor, gemm: Gemm, layout: Layout | None) -> None:
         epilogue = gemm.epilogue
         with self.group.operation(f"auto: {text}"):
             if layout is None:

@@ -24,8 +24,9 @@ from te_lite.ops.gemm_gather import Epilogue as Computed
 from te_lite.ops.gemm_scatter import Narrow, blocks, gemm_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
 from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.collective import Collective
 from te_lite.overlap.epilogues import Activate, ActivateGrad, Operand
-from te_lite.overlap.exchange import Exchange, Gemm
+from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.group import Group
 from te_lite.overlap.ring import Ring
 from te_lite.quantize.qtensor import Held, Layout, QTensor
@@ -112,7 +113,7 @@ class Fused(Ring):
     name = "fused"
     awaits = True
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         found = super()._stand_in(a, gemm, layout)
         why = refusal(gemm, a, self.group) if found is self and gemm is not None else ""
         return Ring(self.place, why) if why else found

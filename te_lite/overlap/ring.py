@@ -18,7 +18,8 @@ import torch
 from te_lite.ops.narrow import BLOCK
 from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.bulk import Bulk, External
-from te_lite.overlap.exchange import Exchange, Gemm, Note, Place
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.exchange import Gemm, Note, Place
 from te_lite.quantize.qtensor import Layout, QTensor
 
 PIECE_ELEMENTS = 4 << 20  # 128 tiles of 128 x 256
@@ -55,7 +56,7 @@ class Ring(Bulk):
         super().__init__(place, reason)
         self.count = count
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         found = super()._stand_in(a, gemm, layout)
         return External(self.place) if found is self and gemm is None else found
 

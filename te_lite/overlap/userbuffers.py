@@ -18,7 +18,7 @@ from te_lite.ops.source import DTYPES
 from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, check_agreement
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.config import Config, LayerMethods, UserBufferQuantizationMode, layer_methods
-from te_lite.overlap.exchange import Exchange, Place
+from te_lite.overlap.exchange import Place
 from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.group import Group
 from te_lite.overlap.symmetric import SymmetricMemory
@@ -172,7 +172,7 @@ def symmetric_empty(
 
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-Exchanges = tuple[Exchange, ...]  # of a linear's GEMMs, in the order of GEMMS
+Exchanges = tuple[Collective, ...]  # of a linear's GEMMs, in the order of GEMMS
 
 
 def _methods(
