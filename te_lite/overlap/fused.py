@@ -23,7 +23,7 @@ from te_lite.ops.gemm_gather import NOTHING, Wanted, act_refusal, gemm_gather
 from te_lite.ops.gemm_gather import Epilogue as Computed
 from te_lite.ops.gemm_scatter import Narrow, blocks, gemm_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
-from te_lite.overlap.buffers import Gather, Scatter
+from te_lite.overlap.buffers import Buffer, Gather, Scatter
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.epilogues import Activate, ActivateGrad, Operand
 from te_lite.overlap.exchange import Gemm
@@ -67,15 +67,13 @@ def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, Tensor, int, Ten
     return *buffer.flags(exchange.slot), *buffer.epoch(exchange.slot, exchange.epoch), group.abort, group.rank
 
 
-def _narrow(gemm: Gemm, scatter: Scatter) -> Narrow | None:
-    """Scales lie behind the partials of all ranks."""
-    if scatter.dtype != E4M3:
-        return None
-    group, (m, n), name, slot = scatter.group, scatter.shape, scatter.buffer.name, scatter.slot
-    first, size = scatter.bytes * group.size, scatter.bytes // 32
-    memory = group.arena.view(name, slot)[first : first + size * group.size]
-    to = [group.arena.address(name, slot, rank) + first + group.rank * size for rank in range(group.size)]
-    return Narrow(memory.view(torch.float32).view(group.size, n // BLOCK, m), to, gemm.dtype)
+def _narrow(buffer: Buffer, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Narrow:
+    """The scales of E4M3 partials [m, n], which lie behind the partials of all ranks. dtype: of the sum."""
+    arena, ranks, (m, n) = buffer.arena, buffer.arena.size, shape
+    first, size = m * n * ranks, m * n // 32
+    memory = arena.view(buffer.name, slot)[first : first + size * ranks]
+    to = [arena.address(buffer.name, slot, rank) + first + arena.rank * size for rank in range(ranks)]
+    return Narrow(memory.view(torch.float32).view(ranks, n // BLOCK, m), to, dtype)
 
 
 def _wanted(gemm: Gemm, own: Held) -> Wanted:
@@ -158,13 +156,15 @@ class Fused(Ring):
         registers."""
         scatter = self.scatter(gemm, a)
         self._note_scatter(gemm, scatter)
-        counters, narrow = scatter.buffer.counters[scatter.slot], _narrow(gemm, scatter)
+        buffer, slot, narrow = scatter.buffer, scatter.slot, None
+        if scatter.dtype == E4M3:
+            narrow = buffer.cached(_narrow, slot, scatter.shape, gemm.dtype)
         residual, later = (None, gemm.residual) if narrow else (placed(gemm.residual), None)
         scatter.expect()
         ready, free, epoch, delta, abort, rank = _flags(scatter)
         out = gemm_scatter(
             placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.layout)[0]), *scatter.targets, scatter.staging,
-            ready, free, counters, epoch, delta, abort, rank, *_scales(a, gemm), gemm.bias, gemm.fast_accum, narrow,
+            ready, free, buffer.counters[slot], epoch, delta, abort, rank, *_scales(a, gemm), gemm.bias, gemm.fast_accum, narrow,
             residual, scatter.blocks,
         )  # fmt: skip
         scatter.close()

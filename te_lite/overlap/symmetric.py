@@ -39,7 +39,7 @@ class SymmetricMemory:
     def __init__(self, group: Group, offset: int, word: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.rank, self.size, self._group = group.rank, group.size, group
         part = slice(offset, offset + math.prod(shape) * dtype.itemsize)
-        whole = [group.arena.peer_view("symmetric", 0, rank) for rank in range(group.size)]
+        whole = [group.arena.view("symmetric", 0, rank) for rank in range(group.size)]
         self._views = [memory[part].view(dtype).view(shape) for memory in whole]
         self._word, self._counts = word, dict[tuple, int]()
         self._programs: dict[tuple, _C.Program] = {}
