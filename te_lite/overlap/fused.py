@@ -164,8 +164,8 @@ class Fused(Ring):
         ready, free, epoch, delta, abort, rank = _flags(scatter)
         out = gemm_scatter(
             placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.layout)[0]), *scatter.targets, scatter.staging,
-            ready, free, buffer.counters[slot], epoch, delta, abort, rank, *_scales(a, gemm), gemm.bias, gemm.fast_accum, narrow,
-            residual, scatter.blocks,
+            ready, free, buffer.counters[slot], epoch, delta, abort, rank, *_scales(a, gemm), gemm.bias,
+            gemm.fast_accum, narrow, residual, scatter.blocks,
         )  # fmt: skip
         scatter.close()
         total = out if later is None else out.add_(later)
