@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from te_lite.ops.registry import capturing
-from te_lite.overlap.choice import MOST
+from te_lite.overlap.choice import MOST, fastest
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.epilogues import Activate, ActivateGrad, run_unfused
+from te_lite.overlap.epilogues import Activate, run_unfused
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.fused import Fused, refusal
 from te_lite.overlap.ring import Ring
@@ -39,21 +39,22 @@ class Auto(Ring):
         if layout is None:
             ways |= {f"{best.name} by {count}": best(place, count=count) for count in rule.counts(gemm, a)}
         problem = self._problem(a, gemm, layout)
-        known = choices.knows(problem, ways)
-        if not known and (choices.timed >= MOST or capturing()):
+        times = choices.known(problem, ways)
+        if times is None and (choices.timed >= MOST or capturing()):
             return rule
         self.group.announce(f"auto: {problem}")
-        timed = gemm if known else self._to_be_timed(gemm)
-        runs = {name: partial(self._run, way, f"{name}, {problem}", a, timed, layout) for name, way in ways.items()}
-        chosen, measured = choices.choose(problem, runs, self.tp.group, self.group.control.check)
-        found = ways[chosen]
-        found.reason = measured
-        return found
+        if times is None:
+            timed = self._to_be_timed(gemm)
+            runs = {name: partial(self._run, way, f"{name}, {problem}", a, timed, layout) for name, way in ways.items()}
+            times = choices.measure(problem, runs, self.tp.group, self.group.control.check)
+        name = fastest(times)
+        ways[name].reason = f"auto: {', '.join(f'{one} {us:.0f} us' for one, us in times.items())}: {name}"
+        return ways[name]
 
     def _problem(self, a: QTensor, gemm: Gemm, layout: Layout | None) -> str:
         """In words, the same in every process that has it."""
         added, epilogue, wanted = " and residual" * (gemm.residual is not None), gemm.epilogue, ""
-        if isinstance(epilogue, (Activate, ActivateGrad)) and epilogue.want:
+        if isinstance(epilogue, Activate) and epilogue.want:
             wanted = f", then {epilogue.want}{' of a gradient' * (epilogue.h is not None)}"
             wanted += f" by {epilogue.activation.name}"
         label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
@@ -64,7 +65,7 @@ class Auto(Ring):
     def _to_be_timed(self, gemm: Gemm) -> Gemm:
         """gemm without what no exchange computes for it, and without touching a quantizer's state."""
         epilogue = gemm.epilogue
-        if not isinstance(epilogue, (Activate, ActivateGrad)) or not epilogue.want:
+        if not isinstance(epilogue, Activate) or not epilogue.want:
             return replace(gemm, epilogue=None)
         return replace(gemm, epilogue=replace(epilogue, some_scale=torch.ones(1, device=self.group.device)))
 
@@ -77,5 +78,5 @@ class Auto(Ring):
                 gathering = way.all_gather(a, layout, multiplied=True, whole=False)
                 out = way.all_gather_gemm(gemm, gathering)
                 gathering.close()
-        if isinstance(epilogue, (Activate, ActivateGrad)):
-            run_unfused(epilogue, out[1] if isinstance(epilogue, Activate) else out)
+        if isinstance(epilogue, Activate):
+            run_unfused(epilogue, out[1] if epilogue.h is None else out)

@@ -25,7 +25,7 @@ from te_lite.ops.gemm_scatter import Narrow, blocks, gemm_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
 from te_lite.overlap.buffers import Buffer, Gather, Scatter
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.epilogues import Activate, ActivateGrad, Operand
+from te_lite.overlap.epilogues import Activate, Operand
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.group import Group
 from te_lite.overlap.ring import Ring
@@ -79,7 +79,7 @@ def _narrow(buffer: Buffer, slot: int, shape: tuple[int, int], dtype: torch.dtyp
 def _wanted(gemm: Gemm, own: Held) -> Wanted:
     """What the kernel computes of the epilogue."""
     epilogue, split = gemm.epilogue, own.row.element_size() == 1 and not gemm.fast_accum
-    if not isinstance(epilogue, (Activate, ActivateGrad)) or not epilogue.want or gemm.residual is not None:
+    if not isinstance(epilogue, Activate) or not epilogue.want or gemm.residual is not None:
         return NOTHING
     if act_refusal(own.shape[0], gemm.columns, epilogue.want, epilogue.h is not None, split):
         return NOTHING
@@ -92,9 +92,7 @@ def _wanted(gemm: Gemm, own: Held) -> Wanted:
     return Wanted("fp8", placed(epilogue.h), scale, amax, format.dtype, epilogue.activation)
 
 
-def _operand(
-    epilogue: Activate | ActivateGrad, dtype: torch.dtype, out: Any, v: Computed, scale: Tensor | None
-) -> Operand:
+def _operand(epilogue: Activate, dtype: torch.dtype, out: Any, v: Computed, scale: Tensor | None) -> Operand:
     """What the kernel left, as the next GEMM's quantizer takes it."""
     if v.amax is not None:
         return epilogue.source(out)._replace(amax=v.amax)
