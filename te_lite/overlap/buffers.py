@@ -42,14 +42,14 @@ class Buffer:
     words: under CUDA graphs the epochs lie in device memory, one word a slot, because a captured number is frozen.
     """
 
-    def __init__(self, arena: Arena, name: str, first_flag: int, first_epoch: int, words: Tensor | None) -> None:
+    def __init__(self, arena: Arena, name: str, first_flag: int, words: Tensor | None) -> None:
         self.arena, self.name, self.words = arena, name, words
         self.capacity = arena.slot_bytes(name)
         self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
         self._made: dict[tuple, Any] = {}
         self.counters = torch.zeros(SLOTS, arena.size * PIECES + 1, dtype=torch.int32, device=arena.device)
         self._first_flag = first_flag
-        self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * SLOTS
+        self._epochs = [0] * SLOTS
         self.held: dict[int, Callable[[], Any]] = {}  # slots of uses that wait for their callers, and what ends them
         self._next = 0
 

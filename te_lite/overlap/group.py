@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_lite import _C
-from te_lite.ops.flags import compiled_wait, signed
+from te_lite.ops.flags import compiled_wait
 from te_lite.ops.gemm_fused import unavailable
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.ops.registry import capturing
@@ -22,7 +22,7 @@ from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, host_identity,
 from te_lite.overlap.buffers import SLOTS, Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.maximum import Maximum
-from te_lite.overlap.programs import following, gathered_bytes
+from te_lite.overlap.programs import WORD, following, gathered_bytes
 from te_lite.overlap.symmetric import Space
 from te_lite.quantize.qtensor import Layout, QTensor
 
@@ -72,7 +72,7 @@ class Group:
 
     def __init__(
         self, exchange: Rendezvous, device: torch.device, tokens: int, hidden: int, dtype: torch.dtype,
-        layers: LayerMethods, *, strict: bool = False, graphs: bool = False, first_epoch: int = 1, symmetric: int = 0,
+        layers: LayerMethods, *, strict: bool = False, graphs: bool = False, symmetric: int = 0,
     ) -> None:  # fmt: skip
         self.ranks, self.rank, self.size, self.device = exchange.ranks, exchange.rank, exchange.size, device
         self.shape, self.dtype, self.layers, self.strict = (tokens, hidden), dtype, layers, strict
@@ -94,30 +94,20 @@ class Group:
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
         maxima = 2 * sum(Maximum.words_needed(self.size, many) for many in (False, True))
         self.arena.reserve("symmetric", symmetric)
-        words = maxima + len(names) * Buffer.flags_needed(self.size) + Space.flags_needed(self.size) * (symmetric > 0)
-        self.arena.reserve("flags", 4 * words)
+        flags = maxima + len(names) * Buffer.flags_needed(self.size) + Space.flags_needed(self.size) * (symmetric > 0)
+        self.arena.reserve("flags", WORD * flags)
         self.arena.commit(exchange)
         self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
-        self._start(exchange, names, maxima, first_epoch)
-
-    def _start(self, exchange: Rendezvous, names: tuple[str, ...], at: int, first_epoch: int) -> None:
-        """Flags get their first values before any rank may write them; then the watchers begin. at: the word where the
-        buffers' flags begin."""
-        before = signed(first_epoch - 1)
-        self.arena.view("flags", 0).view(torch.int32).fill_(before)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        at = maxima  # the word where the buffers' flags begin, which are zero, as all new memory is
         self._buffers: dict[str, Buffer] = {}
-        self._first_epoch = first_epoch
         # By whether it is captured in a CUDA graph, and of many values; none on CPU ranks.
         self._maxima: dict[tuple[bool, bool], Maximum] = {}
         for name in names:
             graph = name.endswith(".graph")
-            words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
-            self._buffers[name] = Buffer(self.arena, name, at, first_epoch, words)
+            words = torch.zeros(SLOTS, dtype=torch.int32, device=device) if graph else None
+            self._buffers[name] = Buffer(self.arena, name, at, words)
             at += Buffer.flags_needed(self.size)
-        self.symmetric = Space(self, self.arena.slot_bytes("symmetric"), at, first_epoch - 1)
-        exchange.all(None)  # nobody's flags are written any more
+        self.symmetric = Space(self, self.arena.slot_bytes("symmetric"), at)
         try:
             exchange.step("starting userbuffers", self._watch)
         except BaseException:
@@ -145,7 +135,7 @@ class Group:
         at = 0
         for graph in (False, True) if "gather.graph" in self._buffers else (False,):
             for many in (False, True):
-                self._maxima[graph, many] = Maximum(self.arena, at, self._first_epoch, graph, many)
+                self._maxima[graph, many] = Maximum(self.arena, at, graph, many)
                 at += Maximum.words_needed(self.size, many)
 
     # one call
@@ -159,7 +149,7 @@ class Group:
         """A segment of its program, in one call. RuntimeError once the group is broken."""
         main = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
         words = use.buffer.words
-        word = 0 if words is None else words.data_ptr() + 4 * use.slot
+        word = 0 if words is None else words.data_ptr() + WORD * use.slot
         self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
 
     def in_turns(self) -> AbstractContextManager[Turns]:

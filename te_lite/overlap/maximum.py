@@ -24,15 +24,15 @@ class Maximum:
     many: of values one by one, in place.
     """
 
-    def __init__(self, arena: Arena, first: int, first_epoch: int, graph: bool, many: bool = False) -> None:
+    def __init__(self, arena: Arena, first: int, graph: bool, many: bool = False) -> None:
         rank, size, device, width = arena.rank, arena.size, arena.device, MOST_VALUES if many else 1
         here = [arena.address("flags", 0, peer) + WORD * first for peer in range(size)]
         self._slots = arena.view("flags", 0).view(torch.int64)[first // 2 :]
         self._slots = self._slots[: self.words_needed(size, many) // 2]
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
-        self._done = self._zero + signed(first_epoch - 1)
+        self._done = torch.zeros_like(self._zero)
         self._targets = torch.tensor([address + 2 * WORD * rank * width for address in here], device=device)
-        self._epoch, self._graph, self._op = first_epoch - 1, graph, group_maxima if many else group_max
+        self._epoch, self._graph, self._op = 0, graph, group_maxima if many else group_max
         self._programs = [_C.Program("the maximum over all ranks") for _ in range(SLOTS)]
         for slot, program in enumerate(self._programs):
             for source in following(rank, size):

@@ -91,7 +91,7 @@ class SymmetricMemory:
                 program.set(MAIN, flag, 0)
             else:
                 program.wait(flag, 0, rank, "a signal from")
-        count = self._counts[key] = self._counts.get(key, group.symmetric.first_count) + 1
+        count = self._counts[key] = self._counts.get(key, 0) + 1
         main = torch.cuda.current_stream(group.device).cuda_stream if group.cuda else 0
         group.executor.issue(self._programs[key], 0, count & 0xFFFFFFFF, main, ())
 
@@ -99,12 +99,12 @@ class SymmetricMemory:
 class Space:
     """What a group has reserved for symmetric tensors, handed out in the order of calls, the same on every rank.
 
-    first_word: among the arena's flags, where those of signals begin. first_count: what they hold at first.
+    first_word: among the arena's flags, where those of signals begin.
     """
 
-    def __init__(self, group: Group, size: int, first_word: int, first_count: int) -> None:
+    def __init__(self, group: Group, size: int, first_word: int) -> None:
         self._group, self.bytes, self.used, self.tensors = group, size, 0, 0
-        self.first_word, self.first_count = first_word, first_count
+        self.first_word = first_word
 
     @staticmethod
     def flags_needed(size: int) -> int:
