@@ -144,9 +144,9 @@ class Collective:
             known = self._operations[key] = group.operation(self.place.text(what, q, gemm))
         return known
 
-    def note(self, sent: int) -> None:
+    def note(self, sent: int, remark: str = "") -> None:
         """What this call moves, for the report."""
-        self.place.note = Note(self.name, sent, self.reason)
+        self.place.note = Note(self.name, sent, "; ".join(filter(None, (self.reason, remark))))
 
     def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
         """multiplied: all_gather_gemm will take it. whole: whole() will be called."""

@@ -142,18 +142,20 @@ class Fused(Ring):
     def scatter(self, gemm: Gemm, a: QTensor) -> Scatter:
         """What the partial sums of gemm(a[R*m, k]) travel by; as ops/narrow.py has them, where that is asked for and
         its blocks divide m and n."""
-        m = a.shape[0] // self.group.size
+        m, remark = a.shape[0] // self.group.size, ""
         narrow = self.place.narrow and not (m % BLOCK or gemm.columns % BLOCK)
         dtype, count = E4M3 if narrow else gemm.dtype, self.count or blocks(m)
         scatter = Scatter(self.group, (m, gemm.columns), dtype, blocks=count)
         scatter.sent += scatter.sent // 32 * narrow  # scales
+        if self.place.narrow and not narrow:
+            remark = f"fp8_buf is for multiples of {BLOCK}, not {list(scatter.shape)}"
+        self.note(scatter.sent, remark)
         return scatter
 
     def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
         """In one launch: the others' rows are stored where they belong, this rank's take up what has arrived in
         registers."""
         scatter = self.scatter(gemm, a)
-        self._note_scatter(gemm, scatter)
         buffer, slot, narrow = scatter.buffer, scatter.slot, None
         if scatter.dtype == E4M3:
             narrow = buffer.cached(_narrow, slot, scatter.shape, gemm.dtype)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +35,6 @@ SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     """One for all groups: cuBLAS keeps a workspace for each stream that it has seen."""
     return torch.cuda.Stream(device)
-
-
-Turns = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-_ONE_STREAM = nullcontext((nullcontext(), nullcontext()))
 
 
 class Operation(AbstractContextManager[None]):
@@ -120,11 +115,11 @@ class Group:
         self.control = _C.Control(
             self.rank, self.size, addresses, self._control_memory, timeout_s(), names=list(self.ranks)
         )
-        self.stream = self._beside = None
+        self.stream = self.beside = None
         if self.device.type == "cpu":
             self.executor = _C.Executor(-1, self.control)
             return
-        self.stream, self._beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
+        self.stream, self.beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
         flags = self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags")
         wait = compiled_wait(self.device)
         self.executor = _C.Executor(self.device.index, self.control, self.stream.cuda_stream, *flags, wait)
@@ -151,24 +146,6 @@ class Group:
         words = use.buffer.words
         word = 0 if words is None else words.data_ptr() + WORD * use.slot
         self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
-
-    def in_turns(self) -> AbstractContextManager[Turns]:
-        """Streams for several GEMMs that do not need each other, the caller's for the even ones and one beside it for
-        the odd ones: each begins on the multiprocessors that the last tiles of the one before leave idle. What
-        they share must exist before. Not for GEMMs whose results the others wait for, since one may overtake another,
-        nor by two host threads at once, whose turns might wait for each other.
-        """
-        return _ONE_STREAM if self._beside is None else self._two_streams()
-
-    @contextmanager
-    def _two_streams(self) -> Iterator[Turns]:
-        assert self._beside is not None
-        main = torch.cuda.current_stream(self.device)
-        self._beside.wait_stream(main)
-        try:
-            yield nullcontext(), torch.cuda.stream(self._beside)
-        finally:
-            main.wait_stream(self._beside)
 
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
