@@ -6,6 +6,7 @@ import warnings
 import zlib
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,11 @@ from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.ops.registry import capturing
 from te_lite.overlap.arena import Arena, share_memory
 from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, host_identity, timeout_s
-from te_lite.overlap.buffers import SLOTS, Buffer, Gather, Scatter
+from te_lite.overlap.buffers import PIECES, SLOTS, Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.maximum import Maximum
 from te_lite.overlap.programs import WORD, following, gathered_bytes
-from te_lite.overlap.symmetric import Space
+from te_lite.overlap.symmetric import CHANNELS, MOST_TENSORS, Space
 from te_lite.quantize.qtensor import Layout, QTensor
 
 if TYPE_CHECKING:
@@ -87,22 +88,23 @@ class Group:
         for name in names:
             room = whole + whole // SCALE_SHARE + 4096 * self.size if name.startswith("gather") else whole
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
-        maxima = 2 * sum(Maximum.words_needed(self.size, many) for many in (False, True))
         self.arena.reserve("symmetric", symmetric)
-        flags = maxima + len(names) * Buffer.flags_needed(self.size) + Space.flags_needed(self.size) * (symmetric > 0)
-        self.arena.reserve("flags", WORD * flags)
+        self._flags = self.arena.bytes  # where they begin: all that follows, zero as all new memory is
+        for name in names:
+            self.arena.reserve(f"{name}.flags", WORD * self.size * (PIECES + 1), SLOTS)
+        for kind in product((False, True), repeat=2):
+            Maximum.reserve(self.arena, *kind)
+        self.arena.reserve("signals", WORD * self.size * CHANNELS, MOST_TENSORS * (symmetric > 0))
         self.arena.commit(exchange)
         self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
-        at = maxima  # the word where the buffers' flags begin, which are zero, as all new memory is
         self._buffers: dict[str, Buffer] = {}
         # By whether it is captured in a CUDA graph, and of many values; none on CPU ranks.
         self._maxima: dict[tuple[bool, bool], Maximum] = {}
         for name in names:
             graph = name.endswith(".graph")
             words = torch.zeros(SLOTS, dtype=torch.int32, device=device) if graph else None
-            self._buffers[name] = Buffer(self.arena, name, at, words)
-            at += Buffer.flags_needed(self.size)
-        self.symmetric = Space(self, self.arena.slot_bytes("symmetric"), at)
+            self._buffers[name] = Buffer(self.arena, name, words)
+        self.symmetric = Space(self)
         try:
             exchange.step("starting userbuffers", self._watch)
         except BaseException:
@@ -120,18 +122,16 @@ class Group:
             self.executor = _C.Executor(-1, self.control)
             return
         self.stream, self.beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
-        flags = self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags")
+        flags = self.arena.address("gather.flags", 0, self.rank), self.arena.bytes - self._flags
         wait = compiled_wait(self.device)
         self.executor = _C.Executor(self.device.index, self.control, self.stream.cuda_stream, *flags, wait)
         word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
         self.abort = torch.from_dlpack(word).view(torch.int32)
         if self.size > MOST_RANKS:
             return
-        at = 0
-        for graph in (False, True) if "gather.graph" in self._buffers else (False,):
-            for many in (False, True):
-                self._maxima[graph, many] = Maximum(self.arena, at, graph, many)
-                at += Maximum.words_needed(self.size, many)
+        graphs = (False, True) if "gather.graph" in self._buffers else (False,)
+        for kind in product(graphs, (False, True)):
+            self._maxima[kind] = Maximum(self.arena, *kind)
 
     # one call
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from te_lite.overlap.group import Group
 
 CHANNELS = 4  # of signals from one rank to another, for each tensor
-MOST_TENSORS = 64  # of a group: their signals have places of their own among the arena's flags
+MOST_TENSORS = 64  # of a group: the signals of each have a slot of their own
 
 
 class SymmetricMemory:
@@ -36,12 +36,12 @@ class SymmetricMemory:
     rank and channel returns after the n-th signal() from there, so no signal is lost and none needs to be reset.
     """
 
-    def __init__(self, group: Group, offset: int, word: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, offset: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.rank, self.size, self._group = group.rank, group.size, group
         part = slice(offset, offset + math.prod(shape) * dtype.itemsize)
         whole = [group.arena.view("symmetric", 0, rank) for rank in range(group.size)]
         self._views = [memory[part].view(dtype).view(shape) for memory in whole]
-        self._word, self._counts = word, dict[tuple, int]()
+        self._index, self._counts = index, dict[tuple, int]()
         self._programs: dict[tuple, _C.Program] = {}
 
     def _place(self, rank: int, channel: int = 0) -> int:
@@ -86,7 +86,7 @@ class SymmetricMemory:
         if key not in self._programs:
             program = self._programs[key] = _C.Program(f"symmetric memory, channel {channel}")
             at, source = (rank, self.rank) if kind == "signal" else (self.rank, rank)
-            flag = group.arena.address("flags", 0, at) + WORD * (self._word + source * CHANNELS + channel)
+            flag = group.arena.address("signals", self._index, at) + WORD * (source * CHANNELS + channel)
             if kind == "signal":
                 program.set(MAIN, flag, 0)
             else:
@@ -97,19 +97,10 @@ class SymmetricMemory:
 
 
 class Space:
-    """What a group has reserved for symmetric tensors, handed out in the order of calls, the same on every rank.
+    """What a group has reserved for symmetric tensors, handed out in the order of calls, the same on every rank."""
 
-    first_word: among the arena's flags, where those of signals begin.
-    """
-
-    def __init__(self, group: Group, size: int, first_word: int) -> None:
-        self._group, self.bytes, self.used, self.tensors = group, size, 0, 0
-        self.first_word = first_word
-
-    @staticmethod
-    def flags_needed(size: int) -> int:
-        """Words of flags for a group of `size` ranks."""
-        return MOST_TENSORS * size * CHANNELS
+    def __init__(self, group: Group) -> None:
+        self._group, self.bytes, self.used, self.tensors = group, group.arena.slot_bytes("symmetric"), 0, 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, SymmetricMemory]:
         """See symmetric_empty in userbuffers.py. Collective."""
@@ -123,7 +114,6 @@ class Space:
                 "tensors made. Space is reserved once and comes back with destroy_ub(): call initialize_ub(..., "
                 f"symmetric_bytes={self.used + needed}) or more, or make fewer tensors and cut them"
             )
-        word = self.first_word + self.tensors * group.size * CHANNELS
-        memory = SymmetricMemory(group, self.used, word, shape, dtype)
+        memory = SymmetricMemory(group, self.used, self.tensors, shape, dtype)
         self.used, self.tensors = self.used + needed, self.tensors + 1
         return memory.peer(group.rank), memory

@@ -61,8 +61,7 @@ def test_many_uses_of_two_slots_whatever_the_epoch(size, first_epoch):
 
     def run(group):
         group.abort = None
-        words = Maximum.words_needed(size)
-        maxima = [Maximum(group.arena, graph * words, graph) for graph in (False, True)]
+        maxima = [Maximum(group.arena, graph, False) for graph in (False, True)]
         count_from(first_epoch, group, *maxima)
         group.exchange.all(None)
         for i, value in enumerate(values):
@@ -79,8 +78,7 @@ def test_values_one_by_one_in_ever_other_numbers(first_epoch):
 
     def run(group):
         group.abort = None
-        words = Maximum.words_needed(size, many=True)
-        maxima = [Maximum(group.arena, graph * words, graph, many=True) for graph in (False, True)]
+        maxima = [Maximum(group.arena, graph, True) for graph in (False, True)]
         count_from(first_epoch, group, *maxima)
         group.exchange.all(None)
         for i, all_values in enumerate(values):
@@ -103,8 +101,8 @@ def test_the_watcher_is_told_of_every_other_ranks_epoch(monkeypatch):
     def run(group):
         group.exchange.all(None)
         if group.rank == 1:
-            Maximum(group.arena, 4, False)
-            at = group.arena.address("flags", 0, 1) + 4 * 4 + 4
+            Maximum(group.arena, False, False)
+            at = group.arena.address("maximum", 0, 1) + 4
             assert expected == [(at + 8 * (3 * slot + rank), 0, rank) for slot in range(2) for rank in (2, 0)]
         group.exchange.all(None)
 

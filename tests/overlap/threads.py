@@ -70,7 +70,10 @@ def make_group(exchange: Rendezvous, tokens: int = 64, hidden: int = 32, **optio
 def count_from(first_epoch: int, group: Group, *maxima: Maximum) -> None:
     """As if all slots had been used so often that this epoch is next. On every rank, before any use."""
     before, unsigned = signed(first_epoch - 1), (first_epoch - 1) & 0xFFFFFFFF
-    group.arena.view("flags", 0).view(torch.int32).fill_(before)
+    for name, (_, _, slots) in group.arena._places.items():
+        if name.endswith(".flags") or name.startswith("maxim"):
+            for slot in range(slots):
+                group.arena.view(name, slot).view(torch.int32).fill_(before)
     for buffer in group._buffers.values():
         buffer._epochs = [unsigned] * len(buffer._epochs)
     for maximum in maxima:
