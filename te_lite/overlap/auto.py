@@ -35,21 +35,24 @@ class Auto(Ring):
         rule = best(place)
         if not choices.measures:
             return rule
-        ways: dict[str, Collective] = {"collective": Collective(place), "ring": Ring(place), best.name: rule}
+        candidates: dict[str, Collective] = {"collective": Collective(place), "ring": Ring(place), best.name: rule}
         if layout is None:
-            ways |= {f"{best.name} by {count}": best(place, count=count) for count in rule.counts(gemm, a)}
+            candidates |= {f"{best.name} by {count}": best(place, count=count) for count in rule.counts(gemm, a)}
         problem = self._problem(a, gemm, layout)
-        times = choices.known(problem, ways)
+        times = choices.known(problem, candidates)
         if times is None and (choices.timed >= MOST or capturing()):
             return rule
         self.group.announce(f"auto: {problem}")
         if times is None:
             timed = self._to_be_timed(gemm)
-            runs = {name: partial(self._run, way, f"{name}, {problem}", a, timed, layout) for name, way in ways.items()}
+            runs = {
+                name: partial(self._run, exchange, f"{name}, {problem}", a, timed, layout)
+                for name, exchange in candidates.items()
+            }
             times = choices.measure(problem, runs, self.tp.group, self.group.control.check)
         name = fastest(times)
-        ways[name].reason = f"auto: {', '.join(f'{one} {us:.0f} us' for one, us in times.items())}: {name}"
-        return ways[name]
+        candidates[name].reason = f"auto: {', '.join(f'{one} {us:.0f} us' for one, us in times.items())}: {name}"
+        return candidates[name]
 
     def _problem(self, a: QTensor, gemm: Gemm, layout: Layout | None) -> str:
         """In words, the same in every process that has it."""
@@ -69,14 +72,14 @@ class Auto(Ring):
             return replace(gemm, epilogue=None)
         return replace(gemm, epilogue=replace(epilogue, some_scale=torch.ones(1, device=self.group.device)))
 
-    def _run(self, way: Collective, text: str, a: QTensor, gemm: Gemm, layout: Layout | None) -> None:
+    def _run(self, exchange: Collective, text: str, a: QTensor, gemm: Gemm, layout: Layout | None) -> None:
         epilogue = gemm.epilogue
         with self.group.operation(f"auto: {text}"):
             if layout is None:
-                out = way.gemm_reduce_scatter(gemm, a)
+                out = exchange.gemm_reduce_scatter(gemm, a)
             else:
-                gathering = way.all_gather(a, layout, multiplied=True, whole=False)
-                out = way.all_gather_gemm(gemm, gathering)
+                gathering = exchange.all_gather(a, layout, multiplied=True, whole=False)
+                out = exchange.all_gather_gemm(gemm, gathering)
                 gathering.close()
         if isinstance(epilogue, Activate):
             run_unfused(epilogue, out[1] if epilogue.h is None else out)

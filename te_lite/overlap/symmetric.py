@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,8 +42,8 @@ class SymmetricMemory:
         part = slice(offset, offset + math.prod(shape) * dtype.itemsize)
         whole = [group.arena.view("symmetric", 0, rank) for rank in range(group.size)]
         self._views = [memory[part].view(dtype).view(shape) for memory in whole]
-        self._index, self._counts = index, dict[tuple, int]()
-        self._programs: dict[tuple, _C.Program] = {}
+        self._index = index
+        self._signals: dict[tuple, tuple[_C.Program, count[int]]] = {}  # with the epochs of those to come
 
     def _place(self, rank: int, channel: int = 0) -> int:
         """`rank`, checked."""
@@ -83,17 +84,18 @@ class SymmetricMemory:
         group, key = self._group, (kind, self._place(rank, channel), channel)
         if group.cuda and capturing():
             raise RuntimeError("signals of symmetric memory count on the host: keep them out of CUDA graphs")
-        if key not in self._programs:
-            program = self._programs[key] = _C.Program(f"symmetric memory, channel {channel}")
+        if key not in self._signals:
+            program = _C.Program(f"symmetric memory, channel {channel}")
+            self._signals[key] = program, count(1)
             at, source = (rank, self.rank) if kind == "signal" else (self.rank, rank)
             flag = group.arena.address("signals", self._index, at) + WORD * (source * CHANNELS + channel)
             if kind == "signal":
                 program.set(MAIN, flag, 0)
             else:
                 program.wait(flag, 0, rank, "a signal from")
-        count = self._counts[key] = self._counts.get(key, 0) + 1
+        program, epochs = self._signals[key]
         main = torch.cuda.current_stream(group.device).cuda_stream if group.cuda else 0
-        group.executor.issue(self._programs[key], 0, count & 0xFFFFFFFF, main, ())
+        group.executor.issue(program, 0, next(epochs) & 0xFFFFFFFF, main, ())
 
 
 class Space:
