@@ -69,7 +69,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             want = plan1.dy_from_gemm if ctx.activation.fused else ""
             if needs1[2] or (want == "fp8" and not (need_ln and need_w1)):
                 want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
-            down = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, h, want)
+            down = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, want, h)
         grad = quantize_grad(plan2, as_operand(dy, plan2, grad=True), param2.shape[1], needs)
         dh, dw2, db2 = linear_backward(plan2, (x2, q2), w2, param2, grad, needs, down)
         if need_h:

@@ -1,5 +1,5 @@
 """A linear's GEMMs over the ranks of a group: column- and row-parallel, forward and backward, written once over the
-verbs of an exchange (overlap/exchange.py). The table of who moves what is in overlap/collective.py.
+verbs of an exchange (overlap/collective.py), where the table of who moves what is.
 
 backward(dgrad, wgrad, dy, dy_wgrad, x) gives (dgrad's result, wgrad's). dgrad: a Gemm of dy.row and the weight by
 column; wgrad(dy, x): of dy.col and x.col; None where that gradient is not wanted. dy_wgrad is dy itself unless wgrad
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.exchange import Exchange, Gemm
+from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.userbuffers import Exchanges
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat
@@ -104,7 +104,7 @@ class Column(Unsplit):
                 dx = summing.result()
         return dx, dw
 
-    def _not_hidden(self) -> Exchange:
+    def _not_hidden(self) -> Collective:
         """What scatters dx where no weight gradient is computed."""
         wgrad: Any = self.wgrad
         if not wgrad.hides:
@@ -153,7 +153,7 @@ class Row(Unsplit):
     def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
         """dy = all_gather(dy), dy_wgrad = all_gather(dy_wgrad);  dx = dgrad(dy);  dw = wgrad(dy_wgrad, x)"""
         self.dgrad.place.note = self.wgrad.place.note = None
-        by_rows: Any = None  # an Exchange
+        by_rows: Any = None  # a Collective
         rows: Any = None  # its Gathering
         by_columns = columns = dx = dw = None
         one = wgrad is not None and dy_wgrad is dy and dy.format.col_from_row  # gather serves both

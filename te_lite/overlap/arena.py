@@ -4,7 +4,7 @@
     arena.reserve("gather", bytes, slots)        # any number of these
     arena.commit(exchange)                       # collective: allocate, exchange handles, map
     arena.address("gather", slot, rank)          # where a slot of any rank lies in this process
-    arena.view("gather", slot)                   # this rank's own as uint8
+    arena.view("gather", slot)                   # this rank's own, or that of another rank, as uint8
 
 Host memory is anonymous shared memory (memfd): nothing is left behind by a process that is killed. GPU memory comes
 from the driver, exported as file descriptors too. Peers' memory is reached by plain loads, stores and copies; no
@@ -81,7 +81,6 @@ class Arena:
         self.bytes = 0
         self._places: dict[str, tuple[int, int, int]] = {}  # name -> (offset, bytes of a slot, slots)
         self._memory: list[Any] = []
-        self._own = torch.empty(0)
 
     def reserve(self, name: str, size: int, slots: int = 1) -> None:
         """Room for `slots` slots of `size` bytes each, before commit."""
@@ -93,13 +92,10 @@ class Arena:
     def commit(self, exchange: Rendezvous) -> None:
         """Allocates and maps on all ranks, or raises BootstrapError on all of them. Collective."""
         self._memory = share_memory(exchange, self.bytes, self.device)
-        own = self._memory[self.rank]
-        ordinal = -1 if self.device.type == "cpu" else self.device.index
-        self._own = torch.from_dlpack(_C.dlpack(own.address, self.bytes, ordinal, own))
 
     def release(self) -> None:
         """Lets go of the memory; views that still live keep it."""
-        self._own, self._memory = torch.empty(0), []
+        self._memory = []
 
     def slot_bytes(self, name: str) -> int:
         """Bytes of one slot of buffer `name`."""
@@ -111,13 +107,9 @@ class Arena:
         assert 0 <= slot < slots
         return self._memory[rank].address + offset + slot * size
 
-    def view(self, name: str, slot: int) -> Tensor:
-        """A slot of this rank as uint8 [bytes]. It keeps the memory mapped for as long as it lives."""
-        start = self.address(name, slot, self.rank) - self._memory[self.rank].address
-        return self._own[start : start + self.slot_bytes(name)]
-
-    def peer_view(self, name: str, slot: int, rank: int) -> Tensor:
-        """The same of any rank, as this process has it mapped."""
+    def view(self, name: str, slot: int, rank: int | None = None) -> Tensor:
+        """A slot of this rank, or of `rank`, as uint8 [bytes]. It keeps the memory mapped for as long as it lives."""
+        rank = self.rank if rank is None else rank
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         capsule = _C.dlpack(self.address(name, slot, rank), self.slot_bytes(name), ordinal, self._memory[rank])
         return torch.from_dlpack(capsule)

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 
 from te_lite.ops.registry import capturing
-from te_lite.overlap.choice import MOST
+from te_lite.overlap.choice import MOST, fastest
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.epilogues import Activate, ActivateGrad, run_unfused
-from te_lite.overlap.exchange import Exchange, Gemm
+from te_lite.overlap.epilogues import Activate, run_unfused
+from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.fused import Fused, refusal
 from te_lite.overlap.ring import Ring
 from te_lite.quantize.qtensor import Layout, QTensor
@@ -25,7 +25,7 @@ class Auto(Ring):
 
     name = "auto"
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         found = super()._stand_in(a, gemm, layout)
         if found is not self:
             return found
@@ -35,26 +35,29 @@ class Auto(Ring):
         rule = best(place)
         if not choices.measures:
             return rule
-        ways: dict[str, Exchange] = {"collective": Collective(place), "ring": Ring(place), best.name: rule}
+        candidates: dict[str, Collective] = {"collective": Collective(place), "ring": Ring(place), best.name: rule}
         if layout is None:
-            ways |= {f"{best.name} by {count}": best(place, count=count) for count in rule.counts(gemm, a)}
+            candidates |= {f"{best.name} by {count}": best(place, count=count) for count in rule.counts(gemm, a)}
         problem = self._problem(a, gemm, layout)
-        known = choices.knows(problem, ways)
-        if not known and (choices.timed >= MOST or capturing()):
+        times = choices.known(problem, candidates)
+        if times is None and (choices.timed >= MOST or capturing()):
             return rule
         self.group.announce(f"auto: {problem}")
-        timed = gemm if known else self._to_be_timed(gemm)
-        runs = {name: partial(self._run, way, f"{name}, {problem}", a, timed, layout) for name, way in ways.items()}
-        chosen, measured = choices.choose(problem, runs, self.tp.group, self.group.control.check)
-        found = ways[chosen]
-        assert isinstance(found, Collective)
-        found.reason = measured
-        return found
+        if times is None:
+            timed = self._to_be_timed(gemm)
+            runs = {
+                name: partial(self._run, exchange, f"{name}, {problem}", a, timed, layout)
+                for name, exchange in candidates.items()
+            }
+            times = choices.measure(problem, runs, self.tp.group, self.group.control.check)
+        name = fastest(times)
+        candidates[name].reason = f"auto: {', '.join(f'{one} {us:.0f} us' for one, us in times.items())}: {name}"
+        return candidates[name]
 
     def _problem(self, a: QTensor, gemm: Gemm, layout: Layout | None) -> str:
         """In words, the same in every process that has it."""
         added, epilogue, wanted = " and residual" * (gemm.residual is not None), gemm.epilogue, ""
-        if isinstance(epilogue, (Activate, ActivateGrad)) and epilogue.want:
+        if isinstance(epilogue, Activate) and epilogue.want:
             wanted = f", then {epilogue.want}{' of a gradient' * (epilogue.h is not None)}"
             wanted += f" by {epilogue.activation.name}"
         label = f"{a.format.label or a.dtype}{', a scale a shard,' * (a.format.shard_multiple > 1)}"
@@ -65,18 +68,18 @@ class Auto(Ring):
     def _to_be_timed(self, gemm: Gemm) -> Gemm:
         """gemm without what no exchange computes for it, and without touching a quantizer's state."""
         epilogue = gemm.epilogue
-        if not isinstance(epilogue, (Activate, ActivateGrad)) or not epilogue.want:
+        if not isinstance(epilogue, Activate) or not epilogue.want:
             return replace(gemm, epilogue=None)
         return replace(gemm, epilogue=replace(epilogue, some_scale=torch.ones(1, device=self.group.device)))
 
-    def _run(self, way: Exchange, text: str, a: QTensor, gemm: Gemm, layout: Layout | None) -> None:
+    def _run(self, exchange: Collective, text: str, a: QTensor, gemm: Gemm, layout: Layout | None) -> None:
         epilogue = gemm.epilogue
         with self.group.operation(f"auto: {text}"):
             if layout is None:
-                out = way.gemm_reduce_scatter(gemm, a)
+                out = exchange.gemm_reduce_scatter(gemm, a)
             else:
-                gathering = way.all_gather(a, layout, multiplied=True, whole=False)
-                out = way.all_gather_gemm(gemm, gathering)
+                gathering = exchange.all_gather(a, layout, multiplied=True, whole=False)
+                out = exchange.all_gather_gemm(gemm, gathering)
                 gathering.close()
-        if isinstance(epilogue, (Activate, ActivateGrad)):
-            run_unfused(epilogue, out[1] if isinstance(epilogue, Activate) else out)
+        if isinstance(epilogue, Activate):
+            run_unfused(epilogue, out[1] if epilogue.h is None else out)

@@ -37,26 +37,20 @@ MOST_MADE = 4096  # programs and views kept; each token count makes some, and ev
 
 
 class Buffer:
-    """One kind of traffic: the slots of the arena's buffer `name`, their flags from word `first_flag` on.
+    """One kind of traffic: the slots of the arena's buffer `name`, and beside them those of its flags.
 
     words: under CUDA graphs the epochs lie in device memory, one word a slot, because a captured number is frozen.
     """
 
-    def __init__(self, arena: Arena, name: str, first_flag: int, first_epoch: int, words: Tensor | None) -> None:
+    def __init__(self, arena: Arena, name: str, words: Tensor | None) -> None:
         self.arena, self.name, self.words = arena, name, words
         self.capacity = arena.slot_bytes(name)
         self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
         self._made: dict[tuple, Any] = {}
         self.counters = torch.zeros(SLOTS, arena.size * PIECES + 1, dtype=torch.int32, device=arena.device)
-        self._first_flag = first_flag
-        self._epochs = [(first_epoch - 1) & 0xFFFFFFFF] * SLOTS
+        self._epochs = [0] * SLOTS
         self.held: dict[int, Callable[[], Any]] = {}  # slots of uses that wait for their callers, and what ends them
         self._next = 0
-
-    @staticmethod
-    def flags_needed(size: int) -> int:
-        """Words of flags of one buffer in a group of `size` ranks."""
-        return SLOTS * size * (PIECES + 1)
 
     def take(self) -> tuple[int, int]:
         """(slot, epoch) of the next use. All ranks take in the same order, so both agree everywhere."""
@@ -70,9 +64,7 @@ class Buffer:
         return slot, self._epochs[slot]
 
     def _flag(self, slot: int, rank: int, index: int) -> int:
-        size = self.arena.size
-        word = self._first_flag + slot * size * (PIECES + 1) + index
-        return self.arena.address("flags", 0, rank) + WORD * word
+        return self.arena.address(f"{self.name}.flags", slot, rank) + WORD * index
 
     def ready(self, slot: int, rank: int, source: int, piece: int = 0) -> int:
         """Address, in `rank`'s arena, of the flag that `source` sets when its data is there."""
@@ -102,9 +94,8 @@ class Buffer:
 
 
 def _flag_views(buffer: Buffer, slot: int) -> tuple[Tensor, Tensor]:
-    size, words = buffer.arena.size, buffer.arena.view("flags", 0).view(torch.int32)
-    first = buffer._first_flag + slot * size * (PIECES + 1)
-    ready, free = words[first : first + size * (PIECES + 1)].split([size * PIECES, size])
+    size, flags = buffer.arena.size, buffer.arena.view(f"{buffer.name}.flags", slot).view(torch.int32)
+    ready, free = flags[: size * (PIECES + 1)].split([size * PIECES, size])
     return ready.view(size, PIECES), free
 
 

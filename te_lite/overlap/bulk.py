@@ -16,8 +16,8 @@ from torch import Tensor
 
 from te_lite.ops.registry import capturing
 from te_lite.overlap.buffers import Gather, Scatter
-from te_lite.overlap.collective import Collective
-from te_lite.overlap.exchange import MOST_SHAPES, Exchange, Gathering, Gemm, Note, Place, Summing
+from te_lite.overlap.collective import MOST_SHAPES, Collective
+from te_lite.overlap.exchange import Gathering, Gemm, Note, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
 
 
@@ -50,9 +50,9 @@ class Bulk(Collective):
         super().__init__(place, reason)
         assert place.group is not None
         self.group = place.group
-        self._settled: dict[tuple, Exchange] = {}
+        self._settled: dict[tuple, Collective] = {}
 
-    def settled(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+    def settled(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         graph = self.group.cuda and capturing()
         key: tuple = layout, a.format, a.dtype, a.shape, graph, self.group.closed
         if gemm is not None:
@@ -66,7 +66,7 @@ class Bulk(Collective):
             known = self._settled[key] = self._stand_in(a, gemm, layout)
         return known
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         """What settled() gives for calls of these shapes."""
         group, rows = self.group, a.shape[0]
         if group.closed:

@@ -62,8 +62,14 @@ def _time_us(
     return start.elapsed_time(end) * 1e3
 
 
+def fastest(times: Mapping[str, float]) -> str:
+    """The name of the least time; "collective" where that of the least does not save enough."""
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < MARGIN * times["collective"] else "collective"
+
+
 class Choices:
-    """Problem -> way of one group, the same on all its ranks."""
+    """Problem -> microseconds of each exchange that may serve it, of one group, the same on all its ranks."""
 
     def __init__(self, exchange: Rendezvous, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -74,43 +80,33 @@ class Choices:
         self._machine = f"{name}, {versions}, tp {exchange.size}: "  # before each problem in the file
         self.measures, self._known = exchange.all((measures, _load() if self._first and measures else {}))[0]
 
-    def choose(
-        self, problem: str, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup,
-        check: Callable[[], None],
-    ) -> tuple[str, str]:  # fmt: skip
-        """(the fastest of `ways`, what was measured), timed now unless it is known. Collective; "collective" is one.
-        check() may raise while this rank waits."""
-        key = self._machine + problem
-        if not self.knows(problem, ways):
-            self.timed += 1
-            self._known[key] = self._measure(ways, group, check)
-            if self._first:
-                self._store(key, self._known[key])
-        found = self._known[key]
-        best = min(found, key=found.__getitem__)
-        way = best if found[best] < MARGIN * found["collective"] else "collective"
-        return way, f"auto: {', '.join(f'{name} {us:.0f} us' for name, us in found.items())}: {way}"
-
-    def knows(self, problem: str, ways: Collection[str]) -> bool:
-        """Whether all of `ways` have been timed."""
+    def known(self, problem: str, names: Collection[str]) -> dict[str, float] | None:
+        """Those of `names`, or None where not just these have been timed."""
         found = self._known.get(self._machine + problem)
-        return isinstance(found, dict) and set(found) == set(ways)
+        return found if isinstance(found, dict) and set(found) == set(names) else None
+
+    def measure(
+        self, problem: str, runs: Mapping[str, Callable[[], object]], group: dist.ProcessGroup,
+        check: Callable[[], None],
+    ) -> dict[str, float]:  # fmt: skip
+        """Those of `runs`, timed now and kept in the file. Collective; check() may raise while this rank waits."""
+        key = self._machine + problem
+        self.timed += 1
+        found = self._known[key] = self._measure(runs, group, check)
+        if self._first:  # beside what others may have written since
+            kept.write(cache_file(), (json.dumps(_load() | {key: found}, indent=1) + "\n").encode())
+        return found
 
     def _measure(
-        self, ways: Mapping[str, Callable[[], object]], group: dist.ProcessGroup, check: Callable[[], None]
+        self, runs: Mapping[str, Callable[[], object]], group: dist.ProcessGroup, check: Callable[[], None]
     ) -> dict[str, float]:
-        """Microseconds of each, the slowest rank's median."""
-        times: dict[str, list[float]] = {name: [] for name in ways}
+        """The slowest rank's median of each."""
+        times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(1 + ROUNDS):  # the first compiles
-            for name, run in ways.items():
+            for name, run in runs.items():
                 times[name].append(_time_us(run, self._device, group, check))
         own = torch.tensor([statistics.median(values[1:]) for values in times.values()], device=self._device)
         all_reduce_max("auto's times", own, group)
         slowest = own.tolist()
         check()  # of a broken group they are garbage, not to be kept
-        return dict(zip(ways, slowest, strict=True))
-
-    @staticmethod
-    def _store(key: str, found: dict[str, float]) -> None:
-        """Adds to the file what others may have written since; a file that cannot be written is no error."""
-        kept.write(cache_file(), (json.dumps(_load() | {key: found}, indent=1) + "\n").encode())
+        return dict(zip(runs, slowest, strict=True))

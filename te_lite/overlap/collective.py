@@ -1,6 +1,17 @@
-"""Collective: torch.distributed's all-gather and reduce-scatter around the GEMMs. The specification.
+"""Exchanges: how what one GEMM reads or gives travels between the ranks of a group, as four verbs.
 
-With R ranks, m = M / R tokens a rank under sequence parallelism:
+A linear's forward and backward (functional/parallel.py) are written once over the verbs; an exchange says when the
+bytes move. With R ranks, tokens M = R * m, and `_shard_m` for what is split by tokens:
+
+    all_gather(a_shard_m, layout)      begins; a[M, k] = the shards of all ranks, in their order, is read later
+    all_gather_gemm(gemm, gathering)   gemm(a)
+    reduce_scatter(gemm, partial)      begins; y_shard_m = this rank's rows of the sum of partial[M, n] over the ranks
+    gemm_reduce_scatter(gemm, a)       the same of the products of all ranks
+
+What is summed ends as what is not: with gemm.finish(). `Collective` is the specification: torch.distributed's
+all-gather and reduce-scatter around the GEMMs. `Bulk`, `Ring` and `Fused` go through userbuffers, each of them the one
+before with other GEMMs; `Auto` picks among them. The table of exchanges is in exchanges.py. Who moves what, under
+sequence parallelism:
 
                       column-parallel, w[N/R, K]          row-parallel, w[N, K/R]
     forward           x = all_gather(x_shard[m, K])       y_part = x @ w^T
@@ -14,6 +25,7 @@ Without sequence parallelism both gathers vanish and both reduce-scatters are al
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,10 +34,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.nvtx import ranged
-from te_lite.overlap.exchange import Exchange, Gathering, Gemm, Note, Place, Summing
+from te_lite.overlap.exchange import Gathering, Gemm, Note, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.watch import collective
 
+MOST_SHAPES = 4096  # of calls, that one exchange remembers
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 # torch 2.13 renames both and warns about the old names.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -94,26 +108,56 @@ class Summed:
         return self._result
 
 
-class Collective(Exchange):
-    """Nothing is hidden. reason: why this exchange stands in for another."""
+class Collective:
+    """The verbs, by torch.distributed; nothing is hidden. Another exchange is a subclass that serves some of them
+    differently, and a line in exchanges.py.
+
+    hides: behind GEMMs. gathers, scatters: whether users may ask for it (ub_cfgs) where a GEMM reads gathered tokens,
+    and where it gives what is scattered. name: as the report calls it. reason: why it stands in for another.
+    """
 
     name = "collective"
+    gathers = scatters = hides = False
 
     def __init__(self, place: Place, reason: str = "") -> None:
-        super().__init__(place)
-        self.reason = reason
+        self.place, self.tp, self.reason = place, place.tp, reason
+        self._operations: dict[tuple, AbstractContextManager[Any]] = {}
 
-    def note(self, sent: int) -> None:
+    def settled(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
+        """The exchange that a call takes, the same on every rank: this one, or one that stands in for it.
+
+        a: what is gathered in `layout`, for `gemm` or, with None, to be read later; with layout None: what is
+        multiplied and then scattered. Raises RuntimeError under strict, before anything has begun.
+        """
+        return self
+
+    def operation(self, what: str, q: QTensor, gemm: Gemm | None = None) -> AbstractContextManager[Any]:
+        """Around the verbs of one call: where a rank fails inside, the others hear of it. As of Place.text."""
+        group = self.place.group
+        if group is None or group.closed:
+            return _NOTHING
+        key = what, q.format, q.dtype, q.shape, None if gemm is None else (gemm.b.shape, gemm.layout)
+        known = self._operations.get(key)
+        if known is None:
+            if len(self._operations) >= MOST_SHAPES:
+                self._operations.clear()
+            known = self._operations[key] = group.operation(self.place.text(what, q, gemm))
+        return known
+
+    def note(self, sent: int, remark: str = "") -> None:
         """What this call moves, for the report."""
-        self.place.note = Note(self.name, sent, self.reason)
+        self.place.note = Note(self.name, sent, "; ".join(filter(None, (self.reason, remark))))
 
     def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
+        """multiplied: all_gather_gemm will take it. whole: whole() will be called."""
         return Gathered(self, q, q.regather_layout if layout == "col" else layout)
 
     def all_gather_gemm(self, gemm: Gemm, gathering: Gathering) -> Any:
+        """gemm of the gathered tensor. Leaves the gathering open."""
         return gemm(gathering.whole())
 
     def reduce_scatter(self, gemm: Gemm, partial: Tensor) -> Summing:
+        """Of partial[M, n], which gemm.product() gave and nobody writes to before result()."""
         tp, scatters = self.tp, self.tp.sequence_parallel
         self.note(partial.nbytes * (tp.size - 1) // tp.size * (1 if scatters else 2))
         text = self.place.text(f"{self.place.gemm}'s {'reduce-scatter' if scatters else 'all-reduce'}", partial)
@@ -121,4 +165,5 @@ class Collective(Exchange):
         return Summed(gemm.finish(total if gemm.bias is None else total.add_(gemm.bias)))
 
     def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
+        """gemm.finish() of the sum over ranks of the products with a, this rank's rows."""
         return self.reduce_scatter(gemm, gemm.product(a)).result()

@@ -31,14 +31,16 @@ def offered(name: str) -> tuple[str, ...]:
     column = layer in LAYERS["column"]
     if gemm == "wgrad":
         return ("bulk" if column else "external"), "auto"
-    scatters = column != (gemm == "fprop")
-    whole = tuple(name for name, kind in EXCHANGES.items() if (kind.scatters if scatters else kind.gathers))
-    return ("bulk", *whole) if column and gemm == "dgrad" else whole
+    cut = [method for method, kind in EXCHANGES.items() if (kind.scatters if is_scatter(name) else kind.gathers)]
+    return ("bulk", *cut) if column and gemm == "dgrad" else tuple(cut)
 
 
-def defaults() -> dict[str, str]:
-    """"layer_gemm" -> method, where ub_cfgs names none."""
-    return {name: offered(name)[0] for name in LAYER_GEMMS}
+def is_scatter(name: str, method: str = "auto") -> bool:
+    """Whether the exchange of this GEMM is a reduce-scatter. In bulk a column-parallel dgrad hides the gather of x."""
+    layer, gemm = name.split("_")
+    if layer in LAYERS["row"]:
+        return gemm == "fprop"
+    return gemm == "wgrad" or (gemm == "dgrad" and method != "bulk")
 
 
 # Options of Transformer Engine's that have no meaning here: no SM is taken for communication.
@@ -88,13 +90,6 @@ def _method(name: str, options: Mapping[str, Any]) -> str:
     return method
 
 
-def is_scatter(name: str, method: str) -> bool:
-    """Whether the exchange of this GEMM is a reduce-scatter."""
-    layer, gemm = name.split("_")
-    scattering = ("fprop",) if layer in LAYERS["row"] else ("dgrad", "wgrad")
-    return gemm in scattering and (gemm, method) != ("dgrad", "bulk")
-
-
 def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> LayerMethods:
     """Checks what initialize_ub was given.
 
@@ -113,7 +108,7 @@ def layer_methods(ub_cfgs: Config | Sequence[Config] | None, modes: int) -> Laye
     for config in configs:
         if not isinstance(config, Mapping):
             raise TypeError(f"ub_cfgs holds {brief(config)}: each must be a dict, layer -> options")
-        found = defaults()
+        found = {name: offered(name)[0] for name in LAYER_GEMMS}
         for name, options in config.items():
             if name not in LAYER_GEMMS:
                 near = remedy("layer", name, LAYER_GEMMS)

@@ -38,14 +38,14 @@ class Epilogue:
 class Activate(Epilogue):
     """(product h[M, 2F] or [M, F], v = activation(h)[M, F] as `quantizer` takes it for the next GEMM).
 
-    some_scale: fp32 [1], where only the time counts: no state of the quantizer is touched.
+    h: that of an ActivateGrad. some_scale: fp32 [1], where only the time counts: no state of the quantizer is touched.
     """
 
     quantizer: Quantizer
     activation: Activation
     want: str = ""
+    h: Tensor | None = None
     some_scale: Tensor | None = None
-    h = None
 
     def __call__(self, product: Tensor) -> tuple[Tensor, Operand]:
         return product, Source("act", product, activation=self.activation)
@@ -59,27 +59,21 @@ class Activate(Epilogue):
         return product, v
 
 
-@dataclass(slots=True)
-class ActivateGrad(Epilogue):
+class ActivateGrad(Activate):
     """v = the gradient of h, where the product is that of activation(h), as `quantizer` takes it for the next GEMMs."""
 
-    quantizer: Quantizer
-    activation: Activation
     h: Tensor
-    want: str = ""
-    some_scale: Tensor | None = None
 
-    def __call__(self, product: Tensor) -> Source:
+    def __call__(self, product: Tensor) -> Any:
         return Source("dact", self.h, product, activation=self.activation)
 
     source = __call__
 
     def given(self, product: Tensor | None, v: Operand) -> Any:
-        """The result where a kernel has computed v."""
         return v
 
 
-def run_unfused(epilogue: Activate | ActivateGrad, v: Operand) -> None:
+def run_unfused(epilogue: Activate, v: Operand) -> None:
     """What is left of the epilogue's `want` where its result is v, by kernels of its own, to be timed."""
     if not isinstance(v, Source) or v.kind == "plain" or v.amax is not None:
         return  # a kernel has computed it

@@ -1,21 +1,7 @@
-"""Exchanges: how what one GEMM reads or gives travels between the ranks of a group, as four verbs.
-
-A linear's forward and backward (functional/parallel.py) are written once over the verbs; an exchange says when the
-bytes move. With R ranks, tokens M = R * m, and `_shard_m` for what is split by tokens:
-
-    all_gather(a_shard_m, layout)      begins; a[M, k] = the shards of all ranks, in their order, is read later
-    all_gather_gemm(gemm, gathering)   gemm(a)
-    reduce_scatter(gemm, partial)      begins; y_shard_m = this rank's rows of the sum of partial[M, n] over the ranks
-    gemm_reduce_scatter(gemm, a)       the same of the products of all ranks
-
-What is summed ends as what is not: with gemm.finish(). `Collective` (collective.py) is the specification, by
-torch.distributed; `Bulk`, `Ring` and `Fused` go through userbuffers, each of them the one before with other GEMMs;
-`Auto` picks among them. The table of exchanges is in exchanges.py.
-"""
+"""What an exchange (collective.py) takes and gives: a GEMM, the place that it serves, what it has begun."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -128,59 +114,3 @@ class Summing(Protocol):
 
     def result(self) -> Any:
         """gemm.finish() of the sum, this rank's rows, once the others' partial sums are there."""
-
-
-MOST_SHAPES = 4096  # of calls, that one exchange remembers
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-class Exchange:
-    """The verbs. A new one is a class that serves some of them, and a line in exchanges.py.
-
-    hides: behind GEMMs. gathers, scatters: whether users may ask for it (ub_cfgs) where a GEMM reads gathered tokens,
-    and where it gives what is scattered. name: as the report calls it.
-    """
-
-    name: str
-    gathers = scatters = hides = False
-
-    def __init__(self, place: Place) -> None:
-        self.place, self.tp = place, place.tp
-        self._operations: dict[tuple, AbstractContextManager[Any]] = {}
-
-    def settled(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
-        """The exchange that a call takes, the same on every rank: this one, or one that stands in for it.
-
-        a: what is gathered in `layout`, for `gemm` or, with None, to be read later; with layout None: what is
-        multiplied and then scattered. Raises RuntimeError under strict, before anything has begun.
-        """
-        return self
-
-    def operation(self, what: str, q: QTensor, gemm: Gemm | None = None) -> AbstractContextManager[Any]:
-        """Around the verbs of one call: where a rank fails inside, the others hear of it. As of Place.text."""
-        group = self.place.group
-        if group is None or group.closed:
-            return _NOTHING
-        key = what, q.format, q.dtype, q.shape, None if gemm is None else (gemm.b.shape, gemm.layout)
-        known = self._operations.get(key)
-        if known is None:
-            if len(self._operations) >= MOST_SHAPES:
-                self._operations.clear()
-            known = self._operations[key] = group.operation(self.place.text(what, q, gemm))
-        return known
-
-    def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
-        """multiplied: all_gather_gemm will take it. whole: whole() will be called."""
-        raise NotImplementedError
-
-    def all_gather_gemm(self, gemm: Gemm, gathering: Gathering) -> Any:
-        """gemm of the gathered tensor. Leaves the gathering open."""
-        raise NotImplementedError
-
-    def reduce_scatter(self, gemm: Gemm, partial: Tensor) -> Summing:
-        """Of partial[M, n], which gemm.product() gave and nobody writes to before result()."""
-        raise NotImplementedError
-
-    def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
-        """gemm.finish() of the sum over ranks of the products with a, this rank's rows."""
-        raise NotImplementedError

@@ -23,9 +23,10 @@ from te_lite.ops.gemm_gather import NOTHING, Wanted, act_refusal, gemm_gather
 from te_lite.ops.gemm_gather import Epilogue as Computed
 from te_lite.ops.gemm_scatter import Narrow, blocks, gemm_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
-from te_lite.overlap.buffers import Gather, Scatter
-from te_lite.overlap.epilogues import Activate, ActivateGrad, Operand
-from te_lite.overlap.exchange import Exchange, Gemm
+from te_lite.overlap.buffers import Buffer, Gather, Scatter
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.epilogues import Activate, Operand
+from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.group import Group
 from te_lite.overlap.ring import Ring
 from te_lite.quantize.qtensor import Held, Layout, QTensor
@@ -66,21 +67,19 @@ def _flags(exchange: Gather | Scatter) -> tuple[Tensor, Tensor, Tensor, int, Ten
     return *buffer.flags(exchange.slot), *buffer.epoch(exchange.slot, exchange.epoch), group.abort, group.rank
 
 
-def _narrow(gemm: Gemm, scatter: Scatter) -> Narrow | None:
-    """Scales lie behind the partials of all ranks."""
-    if scatter.dtype != E4M3:
-        return None
-    group, (m, n), name, slot = scatter.group, scatter.shape, scatter.buffer.name, scatter.slot
-    first, size = scatter.bytes * group.size, scatter.bytes // 32
-    memory = group.arena.view(name, slot)[first : first + size * group.size]
-    to = [group.arena.address(name, slot, rank) + first + group.rank * size for rank in range(group.size)]
-    return Narrow(memory.view(torch.float32).view(group.size, n // BLOCK, m), to, gemm.dtype)
+def _narrow(buffer: Buffer, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Narrow:
+    """The scales of E4M3 partials [m, n], which lie behind the partials of all ranks. dtype: of the sum."""
+    arena, ranks, (m, n) = buffer.arena, buffer.arena.size, shape
+    first, size = m * n * ranks, m * n // 32
+    memory = arena.view(buffer.name, slot)[first : first + size * ranks]
+    to = [arena.address(buffer.name, slot, rank) + first + arena.rank * size for rank in range(ranks)]
+    return Narrow(memory.view(torch.float32).view(ranks, n // BLOCK, m), to, dtype)
 
 
 def _wanted(gemm: Gemm, own: Held) -> Wanted:
     """What the kernel computes of the epilogue."""
     epilogue, split = gemm.epilogue, own.row.element_size() == 1 and not gemm.fast_accum
-    if not isinstance(epilogue, (Activate, ActivateGrad)) or not epilogue.want or gemm.residual is not None:
+    if not isinstance(epilogue, Activate) or not epilogue.want or gemm.residual is not None:
         return NOTHING
     if act_refusal(own.shape[0], gemm.columns, epilogue.want, epilogue.h is not None, split):
         return NOTHING
@@ -93,9 +92,7 @@ def _wanted(gemm: Gemm, own: Held) -> Wanted:
     return Wanted("fp8", placed(epilogue.h), scale, amax, format.dtype, epilogue.activation)
 
 
-def _operand(
-    epilogue: Activate | ActivateGrad, dtype: torch.dtype, out: Any, v: Computed, scale: Tensor | None
-) -> Operand:
+def _operand(epilogue: Activate, dtype: torch.dtype, out: Any, v: Computed, scale: Tensor | None) -> Operand:
     """What the kernel left, as the next GEMM's quantizer takes it."""
     if v.amax is not None:
         return epilogue.source(out)._replace(amax=v.amax)
@@ -112,7 +109,7 @@ class Fused(Ring):
     name = "fused"
     awaits = True
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         found = super()._stand_in(a, gemm, layout)
         why = refusal(gemm, a, self.group) if found is self and gemm is not None else ""
         return Ring(self.place, why) if why else found
@@ -145,26 +142,30 @@ class Fused(Ring):
     def scatter(self, gemm: Gemm, a: QTensor) -> Scatter:
         """What the partial sums of gemm(a[R*m, k]) travel by; as ops/narrow.py has them, where that is asked for and
         its blocks divide m and n."""
-        m = a.shape[0] // self.group.size
+        m, remark = a.shape[0] // self.group.size, ""
         narrow = self.place.narrow and not (m % BLOCK or gemm.columns % BLOCK)
         dtype, count = E4M3 if narrow else gemm.dtype, self.count or blocks(m)
         scatter = Scatter(self.group, (m, gemm.columns), dtype, blocks=count)
         scatter.sent += scatter.sent // 32 * narrow  # scales
+        if self.place.narrow and not narrow:
+            remark = f"fp8_buf is for multiples of {BLOCK}, not {list(scatter.shape)}"
+        self.note(scatter.sent, remark)
         return scatter
 
     def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
         """In one launch: the others' rows are stored where they belong, this rank's take up what has arrived in
         registers."""
         scatter = self.scatter(gemm, a)
-        self._note_scatter(gemm, scatter)
-        counters, narrow = scatter.buffer.counters[scatter.slot], _narrow(gemm, scatter)
+        buffer, slot, narrow = scatter.buffer, scatter.slot, None
+        if scatter.dtype == E4M3:
+            narrow = buffer.cached(_narrow, slot, scatter.shape, gemm.dtype)
         residual, later = (None, gemm.residual) if narrow else (placed(gemm.residual), None)
         scatter.expect()
         ready, free, epoch, delta, abort, rank = _flags(scatter)
         out = gemm_scatter(
             placed(a.operand("row")[0]), placed(gemm.b.operand(gemm.layout)[0]), *scatter.targets, scatter.staging,
-            ready, free, counters, epoch, delta, abort, rank, *_scales(a, gemm), gemm.bias, gemm.fast_accum, narrow,
-            residual, scatter.blocks,
+            ready, free, buffer.counters[slot], epoch, delta, abort, rank, *_scales(a, gemm), gemm.bias,
+            gemm.fast_accum, narrow, residual, scatter.blocks,
         )  # fmt: skip
         scatter.close()
         total = out if later is None else out.add_(later)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from te_lite import _C
-from te_lite.ops.flags import compiled_wait, signed
+from te_lite.ops.flags import compiled_wait
 from te_lite.ops.gemm_fused import unavailable
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.ops.registry import capturing
 from te_lite.overlap.arena import Arena, share_memory
 from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, host_identity, timeout_s
-from te_lite.overlap.buffers import SLOTS, Buffer, Gather, Scatter
+from te_lite.overlap.buffers import PIECES, SLOTS, Buffer, Gather, Scatter
 from te_lite.overlap.choice import Choices
 from te_lite.overlap.maximum import Maximum
-from te_lite.overlap.programs import following, gathered_bytes
-from te_lite.overlap.symmetric import Space
+from te_lite.overlap.programs import WORD, following, gathered_bytes
+from te_lite.overlap.symmetric import CHANNELS, MOST_TENSORS, Space
 from te_lite.quantize.qtensor import Layout, QTensor
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     """One for all groups: cuBLAS keeps a workspace for each stream that it has seen."""
     return torch.cuda.Stream(device)
-
-
-Turns = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-_ONE_STREAM = nullcontext((nullcontext(), nullcontext()))
 
 
 class Operation(AbstractContextManager[None]):
@@ -72,7 +68,7 @@ class Group:
 
     def __init__(
         self, exchange: Rendezvous, device: torch.device, tokens: int, hidden: int, dtype: torch.dtype,
-        layers: LayerMethods, *, strict: bool = False, graphs: bool = False, first_epoch: int = 1, symmetric: int = 0,
+        layers: LayerMethods, *, strict: bool = False, graphs: bool = False, symmetric: int = 0,
     ) -> None:  # fmt: skip
         self.ranks, self.rank, self.size, self.device = exchange.ranks, exchange.rank, exchange.size, device
         self.shape, self.dtype, self.layers, self.strict = (tokens, hidden), dtype, layers, strict
@@ -92,32 +88,23 @@ class Group:
         for name in names:
             room = whole + whole // SCALE_SHARE + 4096 * self.size if name.startswith("gather") else whole
             self.arena.reserve(name, room + 256 * self.size, SLOTS)
-        maxima = 2 * sum(Maximum.words_needed(self.size, many) for many in (False, True))
         self.arena.reserve("symmetric", symmetric)
-        words = maxima + len(names) * Buffer.flags_needed(self.size) + Space.flags_needed(self.size) * (symmetric > 0)
-        self.arena.reserve("flags", 4 * words)
+        self._flags = self.arena.bytes  # where they begin: all that follows, zero as all new memory is
+        for name in names:
+            self.arena.reserve(f"{name}.flags", WORD * self.size * (PIECES + 1), SLOTS)
+        for kind in product((False, True), repeat=2):
+            Maximum.reserve(self.arena, *kind)
+        self.arena.reserve("signals", WORD * self.size * CHANNELS, MOST_TENSORS * (symmetric > 0))
         self.arena.commit(exchange)
         self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
-        self._start(exchange, names, maxima, first_epoch)
-
-    def _start(self, exchange: Rendezvous, names: tuple[str, ...], at: int, first_epoch: int) -> None:
-        """Flags get their first values before any rank may write them; then the watchers begin. at: the word where the
-        buffers' flags begin."""
-        before = signed(first_epoch - 1)
-        self.arena.view("flags", 0).view(torch.int32).fill_(before)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         self._buffers: dict[str, Buffer] = {}
-        self._first_epoch = first_epoch
         # By whether it is captured in a CUDA graph, and of many values; none on CPU ranks.
         self._maxima: dict[tuple[bool, bool], Maximum] = {}
         for name in names:
             graph = name.endswith(".graph")
-            words = torch.full((SLOTS,), before, dtype=torch.int32, device=self.device) if graph else None
-            self._buffers[name] = Buffer(self.arena, name, at, first_epoch, words)
-            at += Buffer.flags_needed(self.size)
-        self.symmetric = Space(self, self.arena.slot_bytes("symmetric"), at, first_epoch - 1)
-        exchange.all(None)  # nobody's flags are written any more
+            words = torch.zeros(SLOTS, dtype=torch.int32, device=device) if graph else None
+            self._buffers[name] = Buffer(self.arena, name, words)
+        self.symmetric = Space(self)
         try:
             exchange.step("starting userbuffers", self._watch)
         except BaseException:
@@ -130,23 +117,21 @@ class Group:
         self.control = _C.Control(
             self.rank, self.size, addresses, self._control_memory, timeout_s(), names=list(self.ranks)
         )
-        self.stream = self._beside = None
+        self.stream = self.beside = None
         if self.device.type == "cpu":
             self.executor = _C.Executor(-1, self.control)
             return
-        self.stream, self._beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
-        flags = self.arena.address("flags", 0, self.rank), self.arena.slot_bytes("flags")
+        self.stream, self.beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
+        flags = self.arena.address("gather.flags", 0, self.rank), self.arena.bytes - self._flags
         wait = compiled_wait(self.device)
         self.executor = _C.Executor(self.device.index, self.control, self.stream.cuda_stream, *flags, wait)
         word = _C.dlpack(self.executor.abort_address, 4, self.device.index, self.executor)
         self.abort = torch.from_dlpack(word).view(torch.int32)
         if self.size > MOST_RANKS:
             return
-        at = 0
-        for graph in (False, True) if "gather.graph" in self._buffers else (False,):
-            for many in (False, True):
-                self._maxima[graph, many] = Maximum(self.arena, at, self._first_epoch, graph, many)
-                at += Maximum.words_needed(self.size, many)
+        graphs = (False, True) if "gather.graph" in self._buffers else (False,)
+        for kind in product(graphs, (False, True)):
+            self._maxima[kind] = Maximum(self.arena, *kind)
 
     # one call
 
@@ -159,26 +144,8 @@ class Group:
         """A segment of its program, in one call. RuntimeError once the group is broken."""
         main = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
         words = use.buffer.words
-        word = 0 if words is None else words.data_ptr() + 4 * use.slot
+        word = 0 if words is None else words.data_ptr() + WORD * use.slot
         self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
-
-    def in_turns(self) -> AbstractContextManager[Turns]:
-        """Streams for several GEMMs that do not need each other, the caller's for the even ones and one beside it for
-        the odd ones: each begins on the multiprocessors that the last tiles of the one before leave idle. What
-        they share must exist before. Not for GEMMs whose results the others wait for, since one may overtake another,
-        nor by two host threads at once, whose turns might wait for each other.
-        """
-        return _ONE_STREAM if self._beside is None else self._two_streams()
-
-    @contextmanager
-    def _two_streams(self) -> Iterator[Turns]:
-        assert self._beside is not None
-        main = torch.cuda.current_stream(self.device)
-        self._beside.wait_stream(main)
-        try:
-            yield nullcontext(), torch.cuda.stream(self._beside)
-        finally:
-            main.wait_stream(self._beside)
 
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""

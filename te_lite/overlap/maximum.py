@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class Maximum:
-    """On GPUs. Its words lie among the flags, from word `first` on, an even one: each is a value and its epoch.
+    """On GPUs. Each of its 64-bit words, which lie among the flags, is a value and its epoch.
 
     graph: for calls captured in CUDA graphs, whose epochs are counted on the device; they must follow each other.
     many: of values one by one, in place.
     """
 
-    def __init__(self, arena: Arena, first: int, first_epoch: int, graph: bool, many: bool = False) -> None:
+    def __init__(self, arena: Arena, graph: bool, many: bool) -> None:
         rank, size, device, width = arena.rank, arena.size, arena.device, MOST_VALUES if many else 1
-        here = [arena.address("flags", 0, peer) + WORD * first for peer in range(size)]
-        self._slots = arena.view("flags", 0).view(torch.int64)[first // 2 :]
-        self._slots = self._slots[: self.words_needed(size, many) // 2]
+        name = self._name(graph, many)
+        here = [arena.address(name, 0, peer) for peer in range(size)]
+        self._slots = arena.view(name, 0).view(torch.int64)[: SLOTS * size * width]
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
-        self._done = self._zero + signed(first_epoch - 1)
+        self._done = torch.zeros_like(self._zero)
         self._targets = torch.tensor([address + 2 * WORD * rank * width for address in here], device=device)
-        self._epoch, self._graph, self._op = first_epoch - 1, graph, group_maxima if many else group_max
+        self._epoch, self._graph, self._op = 0, graph, group_maxima if many else group_max
         self._programs = [_C.Program("the maximum over all ranks") for _ in range(SLOTS)]
         for slot, program in enumerate(self._programs):
             for source in following(rank, size):
@@ -42,9 +42,13 @@ class Maximum:
         torch.cuda.synchronize(device)  # the words above are there, whichever stream reads them
 
     @staticmethod
-    def words_needed(size: int, many: bool = False) -> int:
-        """32-bit words of one of them in a group of `size` ranks."""
-        return 2 * SLOTS * size * (MOST_VALUES if many else 1)
+    def _name(graph: bool, many: bool) -> str:
+        return f"{'maxima' if many else 'maximum'}{'.graph' * graph}"
+
+    @classmethod
+    def reserve(cls, arena: Arena, graph: bool, many: bool) -> None:
+        """Room for the words, before the arena is committed."""
+        arena.reserve(cls._name(graph, many), 2 * WORD * SLOTS * arena.size * (MOST_VALUES if many else 1))
 
     def of(self, partials: Tensor, group: Group) -> Tensor | None:
         """fp32 [1]: the largest of all ranks' partials, once they have come; or nothing, of many."""

@@ -105,37 +105,39 @@ def scatter_program(
 
     The first push waits for room. A piece sets all the flags of its share of the rows."""
     assert not any(rows % cut or pieces % cut for cut in cuts)
-    rank, size = buffer.arena.rank, buffer.arena.size
+    rank, others = buffer.arena.rank, following(buffer.arena.rank, buffer.arena.size)
     to, arrived = targets(buffer, slot, size_bytes)
     program = _C.Program(f"reduce-scatter in {buffer.name}[{slot}]")
 
     def wait_for_room() -> None:
-        for peer in following(rank, size):
+        for peer in others:
             program.wait(buffer.free(slot, rank, peer), -1, peer, "room at")
+
+    def push(peer: int, offset: int, piece: int, cut: int) -> None:
+        """Piece of so many of the partial for peer, from `offset` bytes behind argument 0."""
+        size = size_bytes // cut
+        program.copy(COPY, to[peer] + piece * size, 0, offset, size)
+        for flag in range(piece * pieces // cut, (piece + 1) * pieces // cut):
+            program.set(COPY, arrived[peer] + WORD * flag, 0)
 
     if cuts:
         wait_for_room()
-    for peer, cut in zip(following(rank, size), cuts, strict=bool(cuts)):
-        base, piece = to[peer], size_bytes // cut
-        for index in range(cut):
+    for peer, cut in zip(others, cuts, strict=bool(cuts)):
+        for piece in range(cut):
             program.after(COPY)
-            program.copy(COPY, base + index * piece, 0, 0, piece)
-            for flag in range(index * pieces // cut, (index + 1) * pieces // cut):
-                program.set(COPY, arrived[peer] + WORD * flag, 0)
+            push(peer, 0, piece, cut)
             program.cut()
     wait_for_room()
     program.after(COPY)
-    for peer in following(rank, size):
-        program.copy(COPY, to[peer], 0, peer * size_bytes, size_bytes)
-        for flag in range(pieces):
-            program.set(COPY, arrived[peer] + WORD * flag, 0)
+    for peer in others:
+        push(peer, peer * size_bytes, 0, 1)
     program.cut()
-    for source in following(rank, size):
+    for source in others:
         program.wait(buffer.ready(slot, rank, source, pieces - 1), 0, source, "data from")
     program.cut()
-    _free(program, [buffer.free(slot, source, rank) for source in following(rank, size)], buffer, pushed=bool(cuts))
+    _free(program, [buffer.free(slot, source, rank) for source in others], buffer, pushed=bool(cuts))
     program.cut()
     _expect(program, buffer, slot, pieces - 1)
-    for peer in following(rank, size):
+    for peer in others:
         program.expect(buffer.free(slot, rank, peer), -1, peer, "room at")
     return program

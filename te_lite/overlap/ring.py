@@ -11,14 +11,15 @@ Works with every GEMM and number format, on CPU ranks and GPUs.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from te_lite.ops.narrow import BLOCK
 from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.bulk import Bulk, External
-from te_lite.overlap.exchange import Exchange, Gemm, Note, Place
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.exchange import Gemm, Place
 from te_lite.quantize.qtensor import Layout, QTensor
 
 PIECE_ELEMENTS = 4 << 20  # 128 tiles of 128 x 256
@@ -55,23 +56,34 @@ class Ring(Bulk):
         super().__init__(place, reason)
         self.count = count
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Exchange:
+    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         found = super()._stand_in(a, gemm, layout)
         return External(self.place) if found is self and gemm is None else found
 
     def all_gather_gemm(self, gemm: Gemm, gathering: Any) -> Any:
         """Shards in the order of arrival, this rank's first. Also that goes through its wire format, which may multiply
-        a ragged shard in another than its own. gathering: a Gather."""
-        own, group = gathering.q, self.group
+        a ragged shard in another than its own. gathering: a Gather.
+
+        On GPUs the odd GEMMs run on a stream beside the caller's: each begins on the multiprocessors that the last
+        tiles of the one before leave idle. Not by two host threads at once, whose streams might wait for each other;
+        nor for a scatter, whose pieces the others wait for, since one may overtake another.
+        """
+        own, group, beside = gathering.q, self.group, self.group.beside
         rank, size, m = group.rank, group.size, own.shape[0]
         out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
         gemm.b.operand(gemm.layout)  # made now, if it has to be: both streams read it
         shard = own.format.from_wire(own.format.wire(own, "row"), "row", own, m)
-        with group.in_turns() as turns:
+        if beside is not None:
+            main = torch.cuda.current_stream(group.device)
+            beside.wait_stream(main)
+        try:
             for i, source in enumerate((rank, *group.others)):
-                with turns[i % 2]:
+                with nullcontext() if beside is None or i % 2 == 0 else torch.cuda.stream(beside):
                     shard = shard if source == rank else gathering.shard(source)
                     gemm.product(shard, gemm.bias, None, out[source * m : (source + 1) * m])
+        finally:
+            if beside is not None:
+                main.wait_stream(beside)
         return gemm.finish(out)
 
     def counts(self, gemm: Gemm, a: QTensor) -> tuple[int, ...]:
@@ -83,14 +95,15 @@ class Ring(Bulk):
         """What the partial sums of gemm(a[R*m, k]) travel by."""
         size = self.group.size
         cut = (self.count,) * (size - 1) if self.count else cuts_of(gemm, a, size)
-        return Scatter(self.group, (a.shape[0] // size, gemm.columns), gemm.dtype, cut)
+        scatter = Scatter(self.group, (a.shape[0] // size, gemm.columns), gemm.dtype, cut)
+        self.note(scatter.sent, "fp8_buf is for fused kernels" if self.place.narrow else "")
+        return scatter
 
     def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
         """The others' rows are computed and sent first. Partials travel in gemm.dtype; this rank's own is not rounded
         before the sum."""
         scatter = self.scatter(gemm, a)
         m = scatter.shape[0]
-        self._note_scatter(gemm, scatter)
         for destination, cut in zip(self.group.others, scatter.cuts, strict=True):
             rows = m // cut
             for piece in range(cut):
@@ -100,13 +113,6 @@ class Ring(Bulk):
         own = gemm.product(a.rows(first, first + m), None, torch.float32)
         total = scatter.reduce(own, gemm.bias, residual=gemm.residual)
         return total if gemm.epilogue is None else gemm.epilogue(total)
-
-    def _note_scatter(self, gemm: Gemm, scatter: Scatter) -> None:
-        reason = self.reason
-        if self.place.narrow and scatter.dtype == gemm.dtype:
-            what = f"multiples of {BLOCK}, not {list(scatter.shape)}" if self.awaits else "fused kernels"
-            reason = "; ".join(filter(None, (reason, f"fp8_buf is for {what}")))
-        self.place.note = Note(self.name, scatter.sent, reason)
 
 
 class Pipeline(Ring):

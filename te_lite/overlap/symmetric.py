@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from te_lite.overlap.group import Group
 
 CHANNELS = 4  # of signals from one rank to another, for each tensor
-MOST_TENSORS = 64  # of a group: their signals have places of their own among the arena's flags
+MOST_TENSORS = 64  # of a group: the signals of each have a slot of their own
 
 
 class SymmetricMemory:
@@ -36,13 +37,13 @@ class SymmetricMemory:
     rank and channel returns after the n-th signal() from there, so no signal is lost and none needs to be reset.
     """
 
-    def __init__(self, group: Group, offset: int, word: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, offset: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.rank, self.size, self._group = group.rank, group.size, group
         part = slice(offset, offset + math.prod(shape) * dtype.itemsize)
-        whole = [group.arena.peer_view("symmetric", 0, rank) for rank in range(group.size)]
+        whole = [group.arena.view("symmetric", 0, rank) for rank in range(group.size)]
         self._views = [memory[part].view(dtype).view(shape) for memory in whole]
-        self._word, self._counts = word, dict[tuple, int]()
-        self._programs: dict[tuple, _C.Program] = {}
+        self._index = index
+        self._signals: dict[tuple, tuple[_C.Program, count[int]]] = {}  # with the epochs of those to come
 
     def _place(self, rank: int, channel: int = 0) -> int:
         """`rank`, checked."""
@@ -83,33 +84,25 @@ class SymmetricMemory:
         group, key = self._group, (kind, self._place(rank, channel), channel)
         if group.cuda and capturing():
             raise RuntimeError("signals of symmetric memory count on the host: keep them out of CUDA graphs")
-        if key not in self._programs:
-            program = self._programs[key] = _C.Program(f"symmetric memory, channel {channel}")
+        if key not in self._signals:
+            program = _C.Program(f"symmetric memory, channel {channel}")
+            self._signals[key] = program, count(1)
             at, source = (rank, self.rank) if kind == "signal" else (self.rank, rank)
-            flag = group.arena.address("flags", 0, at) + WORD * (self._word + source * CHANNELS + channel)
+            flag = group.arena.address("signals", self._index, at) + WORD * (source * CHANNELS + channel)
             if kind == "signal":
                 program.set(MAIN, flag, 0)
             else:
                 program.wait(flag, 0, rank, "a signal from")
-        count = self._counts[key] = self._counts.get(key, group.symmetric.first_count) + 1
+        program, epochs = self._signals[key]
         main = torch.cuda.current_stream(group.device).cuda_stream if group.cuda else 0
-        group.executor.issue(self._programs[key], 0, count & 0xFFFFFFFF, main, ())
+        group.executor.issue(program, 0, next(epochs) & 0xFFFFFFFF, main, ())
 
 
 class Space:
-    """What a group has reserved for symmetric tensors, handed out in the order of calls, the same on every rank.
+    """What a group has reserved for symmetric tensors, handed out in the order of calls, the same on every rank."""
 
-    first_word: among the arena's flags, where those of signals begin. first_count: what they hold at first.
-    """
-
-    def __init__(self, group: Group, size: int, first_word: int, first_count: int) -> None:
-        self._group, self.bytes, self.used, self.tensors = group, size, 0, 0
-        self.first_word, self.first_count = first_word, first_count
-
-    @staticmethod
-    def flags_needed(size: int) -> int:
-        """Words of flags for a group of `size` ranks."""
-        return MOST_TENSORS * size * CHANNELS
+    def __init__(self, group: Group) -> None:
+        self._group, self.bytes, self.used, self.tensors = group, group.arena.slot_bytes("symmetric"), 0, 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, SymmetricMemory]:
         """See symmetric_empty in userbuffers.py. Collective."""
@@ -123,7 +116,6 @@ class Space:
                 "tensors made. Space is reserved once and comes back with destroy_ub(): call initialize_ub(..., "
                 f"symmetric_bytes={self.used + needed}) or more, or make fewer tensors and cut them"
             )
-        word = self.first_word + self.tensors * group.size * CHANNELS
-        memory = SymmetricMemory(group, self.used, word, shape, dtype)
+        memory = SymmetricMemory(group, self.used, self.tensors, shape, dtype)
         self.used, self.tensors = self.used + needed, self.tensors + 1
         return memory.peer(group.rank), memory

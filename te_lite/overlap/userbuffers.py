@@ -18,7 +18,7 @@ from te_lite.ops.source import DTYPES
 from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, check_agreement
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.config import Config, LayerMethods, UserBufferQuantizationMode, layer_methods
-from te_lite.overlap.exchange import Exchange, Place
+from te_lite.overlap.exchange import Place
 from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.group import Group
 from te_lite.overlap.symmetric import SymmetricMemory
@@ -172,7 +172,7 @@ def symmetric_empty(
 
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-Exchanges = tuple[Exchange, ...]  # of a linear's GEMMs, in the order of GEMMS
+Exchanges = tuple[Collective, ...]  # of a linear's GEMMs, in the order of GEMMS
 
 
 def _methods(
@@ -214,34 +214,27 @@ def exchanges_for(
 ) -> tuple[Exchanges, str]:  # fmt: skip
     """(the exchanges of one linear, tp being active; why they do not overlap as asked, or ""). name: of its module.
     device: of its activations. strict: that is an error. recipe: in words, on which the ranks must agree."""
-    plain = tuple([Collective(Place(tp, gemm)) for gemm in GEMMS])
-    if not any(flags.values()):
-        return plain, ""
-    if not tp.active:
-        why = "tensor parallelism is off"
-    elif not tp.sequence_parallel:
-        why = "sequence parallelism is off"
-    elif isinstance(found := group_of(tp.group, device), str):
-        why = found
-    else:
-        label = layer if name in (None, layer) else f"{name} {layer}"
-        recipe = f", recipe {recipe}" if recipe else ""
-        return _through(found, tp, flags, layer, label, strict or found.strict, recipe), ""
-    if strict:
-        what = layer or "a linear"
-        raise RuntimeError(f"{what}: overlap was asked for and does not happen: {why}; or leave out strict=True")
-    return plain, why
-
-
-def _through(
-    group: Group, tp: TensorParallel, flags: Mapping[str, bool], layer: str, label: str, strict: bool, recipe: str
-) -> Exchanges:
-    """Through userbuffers what the flags ask for, collectively what they do not."""
+    found: Group | str = ""
+    if any(flags.values()):
+        if not tp.active:
+            found = "tensor parallelism is off"
+        elif not tp.sequence_parallel:
+            found = "sequence parallelism is off"
+        else:
+            found = group_of(tp.group, device)
+    if isinstance(found, str):
+        if strict and found:
+            what = layer or "a linear"
+            raise RuntimeError(f"{what}: overlap was asked for and does not happen: {found}; or leave out strict=True")
+        return tuple([Collective(Place(tp, gemm)) for gemm in GEMMS]), found
     assert tp.mode is not None
-    methods, remarks = _methods(tp.mode, flags, group.layers, layer)
-    made = []
+    methods, remarks = _methods(tp.mode, flags, found.layers, layer)
+    label = layer if name in (None, layer) else f"{name} {layer}"
+    recipe = f", recipe {recipe}" if recipe else ""
+    exchanges: list[Collective] = []
     for gemm in GEMMS:
-        method, narrow = methods.get(gemm, ""), f"{layer}_{gemm}" in group.layers.narrow
-        place = Place(tp, gemm, group, method, label, recipe, strict, narrow, remarks.get(gemm, ""))
-        made.append(EXCHANGES[method](place) if method else Collective(place))
-    return tuple(made)
+        method, narrow = methods.get(gemm, ""), f"{layer}_{gemm}" in found.layers.narrow
+        remark = remarks.get(gemm, "")
+        place = Place(tp, gemm, found, method, label, recipe, strict or found.strict, narrow, remark)
+        exchanges.append(EXCHANGES[method](place) if method else Collective(place))
+    return tuple(exchanges), ""

@@ -66,7 +66,7 @@ def every_way_that_may_win(device) -> None:
 
 
 def measured_once_and_kept(device) -> None:
-    """All ranks take the same way; the next userbuffers read it and time nothing; a broken file is none."""
+    """All ranks take the same exchange; the next userbuffers read it and time nothing; a broken file is none."""
     where = folder()
     with measuring(where):
         begin(32 * dist.get_world_size(), 128, dist.group.WORLD, device, "auto")

@@ -7,7 +7,7 @@ import te_lite as te
 from te_lite import epoch
 from te_lite.overlap import userbuffers
 from te_lite.overlap.bootstrap import BootstrapError
-from te_lite.overlap.config import IGNORED, LAYER_GEMMS, defaults, layer_methods, offered
+from te_lite.overlap.config import IGNORED, LAYER_GEMMS, layer_methods, offered
 from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.group import Group
 from te_lite.parallel import TensorParallel
@@ -16,14 +16,9 @@ from tests.overlap.threads import make_group, on_threads
 NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8
 
 
-def test_defaults_are_auto_where_there_is_a_choice_and_else_transformer_engines():
-    methods = layer_methods(None, 1).methods
-    assert methods == layer_methods({}, 1).methods == layer_methods([{}, {}], 2).methods == defaults()
-    assert set(methods) == set(LAYER_GEMMS)
-    chosen = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad", "proj_fprop", "fc2_fprop")
-    assert {methods[name] for name in chosen} == {"auto"}
-    assert {methods[f"{layer}_{gemm}"] for layer in ("qkv", "fc1") for gemm in ("dgrad", "wgrad")} == {"bulk"}
-    assert {methods[name] for name in ("proj_wgrad", "fc2_wgrad")} == {"external"}
+def test_no_ub_cfgs_are_empty_ones():
+    assert layer_methods(None, 1) == layer_methods({}, 1) == layer_methods([{}, {}], 2)
+    assert layer_methods(None, 1).methods == {name: offered(name)[0] for name in LAYER_GEMMS}
 
 
 @pytest.mark.parametrize("name", LAYER_GEMMS)
@@ -40,7 +35,7 @@ def test_a_method_is_taken_where_it_is_offered_and_refused_elsewhere(name, metho
     methods = layer_methods(given, 1).methods
     assert methods[name] == method
     untouched = set(LAYER_GEMMS) - set(given) - {name.replace("dgrad", "wgrad")}
-    assert {key: methods[key] for key in untouched} == {key: defaults()[key] for key in untouched}
+    assert {key: methods[key] for key in untouched} == {key: offered(key)[0] for key in untouched}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +155,7 @@ def test_a_dgrad_that_scatters_settles_wgrad(layer):
     with pytest.raises(ValueError, match=f"{layer}_wgrad cannot be 'bulk'"):
         layer_methods({f"{layer}_dgrad": {"method": "pipeline"}, f"{layer}_wgrad": {"method": "bulk"}}, 1)
     both = {f"{layer}_dgrad": {"method": "bulk"}, f"{layer}_wgrad": {"method": "bulk"}}
-    assert layer_methods(both, 1).methods == defaults()
+    assert layer_methods(both, 1) == layer_methods(None, 1)
 
 
 def test_modes():

@@ -9,7 +9,7 @@ import torch
 
 from te_lite.overlap import maximum
 from te_lite.overlap.maximum import Maximum
-from tests.overlap.threads import LIMIT_S, in_group
+from tests.overlap.threads import LIMIT_S, count_from, in_group
 
 
 def played(partials, slots, targets, done, word, delta, abort):
@@ -61,14 +61,14 @@ def test_many_uses_of_two_slots_whatever_the_epoch(size, first_epoch):
 
     def run(group):
         group.abort = None
-        words = Maximum.words_needed(size)
-        maxima = [Maximum(group.arena, graph * words, first_epoch, graph) for graph in (False, True)]
+        maxima = [Maximum(group.arena, graph, False) for graph in (False, True)]
+        count_from(first_epoch, group, *maxima)
         group.exchange.all(None)
         for i, value in enumerate(values):
             assert maxima[i // 3 % 2].of(value[group.rank], group) == value.max(), f"use {i}"
         return maxima
 
-    in_group(size, run, first_epoch=first_epoch)
+    in_group(size, run)
 
 
 @pytest.mark.parametrize("first_epoch", [1, 2**31 - 2, 2**32 - 3])
@@ -78,15 +78,15 @@ def test_values_one_by_one_in_ever_other_numbers(first_epoch):
 
     def run(group):
         group.abort = None
-        words = Maximum.words_needed(size, many=True)
-        maxima = [Maximum(group.arena, graph * words, first_epoch, graph, many=True) for graph in (False, True)]
+        maxima = [Maximum(group.arena, graph, True) for graph in (False, True)]
+        count_from(first_epoch, group, *maxima)
         group.exchange.all(None)
         for i, all_values in enumerate(values):
             own = all_values[group.rank].clone()
             maxima[i % 2].of(own, group)
             assert torch.equal(own, all_values.amax(0))
 
-    in_group(size, run, first_epoch=first_epoch)
+    in_group(size, run)
 
 
 def test_the_watcher_is_told_of_every_other_ranks_epoch(monkeypatch):
@@ -101,8 +101,8 @@ def test_the_watcher_is_told_of_every_other_ranks_epoch(monkeypatch):
     def run(group):
         group.exchange.all(None)
         if group.rank == 1:
-            Maximum(group.arena, 4, 1, False)
-            at = group.arena.address("flags", 0, 1) + 4 * 4 + 4
+            Maximum(group.arena, False, False)
+            at = group.arena.address("maximum", 0, 1) + 4
             assert expected == [(at + 8 * (3 * slot + rank), 0, rank) for slot in range(2) for rank in (2, 0)]
         group.exchange.all(None)
 

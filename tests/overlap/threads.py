@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from te_lite.ops.flags import signed
 from te_lite.overlap.bootstrap import Rendezvous
 from te_lite.overlap.config import layer_methods
 from te_lite.overlap.group import Group
+from te_lite.overlap.maximum import Maximum
 from te_lite.quantize.identity import HIGH_PRECISION
 from te_lite.quantize.qtensor import QTensor
 
@@ -65,12 +67,28 @@ def make_group(exchange: Rendezvous, tokens: int = 64, hidden: int = 32, **optio
     return Group(exchange, torch.device("cpu"), tokens, hidden, torch.bfloat16, layer_methods(None, 1), **options)
 
 
-def in_group(size: int, run: Callable[[Group], T], **options: Any) -> list[T]:
+def count_from(first_epoch: int, group: Group, *maxima: Maximum) -> None:
+    """As if all slots had been used so often that this epoch is next. On every rank, before any use."""
+    before, unsigned = signed(first_epoch - 1), (first_epoch - 1) & 0xFFFFFFFF
+    for name, (_, _, slots) in group.arena._places.items():
+        if name.endswith(".flags") or name.startswith("maxim"):
+            for slot in range(slots):
+                group.arena.view(name, slot).view(torch.int32).fill_(before)
+    for buffer in group._buffers.values():
+        buffer._epochs = [unsigned] * len(buffer._epochs)
+    for maximum in maxima:
+        maximum._epoch = unsigned
+        maximum._done.fill_(before)
+
+
+def in_group(size: int, run: Callable[[Group], T], first_epoch: int = 1, **options: Any) -> list[T]:
     """run(group) on every rank of a group of threads, closed afterwards."""
 
     def start(rank: int, exchange: ThreadExchange) -> T:
         group = make_group(exchange, **options)
         group.exchange = exchange  # for tests that meet in between
+        count_from(first_epoch, group)
+        exchange.all(None)
         try:
             return run(group)
         finally:
