@@ -24,9 +24,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
     """y = norm(x) @ weight^T + bias; also norm(x) itself where the spec says so."""
 
     @forward_method
-    def forward(
-        ctx: Any, call: Call, spec: NormSpec, x: Tensor, *params: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, call: Call, spec: NormSpec, x: Tensor, *params: Any) -> tuple[Tensor, Tensor | None]:
         (plan,), (gamma, beta, weight, bias, residual) = call.plans, params
         need_w = call.grad and weight.requires_grad
         made, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)

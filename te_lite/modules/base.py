@@ -21,7 +21,7 @@ from te_lite.modules import checks, scale_state
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
-from te_lite.modules.weights import ParamSpec, SpecModule, WeightCache, default_device, reset
+from te_lite.modules.weights import SpecModule, WeightCache, default_device
 from te_lite.ops.registry import FakeTensor, capturing, makes_data
 from te_lite.overlap.userbuffers import UB_FLAGS
 from te_lite.parallel import TensorParallel, group_size
@@ -79,7 +79,6 @@ class TeLiteModule(SpecModule):
         self._device = default_device(given["device"])
         self._rng_tracker = given["get_rng_state_tracker"]
         self._rng_name = given.get("rng_tracker_name") or "model-parallel-rng"
-        self._specs = {}
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
         self._uncached: tuple[QTensor | None, ...] = (None,) * len(self.gemm_names)
@@ -98,26 +97,10 @@ class TeLiteModule(SpecModule):
         known = tracker is not None and self._rng_name in tracker.get_states()
         return tracker.fork(self._rng_name) if known else contextlib.nullcontext()
 
-    def _add_params(self, specs: dict[str, ParamSpec | None]) -> None:
-        """None: an absent bias. A zero-length tensor stands for it that is no parameter and in no checkpoint."""
-        for name, spec in specs.items():
-            if spec is None:
-                empty = torch.empty(0, dtype=self.params_dtype, device=self._device)
-                self.register_buffer(name, empty, persistent=False)
-            else:
-                self._specs[name] = spec
-                self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
-        self._renewed()
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's, which setattr and load_state_dict(assign=True) call too: plans hold for the old parameter."""
         self._planned = UNPLANNED
         super().register_parameter(name, param)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Draws all parameters anew; those on the meta device come to life on the module's device."""
-        if not flag("reset_parameters", "defer_init", defer_init):
-            reset(self, self._device, self._fork)
 
     def clear_caches(self) -> None:
         """Forgets quantized weights kept for is_first_microbatch=False."""
@@ -254,9 +237,7 @@ class TeLiteModule(SpecModule):
         note = self._outstanding.note(state, grad)
         return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions, note)
 
-    def _plan(
-        self, key: tuple, inp: Tensor, weights: tuple[Tensor, ...], state: State | None, strict: bool
-    ) -> Plans:
+    def _plan(self, key: tuple, inp: Tensor, weights: tuple[Tensor, ...], state: State | None, strict: bool) -> Plans:
         """Checks what the key stands for, and plans anew."""
         dtype = checks.check_input(self, inp, weights[0])
         plans = build_plans(self, state, dtype, weights, strict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from te_lite.arguments import flag, remedy
 from te_lite.functional.norm import NormFunction, NormSpec
 from te_lite.modules.checks import check_dtype
 from te_lite.modules.scale_state import as_tensor
-from te_lite.modules.weights import ParamSpec, SpecModule, check_param, default_device, reset
+from te_lite.modules.weights import ParamSpec, SpecModule, check_param, default_device
 from te_lite.ops.source import DTYPES
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -78,19 +77,11 @@ class _Norm(SpecModule):
         self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
         self._features = torch.Size(shape).numel()
         self._spec = norm_spec(self.normalization, eps, flag(owner, "zero_centered_gamma", zero_centered_gamma))
-        self._device = device = default_device(device)
+        self._device, self.params_dtype = default_device(device), params_dtype or torch.get_default_dtype()
         self.sequence_parallel = flag(owner, "sequence_parallel", sequence_parallel)
-        self._specs = norm_params(self._spec, self._features, self.sequence_parallel)
-        for name, spec in self._specs.items():
-            self.register_parameter(name, spec.make(params_dtype or torch.get_default_dtype(), device, nullcontext))
+        self._add_params(norm_params(self._spec, self._features, self.sequence_parallel))
         if self._spec.rms:
             self.register_parameter("bias", None)
-        self._renewed()
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """The identity again; parameters on the meta device come to life."""
-        if not flag("reset_parameters", "defer_init", defer_init):
-            reset(self, self._device, nullcontext)
 
     def forward(self, inp: Tensor) -> Tensor:
         """x [..., *normalized_shape] -> the same shape, in x's dtype (the autocast dtype under torch.amp)."""
