@@ -11,10 +11,10 @@ from te_lite.functional.linear import (
     Call,
     as_operand,
     as_output,
-    in_dtype,
     linear_backward,
     linear_forward,
     quantize_grad,
+    residual_grad,
 )
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
@@ -33,20 +33,19 @@ class LayerNormLinearFunction(torch.autograd.Function):
         keeps_w = needs[0] and plan.keeps_weight(saved, weight, call.cached[0])
         y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], None, keeps_w, residual, for_dw)
         if call.grad:
-            save(ctx, *kept, weight if any(needs) else None, bias, *norm_saved)
-            ctx.call, ctx.spec, ctx.needs, ctx.x_shape, ctx.x_dtype = call, spec, needs, x.shape, x.dtype
+            save(ctx, *kept, weight if any(needs) else None, *norm_saved)
+            ctx.call, ctx.spec, ctx.needs, ctx.x_shape = call, spec, needs, x.shape
         return as_output(y, x.shape, call.output, plan), norm_output(spec, call, ln)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w), grads = ctx.call, ctx.needs, ctx.needs_input_grad
         (plan,) = call.plans
-        x, w, weight, bias, *norm_saved = load(ctx)
-        needs, param = (need_ln, need_w, bias is not None and grads[6]), call.weights[0]
+        x, w, weight, *norm_saved = load(ctx)
+        needs, param = (need_ln, need_w, grads[6]), call.weights[0]
         below = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
         grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs, below)
         if call.pools is not None:
             call.pools.close(call.first)
-        db = None if db is None else db.to(bias.dtype)
-        return None, None, *(dx or NO_GRADIENTS), dw, db, in_dtype(dy, dy) if grads[7] else None
+        return None, None, *(dx or NO_GRADIENTS), dw, db, residual_grad(dy) if grads[7] else None

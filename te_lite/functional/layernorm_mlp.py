@@ -11,10 +11,10 @@ from te_lite.functional.linear import (
     Call,
     as_operand,
     as_output,
-    in_dtype,
     linear_backward,
     linear_forward,
     quantize_grad,
+    residual_grad,
 )
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
@@ -51,19 +51,19 @@ class LayerNormMLPFunction(torch.autograd.Function):
         )
         y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual)
         if call.grad:
-            save(ctx, *kept1, w1, b1, *kept2, w2, b2, h if need_h else None, *norm_saved)
+            save(ctx, *kept1, w1, *kept2, w2, h if need_h else None, *norm_saved)
             ctx.call, ctx.spec, ctx.activation = call, spec, activation
-            ctx.needs, ctx.x_shape, ctx.x_dtype = (need_ln, need_w1, need_h, need_w2), x.shape, x.dtype
+            ctx.needs, ctx.x_shape = (need_ln, need_w1, need_h, need_w2), x.shape
         return as_output(y, x.shape), norm_output(spec, call, ln)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w1, need_h, need_w2) = ctx.call, ctx.needs
         plan1, plan2 = call.plans
-        x1, q1, w1, b1, x2, q2, w2, b2, h, *norm_saved = load(ctx)
+        x1, q1, w1, x2, q2, w2, h, *norm_saved = load(ctx)
         grads = ctx.needs_input_grad
-        needs, param2 = (need_h, need_w2, b2 is not None and grads[9]), call.weights[1]
-        needs1 = need_ln, need_w1, b1 is not None and grads[7]
+        needs, param2 = (need_h, need_w2, grads[9]), call.weights[1]
+        needs1 = need_ln, need_w1, grads[7]
         down = below = dx = dw1 = db1 = None
         if need_h:
             want = plan1.dy_from_gemm if ctx.activation.fused else ""
@@ -79,5 +79,4 @@ class LayerNormMLPFunction(torch.autograd.Function):
             dx, dw1, db1 = linear_backward(plan1, (x1, q1), w1, param1, grad, needs1, below)
         if call.pools is not None:
             call.pools.close(call.first)
-        db1, db2 = None if db1 is None else db1.to(b1.dtype), None if db2 is None else db2.to(b2.dtype)
-        return None, None, None, *(dx or NO_GRADIENTS), dw1, db1, dw2, db2, in_dtype(dy, dy) if grads[10] else None
+        return None, None, None, *(dx or NO_GRADIENTS), dw1, db1, dw2, db2, residual_grad(dy) if grads[10] else None

@@ -205,16 +205,16 @@ def as_output(
     return _unsafe_view(y, shape)
 
 
-def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A gradient as a plain tensor in the dtype of what it belongs to, where there is one."""
-    if grad is None or like is None:
-        return None
-    grad = grad.dequantize() if isinstance(grad, QuantizedTensor) else grad
-    return grad.to(like.dtype)
+def residual_grad(dy: Tensor) -> Tensor:
+    """The residual's gradient, which is y's, as a plain tensor."""
+    return dy.dequantize() if isinstance(dy, QuantizedTensor) else dy
 
 
 class LinearFunction(torch.autograd.Function):
-    """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N]."""
+    """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N].
+
+    Here as in the other functions autograd casts gradients to the dtypes of what they belong to.
+    """
 
     @forward_method
     def forward(ctx: Any, call: Call, x: Tensor, *params: Any) -> Tensor:
@@ -224,24 +224,24 @@ class LinearFunction(torch.autograd.Function):
         y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0], residual=residual)
         if call.grad:
             original = x if need_w and plan.keep_original else None
-            save(ctx, *kept, weight if need_x or need_w else None, bias, original)
-            ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
+            save(ctx, *kept, weight if need_x or need_w else None, original)
+            ctx.call, ctx.needs, ctx.x_shape = call, (need_x, need_w), x.shape
         return as_output(y, x.shape, call.output, plan)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, (need_x, need_w), grads = ctx.call, ctx.needs, ctx.needs_input_grad
         (plan,) = call.plans
-        x, w, weight, bias, original = load(ctx)
+        x, w, weight, original = load(ctx)
         if original is not None:
             quantizer = plan.operands.wgrad.b
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
-        param, needs = call.weights[0], (need_x, need_w, bias is not None and grads[3])
+        param, needs = call.weights[0], (need_x, need_w, grads[3])
         grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs)
         if call.pools is not None:
             call.pools.close(call.first)
         if dx is not None:
-            dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
-        return None, dx, dw, None if db is None else db.to(bias.dtype), in_dtype(dy, dy) if grads[4] else None
+            dx = as_output(dx, ctx.x_shape, call.grad_input)
+        return None, dx, dw, db, residual_grad(dy) if grads[4] else None
