@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.functional.linear import (
-    Call,
-    as_operand,
-    as_output,
-    linear_backward,
-    linear_forward,
-    quantize_grad,
-    residual_grad,
-)
+from te_lite.functional.linear import Call, as_output, linear_backward, linear_forward, quantize_grad, residual_grad
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
 
@@ -44,7 +36,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         x, w, weight, *norm_saved = load(ctx)
         needs, param = (need_ln, need_w, grads[6]), call.weights[0]
         below = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
-        grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
+        grad = quantize_grad(plan, dy, param.shape[1], needs)
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs, below)
         if call.pools is not None:
             call.pools.close(call.first)

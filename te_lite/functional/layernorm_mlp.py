@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.functional.linear import (
-    Call,
-    as_operand,
-    as_output,
-    linear_backward,
-    linear_forward,
-    quantize_grad,
-    residual_grad,
-)
+from te_lite.functional.linear import Call, as_output, linear_backward, linear_forward, quantize_grad, residual_grad
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.activation import Activation
@@ -70,7 +62,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             if needs1[2] or (want == "fp8" and not (need_ln and need_w1)):
                 want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
             down = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, h, want)
-        grad = quantize_grad(plan2, as_operand(dy, plan2, grad=True), param2.shape[1], needs)
+        grad = quantize_grad(plan2, dy, param2.shape[1], needs)
         dh, dw2, db2 = linear_backward(plan2, (x2, q2), w2, param2, grad, needs, down)
         if need_h:
             grad, param1 = quantize_grad(plan1, dh, call.weights[0].shape[1], needs1), call.weights[0]

@@ -76,11 +76,13 @@ def linear_forward(
 
 
 @ranged("te_lite.quantize")
-def quantize_grad(plan: LinearPlan, dy: Operand, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
+def quantize_grad(plan: LinearPlan, dy: Tensor | Operand, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
     """dy as linear_backward takes it. columns: of dx. needs: as there.
 
-    Callers do not hold dy, which may be a copy of what autograd gave: its memory is free before the products."""
+    A copy of what autograd gave is free again when this returns, before the products."""
     need_x, need_w, need_b = needs
+    if isinstance(dy, Tensor):
+        dy = as_operand(dy, plan, grad=True)
     if isinstance(dy, QTensor):
         return dy, dy, dy.dequantize().sum(0, dtype=torch.float32) if need_b else None
     if not (need_x or need_w):
@@ -238,7 +240,7 @@ class LinearFunction(torch.autograd.Function):
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
         param, needs = call.weights[0], (need_x, need_w, grads[3])
-        grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
+        grad = quantize_grad(plan, dy, param.shape[1], needs)
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs)
         if call.pools is not None:
             call.pools.close(call.first)

@@ -98,7 +98,7 @@ class GatherLinears(torch.autograd.Function):
         for i, plan in enumerate(call.plans):
             w, weight, param = saved[2 * i + 1], saved[2 * n + i], call.weights[i]
             needs = need_x, need_ws[i], ctx.needs_input_grad[2 + n + i]
-            grad: Any = linear.quantize_grad(plan, as_operand(dys[i], plan, grad=True), param.shape[1], needs)
+            grad: Any = linear.quantize_grad(plan, dys[i], param.shape[1], needs)
             dgrad, wgrad, db = linear.linear_backward(plan, (None, w), weight, param, grad, needs)
             terms.append((dgrad, grad[0]))
             wgrads.append(None if wgrad is None else (wgrad, grad[1]))

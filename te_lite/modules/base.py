@@ -19,6 +19,7 @@ from te_lite.functional.linear import Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
 from te_lite.modules import checks, scale_state
 from te_lite.modules.backward_thread import backward_on_calling_thread
+from te_lite.modules.norm import add_norm
 from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
 from te_lite.modules.weights import SpecModule, WeightCache, default_device
@@ -58,8 +59,8 @@ class TeLiteModule(SpecModule):
     _default: State | None = None  # what a call follows where no autocast is open
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
-        """given: the arguments of the subclass's constructor, by name. sizes: those of them that count features. modes,
-        ub_names: of the linears."""
+        """given: the arguments of the subclass's constructor, by name. sizes: those of them that count features, first
+        the input's. modes, ub_names: of the linears."""
         super().__init__()
         checks.check_construction(type(self).__name__, modes, given, sizes)
         self.tp_group = given["tp_group"]
@@ -89,6 +90,9 @@ class TeLiteModule(SpecModule):
         self._outstanding = replay.Outstanding()
         self._caching = self._quantized = False
         self._wgrad_hooks: list[Callable[[], None]] = []
+        self.use_bias, self.return_bias = given["bias"], given["return_bias"]
+        if "normalization" in given:
+            add_norm(self, given[sizes[0]], given)
 
     # parameters
 

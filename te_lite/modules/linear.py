@@ -77,8 +77,9 @@ class _OneLinear(TeLiteModule):
 
     _compute: Callable[..., tuple[Tensor, Tensor | None]]
 
-    def _setup_linear(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any]) -> None:
         """given: the arguments of the subclass's constructor, by name."""
+        super().__init__(given, (given["parallel_mode"],), (given["ub_name"],), ("in_features", "out_features"))
         parameters_split, out_features = given["parameters_split"], given["out_features"]
         for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             if parameters_split is not None and given[option]:
@@ -87,7 +88,6 @@ class _OneLinear(TeLiteModule):
                     "own; use one of them"
                 )
         self.parallel_mode = self._modes[0]
-        self.use_bias, self.return_bias = given["bias"], given["return_bias"]
         parts = _split_sizes(parameters_split, out_features)
         self.weight_names = [f"{name}weight" for name in parts]
         self.bias_names = [f"{name}bias" for name in parts]
@@ -158,9 +158,8 @@ class Linear(_OneLinear):
         save_original_input: bool = False, name: str | None = None, *, sequence_dim: int = 0,
     ) -> None:  # fmt: skip
         given = locals()
-        super().__init__(given, (parallel_mode,), (ub_name,), ("in_features", "out_features"))
+        super().__init__(given)
         self.save_original_input = save_original_input
-        self._setup_linear(given)
 
     def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, None]:
         if call.grad:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_lite.arguments import flag, remedy
 from te_lite.functional.norm import NormFunction, NormSpec
-from te_lite.modules.checks import check_dtype
+from te_lite.modules.checks import amp_dtype, check_dtype
 from te_lite.modules.scale_state import as_tensor
 from te_lite.modules.weights import ParamSpec, SpecModule, check_param, default_device
 from te_lite.ops.source import DTYPES
@@ -97,8 +97,8 @@ class _Norm(SpecModule):
         for name, param in zip(self._specs, params, strict=False):
             if param is not None and (param.device != inp.device or not param.is_contiguous()):
                 check_param(owner, self._specs[name], name, param, inp.device, True)
-        kind = inp.device.type
-        x = inp.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else inp
+        amp = amp_dtype(inp)
+        x = inp if amp is None else inp.to(amp)
         x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)
         grad = torch.is_grad_enabled()
         args = (self._spec, grad, x, *params)

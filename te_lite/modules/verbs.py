@@ -23,11 +23,12 @@ from te_lite.arguments import flag, remedy
 from te_lite.autocast import OPEN, Pass, State
 from te_lite.functional.linear import Call, LinearFunction
 from te_lite.functional.parallel import parallel_linear
-from te_lite.functional.plan import LinearPlan, PlanInfo, WgradSink
+from te_lite.functional.plan import LinearPlan, WgradSink
 from te_lite.functional.transfers import Handle
 from te_lite.functional.verbs import GatherLinears, Prepared
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
+from te_lite.modules.plans import quantizers
 from te_lite.modules.scale_state import ScaleStates, as_tensor
 from te_lite.ops.registry import capturing
 from te_lite.ops.source import DTYPES
@@ -37,7 +38,6 @@ from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.userbuffers import GEMMS, Exchanges, group_of
 from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay
-from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.recipe import HighPrecision, Recipe, as_recipe
 from te_lite.tables import warn_once
 
@@ -109,38 +109,12 @@ def _exchanges(verb: str, tp: TensorParallel, n: int, device: torch.device, over
     if overlap is None or isinstance(found, str):
         if overlap is not None and strict:
             raise RuntimeError(f"te.{verb}: overlap was asked for and does not happen: {found}; or leave strict out")
-        fprop, dgrad, wgrad = [Collective(Place(tp, gemm, label=text)) for gemm in GEMMS]
-        return fprop, dgrad, wgrad
+        return tuple([Collective(Place(tp, gemm, label=text)) for gemm in GEMMS])
     back = overlap if EXCHANGES[overlap].gathers or tp.mode == "column" else "auto"
     methods = (overlap, back, "external") if n == 1 else (overlap, "bulk", "bulk")
-    fprop, dgrad, wgrad = [
-        EXCHANGES[method](Place(tp, gemm, found, method, text, strict=strict or found.strict))
-        for gemm, method in zip(GEMMS, methods, strict=True)
-    ]
-    return fprop, dgrad, wgrad
-
-
-def _plan(verb: str, tp: TensorParallel, sizes: tuple[torch.Size, ...], dtype: torch.dtype, device: torch.device,
-          overlap: str | None, strict: bool, recipe: Recipe, state: Any, scales: Any) -> Plans:  # fmt: skip
-    """A plan for each weight of sizes [N, K]."""
-    checks.check_recipe(recipe, device, False)
-    multiple, shapes = recipe.feature_multiple, " and ".join(str(list(size)) for size in sizes)
-    if any(features % multiple for size in sizes for features in size):
-        what = f"te.{verb} of weights {shapes} runs in {dtype}, not by {recipe.name!r}: features are not multiples of"
-        warn_once(f"te.{verb}", f"{what} {multiple}; pad them, or pass recipe='bf16'")
-        recipe = HighPrecision()
-    Pass.any_module = True
-    exchanges = _exchanges(verb, tp, len(sizes), device, overlap, strict, f"te.{verb} of {shapes}, recipe {recipe},")
-    parallel = (parallel_linear if len(sizes) == 1 else Prepared)(tp, exchanges)
-    group, plans = tp.group if state is None or state.group is None else state.group, []
-    for i, (n, k) in enumerate(sizes):
-        pools = None if state is None else state.one_pass.pools
-        make: Any = partial(scales.states.state, recipe, group, device, pools) if recipe.delayed() else None
-        site = Site(i, dtype, tp, make, group, state is not None and not state.enabled)
-        operands = operands_for(recipe, site)
-        info = PlanInfo(verb, recipe.name, operands.labels(str(dtype)), (k, n), "")
-        plans.append(LinearPlan(operands, parallel, WgradSink(), dtype, False, info))
-    return tuple(plans)
+    strict = strict or found.strict
+    each = zip(GEMMS, methods, strict=True)
+    return tuple([EXCHANGES[method](Place(tp, gemm, found, method, text, strict=strict)) for gemm, method in each])
 
 
 def _group(verb: str, group: Any) -> int:
@@ -193,8 +167,19 @@ def _planned(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, gro
             f"te.{verb}(recipe={recipe}): delayed scales take their step where te.autocast ends; open "
             "te.autocast(recipe=...) around the call and leave out recipe="
         )
-    sizes, tp = tuple([weight.shape for weight in weights]), TensorParallel(mode, size, group, True)
-    return _plan(verb, tp, sizes, dtype, x.device, overlap, strict, used, state, scales), dim, size
+    checks.check_recipe(used, x.device, False)
+    multiple, shapes = used.feature_multiple, " and ".join(str(list(weight.shape)) for weight in weights)
+    if any(features % multiple for weight in weights for features in weight.shape):
+        what = f"te.{verb} of weights {shapes} runs in {dtype}, not by {used.name!r}: features are not multiples of"
+        warn_once(f"te.{verb}", f"{what} {multiple}; pad them, or pass recipe='bf16'")
+        used = HighPrecision()
+    Pass.any_module = True
+    tp, n = TensorParallel(mode, size, group, True), len(weights)
+    exchanges = _exchanges(verb, tp, n, x.device, overlap, strict, f"te.{verb} of {shapes}, recipe {used},")
+    parallel = (parallel_linear if n == 1 else Prepared)(tp, exchanges)
+    states = None if scales is None else scales.states
+    operands = [quantizers(used, state, i, dtype, tp, x.device, states) for i in range(n)]
+    return tuple([LinearPlan(each, parallel, WgradSink(), dtype) for each in operands]), dim, size
 
 
 def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: Any,
