@@ -46,7 +46,7 @@ class Transfer:
         self.back: Transfer | None = None
         self._result: Tensor | None = None
         x = x.detach().movedim(dim, 0)
-        self._rest, self._dtype, self._text = x.shape[1:], x.dtype, f"te.{verb}, {x.dtype} {list(x.shape)}"
+        self._rest, self._dtype, self.text = x.shape[1:], x.dtype, f"te.{verb}, {x.dtype} {list(x.shape)}"
         found, tp = group_of(group, x.device), TensorParallel("column", dist.get_world_size(group), group, True)
         if isinstance(found, str) and strict:
             raise RuntimeError(f"te.{verb}: overlap was asked for and does not happen: {found}; or leave strict out")
@@ -64,7 +64,7 @@ class Transfer:
         gemm = Gemm(QTensor(HIGH_PRECISION, (x.shape[1], 0), x.dtype), "row", x.dtype, False, "")  # says how wide x is
         if bulk.settled(q, None if gathers else gemm, "row" if gathers else None) is not bulk:
             return None
-        with ub.operation(self._text):
+        with ub.operation(self.text):
             begun: Any = bulk.all_gather(q, "row") if gathers else bulk.reduce_scatter(gemm, x)
         use: Gather | Scatter = begun if gathers else begun.scatter
         use.buffer.held[use.slot] = self.result
@@ -75,7 +75,7 @@ class Transfer:
             if use.buffer.held.get(use.slot) == self.result:
                 del use.buffer.held[use.slot]
             with ExitStack() as told, torch.inference_mode(False):
-                told.push(Operation(ub, self._text))  # not announced again: one that fails here tells the others
+                told.push(Operation(ub, self.text))  # not announced again: one that fails here tells the others
                 if not gathers:
                     return begun.result()
                 whole: Any = begun.whole().map(torch.clone).row
@@ -92,7 +92,7 @@ class Transfer:
         else:
             x = x.to(_wire_dtype(self.group, x.dtype))
             run, out = _reduce_scatter_into, x.new_empty(x.shape[0] // size, x.shape[1])
-        collective(self._text, x, self.group, lambda: works.append(run(out, x, group=self.group, async_op=True)))
+        collective(self.text, x, self.group, lambda: works.append(run(out, x, group=self.group, async_op=True)))
 
         def finish() -> Tensor:
             for work in works:
@@ -100,9 +100,6 @@ class Transfer:
             return out.view(self._dtype) if out.itemsize == self._dtype.itemsize else out.to(self._dtype)
 
         return finish
-
-    def __str__(self) -> str:
-        return self._text
 
     def result(self) -> Tensor:
         """The gathered tensor, or this rank's part of the sum, once it is there; in memory of its own."""
@@ -167,5 +164,5 @@ class Handle:
 
     def __del__(self) -> None:
         if not self._waited and not sys.is_finalizing():
-            text = f"{self._transfer} was dropped without wait(): its result is lost; keep the handle and wait"
+            text = f"{self._transfer.text} was dropped without wait(): its result is lost; keep the handle and wait"
             warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -192,7 +192,8 @@ class TeLiteModule(SpecModule):
         (state, strict, _) = stack[-1] if stack else (self._default, False, False)
         recomputes = torch._C._current_graph_task_id() != -1 or bool(replay.OPEN.frames)  # perhaps
         if recomputes:
-            state = replay.recall((id(self), "state"), partial(checks.followed, self, state))
+            follow = partial(checks.followed, type(self).__name__, self._outstanding, state)
+            state = replay.recall((id(self), "state"), follow)
         grad = torch.is_grad_enabled()
         if not isinstance(inp, Tensor):
             checks.refuse_type(self, inp)

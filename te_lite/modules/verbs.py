@@ -75,15 +75,9 @@ class DelayedScales(nn.Module):
         return self.__dict__ | {"plans": {}}
 
 
-class ExchangeVerb:
-    """Plans of calls without DelayedScales, and what calls followed that other libraries' checkpoints compute again."""
-
-    def __init__(self) -> None:
-        self.plans, self._outstanding = dict[tuple, Planned](), replay.Outstanding()
-
-
-_VERB: Any = ExchangeVerb()
-atexit.register(_VERB.plans.clear)  # plans hold process groups, which must not outlive torch.distributed
+_plans: dict[tuple, Planned] = {}  # of calls without DelayedScales
+atexit.register(_plans.clear)  # they hold process groups, which must not outlive torch.distributed
+_outstanding = replay.Outstanding()
 
 
 def _eager(function: Callable[P, T]) -> Callable[P, T]:
@@ -188,7 +182,7 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     strict = flag(f"te.{verb}", "strict", strict) or (context is not None and context.strict)
     state = context.state if context is not None and recipe is None else None
     if recipe is None and (torch._C._current_graph_task_id() != -1 or replay.OPEN.frames):  # perhaps computed again
-        state = replay.recall((id(_VERB), "state"), partial(checks.followed, _VERB, state))
+        state = replay.recall(f"state of te.{verb}", partial(checks.followed, f"te.{verb}", _outstanding, state))
     delayed = state is not None and state.delayed
     if delayed and getattr(scales, "weights", 0) != len(weights):
         kind = f"te.DelayedScales(weights={len(weights)})"
@@ -200,14 +194,14 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     here = (x.dtype, x.device, x.shape[-1:], x.dim(), checks.amp_dtype(x)) if isinstance(x, Tensor) else type(x)
     given = dim if type(dim) is int else None, recipe if isinstance(recipe, str | Recipe) else type(recipe)
     key = verb, group, *given, here, *operands, overlap, strict, state and state.key, epoch.number
-    kept = scales.plans if delayed else _VERB.plans
+    kept = scales.plans if delayed else _plans
     planned = kept.get(key)
     if planned is None:
         if delayed or len(kept) >= MOST_PLANS:  # a second plan of the same scales would go on with those of before
             kept.clear()
         asked = (group, dim, recipe, scales, overlap, strict, state)
         planned = kept[key] = _planned(verb, mode, x, weights, biases, *asked)
-        _VERB._outstanding.start(state)
+        _outstanding.start(state)
     plans, dim, size = planned
     if mode == "row" and x.shape[dim] % size:
         rule = f"dimension {dim} is scattered over {size} ranks, must be a multiple of that; pad it"
@@ -224,7 +218,7 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     pools = state.pools if delayed and state is not None else None
     if pools is not None:
         pools.expect()
-    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_VERB._outstanding.note(state, grad))
+    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_outstanding.note(state, grad))
     function, more = (LinearFunction, (residual,)) if len(plans) == 1 else (GatherLinears, ())
     found = (function.apply if grad else partial(function.forward, None))(call, x, *weights, *biases, *more)
     ys: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else found
