@@ -19,11 +19,11 @@ class LayerNormLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, call: Call, spec: NormSpec, x: Tensor, *params: Any) -> tuple[Tensor, Tensor | None]:
         (plan,), (gamma, beta, weight, bias, residual) = call.plans, params
         need_w = call.grad and weight.requires_grad
-        made, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
+        operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w)
         needs = bool(norm_saved), need_w
         saved = plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1]) if need_w and not spec.returned else 0
         keeps_w = needs[0] and plan.keeps_weight(saved, weight, call.cached[0])
-        y, kept = linear_forward(plan, made, weight, bias, needs, call.cached[0], None, keeps_w, residual, for_dw)
+        y, kept = linear_forward(plan, operand, weight, bias, needs, call.cached[0], None, keeps_w, residual, for_dw)
         if call.grad:
             save(ctx, *kept, weight if any(needs) else None, *norm_saved)
             ctx.call, ctx.spec, ctx.needs, ctx.x_shape = call, spec, needs, x.shape
@@ -35,9 +35,9 @@ class LayerNormLinearFunction(torch.autograd.Function):
         (plan,) = call.plans
         x, w, weight, *norm_saved = load(ctx)
         needs, param = (need_ln, need_w, grads[6]), call.weights[0]
-        below = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
+        norm_grad = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
         grad = quantize_grad(plan, dy, param.shape[1], needs)
-        dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs, below)
+        dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs, norm_grad)
         if call.pools is not None:
             call.pools.close(call.first)
         return None, None, *(dx or NO_GRADIENTS), dw, db, residual_grad(dy) if grads[7] else None

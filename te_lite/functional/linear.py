@@ -155,7 +155,7 @@ class Call:
     note: Any = None
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # what is read without asking for its class
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
 
 
@@ -173,7 +173,7 @@ def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Operand:
     A tensor that will be gathered is quantized anew: its ranks may have chosen different scales. What the caller can
     write to is copied where it is read after backward.
     """
-    if x.__class__ in _PLAIN and x.dim() == 2 and x.dtype == plan.dtype and x.is_contiguous():
+    if x.__class__ in PLAIN and x.dim() == 2 and x.dtype == plan.dtype and x.is_contiguous():
         return Source("plain", x)
     if isinstance(x, QuantizedTensor):
         quantizer = plan.operands.dgrad.a if grad else plan.operands.fprop.a

@@ -47,26 +47,26 @@ def norm_source(
     caller writes to it before backward. need_w: whether dw of the linear will be wanted.
     """
     plan, out, written = call.plans[0], None, None
-    made: Operand
+    operand: Operand
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
     formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
     rows_alone = not need_w or (plan.x_is_wgrads and plan.keeps_rows)
     if spec.returned or not quantizer.fused or (need_w and not plan.operands.wgrad.b.fused):
         y, mean, rstd = norm_forward(flat, *formula)
         y = as_output(y, x.shape)
-        made = source.plain(y.view(flat.shape))
+        operand = source.plain(y.view(flat.shape))
         out = y if spec.returned else None
         if out is None and quantizer.fused:
-            made, written = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered), made
+            operand, written = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered), operand
     elif rows_alone and (normed := quantizer.norm_rows(flat, *formula)) is not None:
-        made, mean, rstd = normed
+        operand, mean, rstd = normed
     else:
         mean, rstd, amax = norm_stats(flat, *formula, quantizer.needs_amax)
-        made = Source("norm", flat, None, mean, rstd, gamma, beta, spec.zero_centered, amax=amax)
+        operand = Source("norm", flat, None, mean, rstd, gamma, beta, spec.zero_centered, amax=amax)
         if not (gamma.is_contiguous() and (beta is None or beta.is_contiguous())):
             source.norm(flat, mean, rstd, gamma, beta)  # refuses them
     wanted = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
-    return made, written, (flat, mean, rstd, gamma) if wanted and call.grad else (), out
+    return operand, written, (flat, mean, rstd, gamma) if wanted and call.grad else (), out
 
 
 def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:

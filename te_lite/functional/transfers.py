@@ -74,8 +74,8 @@ class Transfer:
                 raise RuntimeError(f"te.{self.verb}: destroy_ub() has ended its userbuffers before wait(); wait first")
             if use.buffer.held.get(use.slot) == self.result:
                 del use.buffer.held[use.slot]
-            with ExitStack() as told, torch.inference_mode(False):
-                told.push(Operation(ub, self.text))  # not announced again: one that fails here tells the others
+            with ExitStack() as on_error, torch.inference_mode(False):
+                on_error.push(Operation(ub, self.text))  # tells the others; not announced again
                 if not gathers:
                     return begun.result()
                 whole: Any = begun.whole().map(torch.clone).row

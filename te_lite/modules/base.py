@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from te_lite import epoch
 from te_lite.arguments import flag
 from te_lite.autocast import OPEN, Pass, State
-from te_lite.functional.linear import Call
+from te_lite.functional.linear import PLAIN, Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
-from te_lite.modules import checks, scale_state
+from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.norm import add_norm
 from te_lite.modules.plans import build_plans
@@ -34,7 +34,6 @@ from te_lite.quantize.tensor import QuantizedTensor
 Each = tuple[str | None, ...]  # one a linear
 Plans = tuple[LinearPlan, ...]
 UNPLANNED: tuple[Any, Plans] = (None, ())  # (key, plans): one value, which another thread may replace at any time
-_PLAIN = (nn.Parameter, Tensor)  # types of weights that a plan takes alike
 
 
 def free_caches(module: nn.Module) -> None:
@@ -202,7 +201,7 @@ class TeLiteModule(SpecModule):
         key = (
             None if state is None else state.key, inp.dtype, device, inp.shape[-1:], inp.dim() > 1, amp, strict,
             inp.__class__ is FakeTensor, weight.dtype, weight.device, epoch.number,
-            weight.__class__ in _PLAIN or weight.__class__, last.__class__ in _PLAIN or last.__class__,
+            weight.__class__ in PLAIN or weight.__class__, last.__class__ in PLAIN or last.__class__,
         )  # fmt: skip
         plans, delayed = self._planned[1], state is not None and state.delayed
         if self._planned[0] != key:
@@ -275,7 +274,7 @@ class TeLiteModule(SpecModule):
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state gave, of whatever recipe; it waits there until a recipe needs it."""
-        self._scales.load(scale_state.as_tensor(state))
+        self._scales.load(state)
         self._planned = UNPLANNED
 
     def _renewed(self) -> None:

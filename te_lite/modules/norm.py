@@ -75,11 +75,10 @@ class _Norm(SpecModule):
             raise ValueError(f"normalized_shape={normalized_shape!r}: must be a positive size or a tuple of them")
         check_dtype(owner, params_dtype)
         self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
-        self._features = torch.Size(shape).numel()
         self._spec = norm_spec(self.normalization, eps, flag(owner, "zero_centered_gamma", zero_centered_gamma))
         self._device, self.params_dtype = default_device(device), params_dtype or torch.get_default_dtype()
         self.sequence_parallel = flag(owner, "sequence_parallel", sequence_parallel)
-        self._add_params(norm_params(self._spec, self._features, self.sequence_parallel))
+        self._add_params(norm_params(self._spec, torch.Size(shape).numel(), self.sequence_parallel))
         if self._spec.rms:
             self.register_parameter("bias", None)
 
@@ -99,9 +98,8 @@ class _Norm(SpecModule):
                 check_param(owner, self._specs[name], name, param, inp.device, True)
         amp = amp_dtype(inp)
         x = inp if amp is None else inp.to(amp)
-        x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)
         grad = torch.is_grad_enabled()
-        args = (self._spec, grad, x, *params)
+        args = (self._spec, grad, x.flatten(-len(last)), *params)
         y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
         return y if len(last) == 1 else y.reshape(inp.shape)
 

@@ -29,7 +29,7 @@ from te_lite.functional.verbs import GatherLinears, Prepared
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.plans import quantizers
-from te_lite.modules.scale_state import ScaleStates, as_tensor
+from te_lite.modules.scale_state import ScaleStates
 from te_lite.ops.registry import capturing
 from te_lite.ops.source import DTYPES
 from te_lite.overlap.collective import Collective
@@ -68,7 +68,7 @@ class DelayedScales(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state gave."""
-        self.states.load(as_tensor(state))
+        self.states.load(state)
         self.plans.clear()  # they have the states of before
 
     def __getstate__(self) -> dict[str, Any]:
