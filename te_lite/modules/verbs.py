@@ -45,7 +45,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Weights = TypeVar("Weights", Tensor, tuple[Tensor, ...])
 Plans = tuple[LinearPlan, ...]
-Planned = tuple[Plans, int, int]  # the dimension, counted from the front; the group's size
+Planned = tuple[Plans, int]  # the dimension, counted from the front
 MOST_PLANS = 256  # kept for all calls without DelayedScales
 
 
@@ -173,7 +173,7 @@ def _planned(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, gro
     parallel = (parallel_linear if n == 1 else Prepared)(tp, exchanges)
     states = None if scales is None else scales.states
     operands = [quantizers(used, state, i, dtype, tp, x.device, states) for i in range(n)]
-    return tuple([LinearPlan(each, parallel, WgradSink(), dtype) for each in operands]), dim, size
+    return tuple([LinearPlan(each, parallel, WgradSink(), dtype) for each in operands]), dim
 
 
 def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: Any,
@@ -202,9 +202,9 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
         asked = (group, dim, recipe, scales, overlap, strict, state)
         planned = kept[key] = _planned(verb, mode, x, weights, biases, *asked)
         _outstanding.start(state)
-    plans, dim, size = planned
-    if mode == "row" and x.shape[dim] % size:
-        rule = f"dimension {dim} is scattered over {size} ranks, must be a multiple of that; pad it"
+    plans, dim = planned
+    if mode == "row" and x.shape[dim] % plans[0].tp.size:
+        rule = f"dimension {dim} is scattered over {plans[0].tp.size} ranks, must be a multiple of that; pad it"
         raise ValueError(f"te.{verb} got x {list(x.shape)}: {rule}")
     if delayed and capturing():
         checks.check_capture(scales, state)

@@ -75,7 +75,7 @@ class ParamSpec:
         if param.device.type == "meta":
             return param
         if self.quantizer is not None:
-            param = nn.Parameter(quantized(torch.zeros_like(param), self.quantizer))
+            param = nn.Parameter(quantized(param, self.quantizer))  # of no numbers yet
         self.fill(param, fork)
         return param
 
@@ -204,8 +204,6 @@ class _Join(torch.autograd.Function):
 
 def join(parts: tuple[Tensor, ...]) -> Tensor:
     """The parts concatenated along dim 0; without a copy where they lie together."""
-    if len(parts) == 1:
-        return parts[0]
     for part in parts:
         if type(part) is not nn.Parameter and (isinstance(part, QuantizedTensor) or hasattr(part, "placements")):
             raise RuntimeError(
