@@ -31,6 +31,7 @@ def overlap_report() -> list[dict[str, Any]]:
 
 def _rows(module: str, plan: LinearPlan) -> Iterator[dict[str, Any]]:
     info, parallel = plan.info, plan.parallel
+    assert info is not None  # a module's plan
     places = [exchange.place for exchange in parallel.exchanges]
     ran = any([place.note is not None for place in places])
     for place, formats in zip(places, info.formats, strict=True):

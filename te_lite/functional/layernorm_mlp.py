@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.functional.linear import (
-    Call,
-    as_operand,
-    as_output,
-    in_dtype,
-    linear_backward,
-    linear_forward,
-    quantize_grad,
-)
+from te_lite.functional.linear import Call, as_output, linear_backward, linear_forward, quantize_grad, residual_grad
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.activation import Activation
@@ -35,7 +27,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         (plan1, plan2), (gamma, beta, w1, b1, w2, b2, residual) = call.plans, params
         need_w1, need_w2 = call.grad and w1.requires_grad, call.grad and w2.requires_grad
-        made, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
+        operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         need_ln = bool(norm_saved)
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
         want = plan2.x_from_gemm if activation.fused else ""
@@ -47,37 +39,36 @@ class LayerNormMLPFunction(torch.autograd.Function):
         keeps_w1 = need_ln and plan1.keeps_weight(saved, w1, call.cached[0])
         keeps_w2 = need_h and plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1])
         (h, a), kept1 = linear_forward(
-            plan1, made, w1, b1, (need_ln, need_w1), call.cached[0], epilogue, keeps_w1, None, for_dw
+            plan1, operand, w1, b1, (need_ln, need_w1), call.cached[0], epilogue, keeps_w1, None, for_dw
         )
         y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual)
         if call.grad:
-            save(ctx, *kept1, w1, b1, *kept2, w2, b2, h if need_h else None, *norm_saved)
+            save(ctx, *kept1, w1, *kept2, w2, h if need_h else None, *norm_saved)
             ctx.call, ctx.spec, ctx.activation = call, spec, activation
-            ctx.needs, ctx.x_shape, ctx.x_dtype = (need_ln, need_w1, need_h, need_w2), x.shape, x.dtype
+            ctx.needs, ctx.x_shape = (need_ln, need_w1, need_h, need_w2), x.shape
         return as_output(y, x.shape), norm_output(spec, call, ln)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w1, need_h, need_w2) = ctx.call, ctx.needs
         plan1, plan2 = call.plans
-        x1, q1, w1, b1, x2, q2, w2, b2, h, *norm_saved = load(ctx)
+        x1, q1, w1, x2, q2, w2, h, *norm_saved = load(ctx)
         grads = ctx.needs_input_grad
-        needs, param2 = (need_h, need_w2, b2 is not None and grads[9]), call.weights[1]
-        needs1 = need_ln, need_w1, b1 is not None and grads[7]
-        down = below = dx = dw1 = db1 = None
+        needs, param2 = (need_h, need_w2, grads[9]), call.weights[1]
+        needs1 = need_ln, need_w1, grads[7]
+        activate_grad = norm_grad = dx = dw1 = db1 = None
         if need_h:
             want = plan1.dy_from_gemm if ctx.activation.fused else ""
             if needs1[2] or (want == "fp8" and not (need_ln and need_w1)):
                 want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
-            down = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, want, h)
-        grad = quantize_grad(plan2, as_operand(dy, plan2, grad=True), param2.shape[1], needs)
-        dh, dw2, db2 = linear_backward(plan2, (x2, q2), w2, param2, grad, needs, down)
+            activate_grad = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, want, h)
+        grad = quantize_grad(plan2, dy, param2.shape[1], needs)
+        dh, dw2, db2 = linear_backward(plan2, (x2, q2), w2, param2, grad, needs, activate_grad)
         if need_h:
             grad, param1 = quantize_grad(plan1, dh, call.weights[0].shape[1], needs1), call.weights[0]
-            del dh, down, h  # the size of h, not needed beside the products
-            below = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
-            dx, dw1, db1 = linear_backward(plan1, (x1, q1), w1, param1, grad, needs1, below)
+            del dh, activate_grad, h  # the size of h, not needed beside the products
+            norm_grad = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
+            dx, dw1, db1 = linear_backward(plan1, (x1, q1), w1, param1, grad, needs1, norm_grad)
         if call.pools is not None:
             call.pools.close(call.first)
-        db1, db2 = None if db1 is None else db1.to(b1.dtype), None if db2 is None else db2.to(b2.dtype)
-        return None, None, None, *(dx or NO_GRADIENTS), dw1, db1, dw2, db2, in_dtype(dy, dy) if grads[10] else None
+        return None, None, None, *(dx or NO_GRADIENTS), dw1, db1, dw2, db2, residual_grad(dy) if grads[10] else None

@@ -76,11 +76,13 @@ def linear_forward(
 
 
 @ranged("te_lite.quantize")
-def quantize_grad(plan: LinearPlan, dy: Operand, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
+def quantize_grad(plan: LinearPlan, dy: Tensor | Operand, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
     """dy as linear_backward takes it. columns: of dx. needs: as there.
 
-    Callers do not hold dy, which may be a copy of what autograd gave: its memory is free before the products."""
+    A copy of what autograd gave is free again when this returns, before the products."""
     need_x, need_w, need_b = needs
+    if isinstance(dy, Tensor):
+        dy = as_operand(dy, plan, grad=True)
     if isinstance(dy, QTensor):
         return dy, dy, dy.dequantize().sum(0, dtype=torch.float32) if need_b else None
     if not (need_x or need_w):
@@ -153,7 +155,7 @@ class Call:
     note: Any = None
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # what is read without asking for its class
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
 
 
@@ -171,7 +173,7 @@ def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Operand:
     A tensor that will be gathered is quantized anew: its ranks may have chosen different scales. What the caller can
     write to is copied where it is read after backward.
     """
-    if x.__class__ in _PLAIN and x.dim() == 2 and x.dtype == plan.dtype and x.is_contiguous():
+    if x.__class__ in PLAIN and x.dim() == 2 and x.dtype == plan.dtype and x.is_contiguous():
         return Source("plain", x)
     if isinstance(x, QuantizedTensor):
         quantizer = plan.operands.dgrad.a if grad else plan.operands.fprop.a
@@ -205,16 +207,16 @@ def as_output(
     return _unsafe_view(y, shape)
 
 
-def in_dtype(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A gradient as a plain tensor in the dtype of what it belongs to, where there is one."""
-    if grad is None or like is None:
-        return None
-    grad = grad.dequantize() if isinstance(grad, QuantizedTensor) else grad
-    return grad.to(like.dtype)
+def residual_grad(dy: Tensor) -> Tensor:
+    """The residual's gradient, which is y's, as a plain tensor."""
+    return dy.dequantize() if isinstance(dy, QuantizedTensor) else dy
 
 
 class LinearFunction(torch.autograd.Function):
-    """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N]."""
+    """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N].
+
+    Here as in the other functions autograd casts gradients to the dtypes of what they belong to.
+    """
 
     @forward_method
     def forward(ctx: Any, call: Call, x: Tensor, *params: Any) -> Tensor:
@@ -224,24 +226,24 @@ class LinearFunction(torch.autograd.Function):
         y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0], residual=residual)
         if call.grad:
             original = x if need_w and plan.keep_original else None
-            save(ctx, *kept, weight if need_x or need_w else None, bias, original)
-            ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, need_w), x.shape, x.dtype
+            save(ctx, *kept, weight if need_x or need_w else None, original)
+            ctx.call, ctx.needs, ctx.x_shape = call, (need_x, need_w), x.shape
         return as_output(y, x.shape, call.output, plan)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, (need_x, need_w), grads = ctx.call, ctx.needs, ctx.needs_input_grad
         (plan,) = call.plans
-        x, w, weight, bias, original = load(ctx)
+        x, w, weight, original = load(ctx)
         if original is not None:
             quantizer = plan.operands.wgrad.b
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
-        param, needs = call.weights[0], (need_x, need_w, bias is not None and grads[3])
-        grad = quantize_grad(plan, as_operand(dy, plan, grad=True), param.shape[1], needs)
+        param, needs = call.weights[0], (need_x, need_w, grads[3])
+        grad = quantize_grad(plan, dy, param.shape[1], needs)
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs)
         if call.pools is not None:
             call.pools.close(call.first)
         if dx is not None:
-            dx = as_output(dx, ctx.x_shape, call.grad_input).to(ctx.x_dtype)
-        return None, dx, dw, None if db is None else db.to(bias.dtype), in_dtype(dy, dy) if grads[4] else None
+            dx = as_output(dx, ctx.x_shape, call.grad_input)
+        return None, dx, dw, db, residual_grad(dy) if grads[4] else None

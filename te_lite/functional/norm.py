@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.functional.linear import Call, as_matrix, as_output, in_dtype
+from te_lite.functional.linear import Call, as_matrix, as_output
 from te_lite.functional.saved import backward_method, forward_method
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
@@ -47,26 +47,26 @@ def norm_source(
     caller writes to it before backward. need_w: whether dw of the linear will be wanted.
     """
     plan, out, written = call.plans[0], None, None
-    made: Operand
+    operand: Operand
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
     formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
     rows_alone = not need_w or (plan.x_is_wgrads and plan.keeps_rows)
     if spec.returned or not quantizer.fused or (need_w and not plan.operands.wgrad.b.fused):
         y, mean, rstd = norm_forward(flat, *formula)
         y = as_output(y, x.shape)
-        made = source.plain(y.view(flat.shape))
+        operand = source.plain(y.view(flat.shape))
         out = y if spec.returned else None
         if out is None and quantizer.fused:
-            made, written = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered), made
+            operand, written = source.norm(flat, mean, rstd, gamma, beta, spec.zero_centered), operand
     elif rows_alone and (normed := quantizer.norm_rows(flat, *formula)) is not None:
-        made, mean, rstd = normed
+        operand, mean, rstd = normed
     else:
         mean, rstd, amax = norm_stats(flat, *formula, quantizer.needs_amax)
-        made = Source("norm", flat, None, mean, rstd, gamma, beta, spec.zero_centered, amax=amax)
+        operand = Source("norm", flat, None, mean, rstd, gamma, beta, spec.zero_centered, amax=amax)
         if not (gamma.is_contiguous() and (beta is None or beta.is_contiguous())):
             source.norm(flat, mean, rstd, gamma, beta)  # refuses them
     wanted = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
-    return made, written, (flat, mean, rstd, gamma, beta) if wanted and call.grad else (), out
+    return operand, written, (flat, mean, rstd, gamma) if wanted and call.grad else (), out
 
 
 def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:
@@ -89,14 +89,14 @@ class NormGrad(Epilogue):
     def __call__(self, dln: Tensor, slots: Tensor | None = None, rank: int = 0) -> Gradients:
         """slots, rank: dln is a summand, as of_slots has it."""
         ctx, dln_out = self.ctx, self.dln_out
-        x, mean, rstd, gamma, beta = self.saved
+        x, mean, rstd, gamma = self.saved
         if dln_out is not None:
             dln_out = as_matrix(dln_out, x.dtype)
             dln += reduce_scatter(dln_out, ctx.call.plans[0].tp.group) if ctx.spec.gathered else dln_out
         dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, ctx.spec.zero_centered, slots, rank)
         if ctx.call.grad_input is not None or len(ctx.x_shape) != 2:
             dx = as_output(dx, ctx.x_shape, ctx.call.grad_input)
-        return dx.to(ctx.x_dtype), dgamma, dbeta if dbeta is None else dbeta.to(beta.dtype)
+        return dx, dgamma, dbeta
 
     def of_slots(self, slots: Tensor, own: Tensor, rank: int) -> Gradients:
         return self(own, slots, rank) if self.dln_out is None else super(NormGrad, self).of_slots(slots, own, rank)
@@ -113,12 +113,12 @@ class NormFunction(torch.autograd.Function):
         flat = as_matrix(x, x.dtype)
         y, mean, rstd = norm_forward(flat, gamma, beta, spec.eps, spec.rms, spec.zero_centered)
         if grad:
-            ctx.save_for_backward(flat, mean, rstd, gamma, beta)
+            ctx.save_for_backward(flat, mean, rstd, gamma)
             ctx.spec, ctx.shape = spec, x.shape
         return as_output(y, x.shape)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, gamma, beta = ctx.saved_tensors
+        x, mean, rstd, gamma = ctx.saved_tensors
         dx, dgamma, dbeta = norm_backward(as_matrix(dy, x.dtype), x, mean, rstd, gamma, ctx.spec.zero_centered)
-        return None, None, dx.view(ctx.shape), in_dtype(dgamma, gamma), in_dtype(dbeta, beta)
+        return None, None, dx.view(ctx.shape), dgamma, dbeta

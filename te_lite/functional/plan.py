@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from te_lite.functional.parallel import Unsplit
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.transpose import PAD
-from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
 
@@ -103,43 +101,33 @@ class PlanInfo(NamedTuple):
     reason: str
 
 
-@dataclass(slots=True, eq=False)
 class LinearPlan:
     """One linear: y = x @ w^T + b.
 
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
-    The rest follows from these.
+    info: for the report, None where it shows no row. The rest follows from these.
     """
 
-    operands: GemmOperands
-    parallel: Unsplit
-    sink: WgradSink
-    dtype: torch.dtype
-    keep_original: bool
-    info: PlanInfo
-    tp: TensorParallel = field(init=False)
-    x_is_wgrads: bool = field(init=False)  # fprop and wgrad read the same quantized x
-    dy_is_wgrads: bool = field(init=False)  # dgrad and wgrad read the same quantized dy
-    w_is_dgrads: bool = field(init=False)  # fprop and dgrad read the same quantized weight
-    gathers_x: bool = field(init=False)
-    gathers_dy: bool = field(init=False)
-    keeps_rows: bool = field(init=False)  # x is kept by row: the shard of this rank, which backward gathers again
-    x_from_gemm: str = field(init=False)  # what the GEMM before may leave of x, Quantizer.wants_from_gemm
-    dy_from_gemm: str = field(init=False)  # likewise of dy
-    x_in_bytes: bool = field(init=False)  # x is kept a byte an element
-    w_in_bytes: bool = field(init=False)  # the weight is, in either layout, with one scale for all
-
-    def __post_init__(self) -> None:
-        fprop, dgrad, wgrad = self.operands.fprop, self.operands.dgrad, self.operands.wgrad
-        self.tp = tp = self.parallel.tp
-        self.x_is_wgrads, self.dy_is_wgrads = wgrad.b is fprop.a, wgrad.a is dgrad.a
-        self.w_is_dgrads = dgrad.b is fprop.b
+    def __init__(
+        self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
+        keep_original: bool = False, info: PlanInfo | None = None,
+    ) -> None:  # fmt: skip
+        self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
+        self.keep_original, self.info = keep_original, info
+        self.tp = tp = parallel.tp
+        fprop, dgrad, wgrad = operands.fprop, operands.dgrad, operands.wgrad
+        self.x_is_wgrads = wgrad.b is fprop.a  # fprop and wgrad read the same quantized x
+        self.dy_is_wgrads = wgrad.a is dgrad.a  # dgrad and wgrad read the same quantized dy
+        self.w_is_dgrads = dgrad.b is fprop.b  # fprop and dgrad read the same quantized weight
         self.gathers_x, self.gathers_dy = tp.gathers_input, tp.gathers_grad
+        # x is kept by row: the shard of this rank, which backward gathers again.
         self.keeps_rows = self.gathers_x and wgrad.b.format.col_from_row
-        self.x_from_gemm = fprop.a.wants_from_gemm(self.dtype) if self.x_is_wgrads else ""
-        self.dy_from_gemm = dgrad.a.wants_from_gemm(self.dtype) if self.dy_is_wgrads else ""
-        self.x_in_bytes = _is_bytes(wgrad.b.format) and not self.keep_original
+        # What the GEMM before may leave of x, and of dy: Quantizer.wants_from_gemm.
+        self.x_from_gemm = fprop.a.wants_from_gemm(dtype) if self.x_is_wgrads else ""
+        self.dy_from_gemm = dgrad.a.wants_from_gemm(dtype) if self.dy_is_wgrads else ""
+        # Kept a byte an element: x; the weight, in either layout, with one scale for all.
+        self.x_in_bytes = _is_bytes(wgrad.b.format) and not keep_original
         self.w_in_bytes = self.w_is_dgrads and _is_bytes(fprop.b.format)
 
     def bytes_saved(self, tokens: int, features: int) -> int:

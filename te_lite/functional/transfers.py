@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,38 +46,43 @@ class Transfer:
         self.back: Transfer | None = None
         self._result: Tensor | None = None
         x = x.detach().movedim(dim, 0)
-        self._rest, self._dtype, self._text = x.shape[1:], x.dtype, f"te.{verb}, {x.dtype} {list(x.shape)}"
+        self._rest, self._dtype, self.text = x.shape[1:], x.dtype, f"te.{verb}, {x.dtype} {list(x.shape)}"
         found, tp = group_of(group, x.device), TensorParallel("column", dist.get_world_size(group), group, True)
         if isinstance(found, str) and strict:
             raise RuntimeError(f"te.{verb}: overlap was asked for and does not happen: {found}; or leave strict out")
         x = x.contiguous().view(x.shape[0], self._rest.numel())
-        begin: Callable[[], Tensor] | None = None
+        begun: Callable[[], Tensor] | None = None
         if not isinstance(found, str) and x.numel():
             place = Place(tp, f"of {list(x.shape)}", found, "bulk", f"te.{verb}", strict=strict or found.strict)
-            begin = self._through_userbuffers(Bulk(place), x)
-        self._finish = begin or self._collectively(x)
+            begun = self._through_userbuffers(Bulk(place), x)
+        self._finish = begun or self._collectively(x)
 
     def _through_userbuffers(self, bulk: Bulk, x: Tensor) -> Callable[[], Tensor] | None:
         """What finishes it; None where x does not fit."""
-        q, gathers = QTensor(HIGH_PRECISION, (x.shape[0], x.shape[1]), x.dtype, x), self.verb == "all_gather"
+        ub, gathers = bulk.group, self.verb == "all_gather"
+        q = QTensor(HIGH_PRECISION, (x.shape[0], x.shape[1]), x.dtype, x)
         gemm = Gemm(QTensor(HIGH_PRECISION, (x.shape[1], 0), x.dtype), "row", x.dtype, False, "")  # says how wide x is
         if bulk.settled(q, None if gathers else gemm, "row" if gathers else None) is not bulk:
             return None
-        with bulk.group.operation(self._text):
+        with ub.operation(self.text):
             begun: Any = bulk.all_gather(q, "row") if gathers else bulk.reduce_scatter(gemm, x)
         use: Gather | Scatter = begun if gathers else begun.scatter
         use.buffer.held[use.slot] = self.result
-        return partial(self._finished, use, partial(_copied, begun) if gathers else begun.result)
 
-    def _finished(self, use: Gather | Scatter, finish: Callable[[], Tensor]) -> Tensor:
-        ub = use.group
-        if ub.closed:
-            raise RuntimeError(f"te.{self.verb}: destroy_ub() has ended its userbuffers before wait(); wait first")
-        if use.buffer.held.get(use.slot) == self.result:
-            del use.buffer.held[use.slot]
-        with ExitStack() as told, torch.inference_mode(False):
-            told.push(Operation(ub, self._text))  # not announced again: one that fails here tells the others
-            return finish()
+        def finish() -> Tensor:
+            if ub.closed:
+                raise RuntimeError(f"te.{self.verb}: destroy_ub() has ended its userbuffers before wait(); wait first")
+            if use.buffer.held.get(use.slot) == self.result:
+                del use.buffer.held[use.slot]
+            with ExitStack() as on_error, torch.inference_mode(False):
+                on_error.push(Operation(ub, self.text))  # tells the others; not announced again
+                if not gathers:
+                    return begun.result()
+                whole: Any = begun.whole().map(torch.clone).row
+                begun.close()
+                return whole
+
+        return finish
 
     def _collectively(self, x: Tensor) -> Callable[[], Tensor]:
         size, works = dist.get_world_size(self.group), list[Any]()
@@ -88,7 +92,7 @@ class Transfer:
         else:
             x = x.to(_wire_dtype(self.group, x.dtype))
             run, out = _reduce_scatter_into, x.new_empty(x.shape[0] // size, x.shape[1])
-        collective(self._text, x, self.group, lambda: works.append(run(out, x, group=self.group, async_op=True)))
+        collective(self.text, x, self.group, lambda: works.append(run(out, x, group=self.group, async_op=True)))
 
         def finish() -> Tensor:
             for work in works:
@@ -97,9 +101,6 @@ class Transfer:
 
         return finish
 
-    def __str__(self) -> str:
-        return self._text
-
     def result(self) -> Tensor:
         """The gathered tensor, or this rank's part of the sum, once it is there; in memory of its own."""
         if self._result is None:
@@ -107,12 +108,6 @@ class Transfer:
             self._result = whole.view(whole.shape[0], *self._rest).movedim(0, self.dim).contiguous()
             del self._finish  # and with it x
         return self._result
-
-
-def _copied(gather: Gather) -> Tensor:
-    whole: Any = gather.whole().map(torch.clone).row
-    gather.close()
-    return whole
 
 
 class Begin(torch.autograd.Function):
@@ -152,9 +147,10 @@ class Handle:
     Nobody hangs: what it sends is on its way, and what it receives is taken when the slot is needed again.
     """
 
+    _out: Tensor | None = None
+    _waited = True  # before the transfer has begun, or where that raises, there is nothing to wait for
+
     def __init__(self, verb: str, x: Tensor, group: dist.ProcessGroup, dim: int, strict: bool) -> None:
-        self._out: Tensor | None = None
-        self._waited = True  # where the next line raises there is nothing to wait for
         self._transfer = Transfer(verb, x, group, dim, strict)
         self._waited = False
         self._token = Begin.apply(x, self._transfer)
@@ -168,5 +164,5 @@ class Handle:
 
     def __del__(self) -> None:
         if not self._waited and not sys.is_finalizing():
-            text = f"{self._transfer} was dropped without wait(): its result is lost; keep the handle and wait"
+            text = f"{self._transfer.text} was dropped without wait(): its result is lost; keep the handle and wait"
             warnings.warn(text, RuntimeWarning, stacklevel=2)

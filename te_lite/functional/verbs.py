@@ -87,8 +87,8 @@ class GatherLinears(torch.autograd.Function):
             kept += [kept_x, kept_w]
         ys = plans[0].parallel.all_gather_gemms(gemms, operand)  # type: ignore[attr-defined]  # a Prepared
         if call.grad:
-            save(ctx, *kept, *params)
-            ctx.call, ctx.needs, ctx.x_shape, ctx.x_dtype = call, (need_x, *need_ws), x.shape, x.dtype
+            save(ctx, *kept, *params[:n])
+            ctx.call, ctx.needs, ctx.x_shape = call, (need_x, *need_ws), x.shape
         return tuple([as_output(y, x.shape, None, plans[0]) for y in ys])
 
     @backward_method
@@ -96,13 +96,13 @@ class GatherLinears(torch.autograd.Function):
         call, (need_x, *need_ws), n, saved = ctx.call, ctx.needs, len(dys), load(ctx)
         terms, wgrads, dbs, firsts = list[Any](), list[Any](), list[Tensor | None](), [None, None]
         for i, plan in enumerate(call.plans):
-            w, weight, bias, param = saved[2 * i + 1], saved[2 * n + i], saved[3 * n + i], call.weights[i]
-            needs = need_x, need_ws[i], bias is not None and ctx.needs_input_grad[2 + n + i]
-            grad: Any = linear.quantize_grad(plan, as_operand(dys[i], plan, grad=True), param.shape[1], needs)
+            w, weight, param = saved[2 * i + 1], saved[2 * n + i], call.weights[i]
+            needs = need_x, need_ws[i], ctx.needs_input_grad[2 + n + i]
+            grad: Any = linear.quantize_grad(plan, dys[i], param.shape[1], needs)
             dgrad, wgrad, db = linear.linear_backward(plan, (None, w), weight, param, grad, needs)
             terms.append((dgrad, grad[0]))
             wgrads.append(None if wgrad is None else (wgrad, grad[1]))
-            dbs.append(linear.in_dtype(db, bias))
+            dbs.append(db)
             firsts = [mine if first is None else first for first, mine in zip(firsts, grad, strict=False)]
         summed = None
         if need_x:
@@ -118,4 +118,4 @@ class GatherLinears(torch.autograd.Function):
             dx, dws = shared.backward(summed, wgrad_all if any(need_ws) else None, *firsts, saved[0])
         if call.pools is not None:
             call.pools.close(call.first)
-        return None, None if dx is None else as_output(dx, ctx.x_shape).to(ctx.x_dtype), *(dws or [None] * n), *dbs
+        return None, None if dx is None else as_output(dx, ctx.x_shape), *(dws or [None] * n), *dbs

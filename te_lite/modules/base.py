@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from te_lite import epoch
 from te_lite.arguments import flag
 from te_lite.autocast import OPEN, Pass, State
-from te_lite.functional.linear import Call
+from te_lite.functional.linear import PLAIN, Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
-from te_lite.modules import checks, scale_state
+from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
+from te_lite.modules.norm import add_norm
 from te_lite.modules.plans import build_plans
 from te_lite.modules.scale_state import ScaleStates
-from te_lite.modules.weights import ParamSpec, SpecModule, WeightCache, default_device, reset
+from te_lite.modules.weights import SpecModule, WeightCache, default_device
 from te_lite.ops.registry import FakeTensor, capturing, makes_data
 from te_lite.overlap.userbuffers import UB_FLAGS
 from te_lite.parallel import TensorParallel, group_size
@@ -33,7 +34,6 @@ from te_lite.quantize.tensor import QuantizedTensor
 Each = tuple[str | None, ...]  # one a linear
 Plans = tuple[LinearPlan, ...]
 UNPLANNED: tuple[Any, Plans] = (None, ())  # (key, plans): one value, which another thread may replace at any time
-_PLAIN = (nn.Parameter, Tensor)  # types of weights that a plan takes alike
 
 
 def free_caches(module: nn.Module) -> None:
@@ -58,8 +58,8 @@ class TeLiteModule(SpecModule):
     _default: State | None = None  # what a call follows where no autocast is open
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
-        """given: the arguments of the subclass's constructor, by name. sizes: those of them that count features. modes,
-        ub_names: of the linears."""
+        """given: the arguments of the subclass's constructor, by name. sizes: those of them that count features, first
+        the input's. modes, ub_names: of the linears."""
         super().__init__()
         checks.check_construction(type(self).__name__, modes, given, sizes)
         self.tp_group = given["tp_group"]
@@ -79,7 +79,6 @@ class TeLiteModule(SpecModule):
         self._device = default_device(given["device"])
         self._rng_tracker = given["get_rng_state_tracker"]
         self._rng_name = given.get("rng_tracker_name") or "model-parallel-rng"
-        self._specs = {}
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
         self._uncached: tuple[QTensor | None, ...] = (None,) * len(self.gemm_names)
@@ -90,6 +89,9 @@ class TeLiteModule(SpecModule):
         self._outstanding = replay.Outstanding()
         self._caching = self._quantized = False
         self._wgrad_hooks: list[Callable[[], None]] = []
+        self.use_bias, self.return_bias = given["bias"], given["return_bias"]
+        if "normalization" in given:
+            add_norm(self, given[sizes[0]], given)
 
     # parameters
 
@@ -98,26 +100,10 @@ class TeLiteModule(SpecModule):
         known = tracker is not None and self._rng_name in tracker.get_states()
         return tracker.fork(self._rng_name) if known else contextlib.nullcontext()
 
-    def _add_params(self, specs: dict[str, ParamSpec | None]) -> None:
-        """None: an absent bias. A zero-length tensor stands for it that is no parameter and in no checkpoint."""
-        for name, spec in specs.items():
-            if spec is None:
-                empty = torch.empty(0, dtype=self.params_dtype, device=self._device)
-                self.register_buffer(name, empty, persistent=False)
-            else:
-                self._specs[name] = spec
-                self.register_parameter(name, spec.make(self.params_dtype, self._device, self._fork))
-        self._renewed()
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's, which setattr and load_state_dict(assign=True) call too: plans hold for the old parameter."""
         self._planned = UNPLANNED
         super().register_parameter(name, param)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Draws all parameters anew; those on the meta device come to life on the module's device."""
-        if not flag("reset_parameters", "defer_init", defer_init):
-            reset(self, self._device, self._fork)
 
     def clear_caches(self) -> None:
         """Forgets quantized weights kept for is_first_microbatch=False."""
@@ -205,7 +191,8 @@ class TeLiteModule(SpecModule):
         (state, strict, _) = stack[-1] if stack else (self._default, False, False)
         recomputes = torch._C._current_graph_task_id() != -1 or bool(replay.OPEN.frames)  # perhaps
         if recomputes:
-            state = replay.recall((id(self), "state"), partial(checks.followed, self, state))
+            follow = partial(checks.followed, type(self).__name__, self._outstanding, state)
+            state = replay.recall((id(self), "state"), follow)
         grad = torch.is_grad_enabled()
         if not isinstance(inp, Tensor):
             checks.refuse_type(self, inp)
@@ -214,7 +201,7 @@ class TeLiteModule(SpecModule):
         key = (
             None if state is None else state.key, inp.dtype, device, inp.shape[-1:], inp.dim() > 1, amp, strict,
             inp.__class__ is FakeTensor, weight.dtype, weight.device, epoch.number,
-            weight.__class__ in _PLAIN or weight.__class__, last.__class__ in _PLAIN or last.__class__,
+            weight.__class__ in PLAIN or weight.__class__, last.__class__ in PLAIN or last.__class__,
         )  # fmt: skip
         plans, delayed = self._planned[1], state is not None and state.delayed
         if self._planned[0] != key:
@@ -254,9 +241,7 @@ class TeLiteModule(SpecModule):
         note = self._outstanding.note(state, grad)
         return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions, note)
 
-    def _plan(
-        self, key: tuple, inp: Tensor, weights: tuple[Tensor, ...], state: State | None, strict: bool
-    ) -> Plans:
+    def _plan(self, key: tuple, inp: Tensor, weights: tuple[Tensor, ...], state: State | None, strict: bool) -> Plans:
         """Checks what the key stands for, and plans anew."""
         dtype = checks.check_input(self, inp, weights[0])
         plans = build_plans(self, state, dtype, weights, strict)
@@ -289,7 +274,7 @@ class TeLiteModule(SpecModule):
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state gave, of whatever recipe; it waits there until a recipe needs it."""
-        self._scales.load(scale_state.as_tensor(state))
+        self._scales.load(state)
         self._planned = UNPLANNED
 
     def _renewed(self) -> None:

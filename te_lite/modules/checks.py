@@ -161,14 +161,14 @@ def check_main_grad(module: TeLiteModule, weights: tuple[Tensor, ...]) -> None:
             )
 
 
-def followed(module: TeLiteModule, state: State | None) -> State | None:
+def followed(owner: str, outstanding: replay.Outstanding, state: State | None) -> State | None:
     """What a call follows: `state`; where another library's checkpoint computes it again, what its first run followed,
-    which must be known and without state of its own."""
+    which must be known and without state of its own. outstanding: what calls of `owner` followed."""
     if not replay.in_foreign_recomputation():
         return state
     inside = opened_in_backward()
-    states = (state,) if inside else module._outstanding.states() or (state,)
-    recomputed = f"{type(module).__name__} is recomputed"
+    states = (state,) if inside else outstanding.states() or (state,)
+    recomputed = f"{owner} is recomputed"
     remedy = "use te.checkpoint, or torch's with use_reentrant=False and context_fn=te.checkpoint_context_fn"
     if len(states) > 1:
         names = " and ".join("high precision" if s is None or not s.enabled else str(s.recipe) for s in states)

@@ -12,7 +12,7 @@ from torch import Tensor
 from te_lite.functional.layernorm_linear import LayerNormLinearFunction
 from te_lite.functional.linear import Call
 from te_lite.modules.linear import Split, _OneLinear
-from te_lite.modules.norm import add_norm, spec_of
+from te_lite.modules.norm import spec_of
 from te_lite.modules.weights import Init
 
 
@@ -39,9 +39,7 @@ class LayerNormLinear(_OneLinear):
         given = locals()
         if parallel_mode == "row":
             raise ValueError("LayerNormLinear(parallel_mode='row'): the norm needs whole rows; use 'column' or None")
-        super().__init__(given, (parallel_mode,), (ub_name,), ("in_features", "out_features"))
-        add_norm(self, in_features, given)
-        self._setup_linear(given)
+        super().__init__(given)
 
     def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         args = (call, spec_of(self), inp, self.layer_norm_weight, self.layer_norm_bias, *weights)

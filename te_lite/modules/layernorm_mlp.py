@@ -13,8 +13,8 @@ from te_lite.arguments import flag
 from te_lite.checkpoint import checkpoint as recompute
 from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
 from te_lite.modules.base import TeLiteModule
-from te_lite.modules.linear import linear_specs
-from te_lite.modules.norm import add_norm, spec_of
+from te_lite.modules.linear import add_linear
+from te_lite.modules.norm import spec_of
 from te_lite.modules.weights import Init
 from te_lite.ops.activation import Activation
 
@@ -56,15 +56,13 @@ class LayerNormMLP(TeLiteModule):
         super().__init__(given, modes, ("fc1", "fc2"), ("hidden_size", "ffn_hidden_size"))
         self.activation, self.activation_params, self._act = activation, activation_params, act
         self.checkpoint = checkpoint
-        self.hidden_size, self.use_bias, self.return_bias = hidden_size, bias, return_bias
+        self.hidden_size = hidden_size
         wide = ffn_hidden_size * (2 if act.glu else 1)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:
             raise ValueError(f"ffn_hidden_size={ffn_hidden_size} is not divisible by tp_size={self.tp_size}; pad it")
-        fc1 = linear_specs(self, modes[0], hidden_size, wide, init_method)
-        fc2 = linear_specs(self, modes[1], ffn_hidden_size, hidden_size, output_layer_init_method or init_method)
-        add_norm(self, hidden_size, given)
-        for name, (weight_spec, bias_spec) in (("fc1", fc1), ("fc2", fc2)):
-            self._add_params({f"{name}_weight": weight_spec, f"{name}_bias": bias_spec if bias else None})
+        init2 = output_layer_init_method or init_method
+        add_linear(self, modes[0], hidden_size, wide, init_method, bias, {"fc1_": wide})
+        add_linear(self, modes[1], ffn_hidden_size, hidden_size, init2, bias, {"fc2_": hidden_size})
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, *, residual: Tensor | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +13,21 @@ from torch import Tensor, nn
 from te_lite.autocast import model_init
 from te_lite.functional.linear import Call, LinearFunction
 from te_lite.modules.base import TeLiteModule
-from te_lite.modules.weights import Init, ParamSpec, adjacent, default_init, join
+from te_lite.modules.weights import Init, ParamSpec, default_init, join
 from te_lite.parallel import shard
 
 Split = tuple[str, ...] | dict[str, int] | None
 
 
-def linear_specs(
-    module: TeLiteModule, mode: str | None, features_in: int, features_out: int, init: Init | None
-) -> tuple[ParamSpec, ParamSpec]:
-    """(weight, bias) of one linear of `module` as this rank holds them, from the features of all ranks."""
+def add_linear(
+    module: TeLiteModule, mode: str | None, features_in: int, features_out: int, init: Init | None, use_bias: bool,
+    parts: dict[str, int],
+) -> tuple[int, int]:  # fmt: skip
+    """Adds weight and bias of one linear as this rank holds them; returns the weight's shape. parts: prefix of names ->
+    rows, for each of which there are a weight and a bias. Features and rows are those of all ranks."""
     if mode == "column":
         features_out = shard(features_out, module.tp_size, "out_features")
+        parts = {name: shard(rows, module.tp_size, f"parameters_split {name!r}") for name, rows in parts.items()}
     elif mode == "row":
         features_in = shard(features_in, module.tp_size, "in_features")
     split, late_grad = {"column": 0, "row": 1}.get(mode or ""), module.delay_wgrad_compute
@@ -33,9 +36,22 @@ def linear_specs(
     making = model_init()
     if making is not None and not (features_out % making.multiple or features_in % making.multiple):
         weight = replace(weight, quantizer=making.quantizer, preserve=making.preserve)
+        if len(parts) > 1:
+            raise ValueError(
+                f"parameters_split={tuple(parts)} under quantized_model_init: parts with scales of their own are not "
+                "one operand of a GEMM; use one of them"
+            )
     partial_grad = True if mode == "row" and module.sequence_parallel else None
     bias_split = 0 if mode == "column" else None
-    return weight, ParamSpec(shape[:1], nn.init.zeros_, bias_split, sequence_parallel=partial_grad)
+    bias = ParamSpec(shape[:1], nn.init.zeros_, bias_split, sequence_parallel=partial_grad)
+    module._add_params({f"{name}weight": replace(weight, shape=(n, features_in)) for name, n in parts.items()}, True)
+    if use_bias:
+        module._add_params({f"{name}bias": replace(bias, shape=(rows,)) for name, rows in parts.items()}, True)
+    else:  # a zero-length tensor stands for an absent bias, which is no parameter and in no checkpoint
+        for name in parts:
+            absent = torch.empty(0, dtype=module.params_dtype, device=module._device)
+            module.register_buffer(f"{name}bias", absent, persistent=False)
+    return shape
 
 
 def _split_sizes(split: Split, features: int) -> dict[str, int]:
@@ -61,8 +77,9 @@ class _OneLinear(TeLiteModule):
 
     _compute: Callable[..., tuple[Tensor, Tensor | None]]
 
-    def _setup_linear(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any]) -> None:
         """given: the arguments of the subclass's constructor, by name."""
+        super().__init__(given, (given["parallel_mode"],), (given["ub_name"],), ("in_features", "out_features"))
         parameters_split, out_features = given["parameters_split"], given["out_features"]
         for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             if parameters_split is not None and given[option]:
@@ -71,31 +88,12 @@ class _OneLinear(TeLiteModule):
                     "own; use one of them"
                 )
         self.parallel_mode = self._modes[0]
-        weight, bias = linear_specs(self, self.parallel_mode, given["in_features"], out_features, given["init_method"])
-        self.out_features, self.in_features = weight.shape
-        self.use_bias, self.return_bias = given["bias"], given["return_bias"]
-        splits = _split_sizes(parameters_split, out_features)
-        if self.parallel_mode == "column":
-            splits = {name: shard(size, self.tp_size, f"parameters_split {name!r}") for name, size in splits.items()}
-        if weight.quantizer is not None and len(splits) > 1:
-            raise ValueError(
-                f"parameters_split={parameters_split} under quantized_model_init: parts with scales of their own are "
-                "not one operand of a GEMM; use one of them"
-            )
-        self.weight_names = [f"{name}weight" for name in splits]
-        self.bias_names = [f"{name}bias" for name in splits]
-        self._add_split(weight, self.weight_names, splits.values())
-        if self.use_bias:
-            self._add_split(bias, self.bias_names, splits.values())
-        else:
-            self._add_params(dict.fromkeys(self.bias_names))
-
-    def _add_split(self, spec: ParamSpec, names: list[str], sizes: Iterable[int]) -> None:
-        specs = {name: replace(spec, shape=(size, *spec.shape[1:])) for name, size in zip(names, sizes, strict=True)}
-        self._specs.update(specs)
-        for name, param in adjacent(specs, self.params_dtype, self._device, self._fork).items():
-            self.register_parameter(name, param)
-        self._renewed()
+        parts = _split_sizes(parameters_split, out_features)
+        self.weight_names = [f"{name}weight" for name in parts]
+        self.bias_names = [f"{name}bias" for name in parts]
+        self.out_features, self.in_features = add_linear(
+            self, self.parallel_mode, given["in_features"], out_features, given["init_method"], self.use_bias, parts
+        )
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False,
@@ -160,9 +158,8 @@ class Linear(_OneLinear):
         save_original_input: bool = False, name: str | None = None, *, sequence_dim: int = 0,
     ) -> None:  # fmt: skip
         given = locals()
-        super().__init__(given, (parallel_mode,), (ub_name,), ("in_features", "out_features"))
+        super().__init__(given)
         self.save_original_input = save_original_input
-        self._setup_linear(given)
 
     def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, None]:
         if call.grad:

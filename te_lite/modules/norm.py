@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 
 from te_lite.arguments import flag, remedy
 from te_lite.functional.norm import NormFunction, NormSpec
-from te_lite.modules.checks import check_dtype
+from te_lite.modules.checks import amp_dtype, check_dtype
 from te_lite.modules.scale_state import as_tensor
-from te_lite.modules.weights import ParamSpec, SpecModule, check_param, default_device, reset
+from te_lite.modules.weights import ParamSpec, SpecModule, check_param, default_device
 from te_lite.ops.source import DTYPES
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -76,21 +75,12 @@ class _Norm(SpecModule):
             raise ValueError(f"normalized_shape={normalized_shape!r}: must be a positive size or a tuple of them")
         check_dtype(owner, params_dtype)
         self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
-        self._features = torch.Size(shape).numel()
         self._spec = norm_spec(self.normalization, eps, flag(owner, "zero_centered_gamma", zero_centered_gamma))
-        self._device = device = default_device(device)
+        self._device, self.params_dtype = default_device(device), params_dtype or torch.get_default_dtype()
         self.sequence_parallel = flag(owner, "sequence_parallel", sequence_parallel)
-        self._specs = norm_params(self._spec, self._features, self.sequence_parallel)
-        for name, spec in self._specs.items():
-            self.register_parameter(name, spec.make(params_dtype or torch.get_default_dtype(), device, nullcontext))
+        self._add_params(norm_params(self._spec, torch.Size(shape).numel(), self.sequence_parallel))
         if self._spec.rms:
             self.register_parameter("bias", None)
-        self._renewed()
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """The identity again; parameters on the meta device come to life."""
-        if not flag("reset_parameters", "defer_init", defer_init):
-            reset(self, self._device, nullcontext)
 
     def forward(self, inp: Tensor) -> Tensor:
         """x [..., *normalized_shape] -> the same shape, in x's dtype (the autocast dtype under torch.amp)."""
@@ -106,11 +96,10 @@ class _Norm(SpecModule):
         for name, param in zip(self._specs, params, strict=False):
             if param is not None and (param.device != inp.device or not param.is_contiguous()):
                 check_param(owner, self._specs[name], name, param, inp.device, True)
-        kind = inp.device.type
-        x = inp.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else inp
-        x = x if len(last) == 1 else x.reshape(*x.shape[: -len(last)], self._features)
+        amp = amp_dtype(inp)
+        x = inp if amp is None else inp.to(amp)
         grad = torch.is_grad_enabled()
-        args = (self._spec, grad, x, *params)
+        args = (self._spec, grad, x.flatten(-len(last)), *params)
         y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
         return y if len(last) == 1 else y.reshape(inp.shape)
 

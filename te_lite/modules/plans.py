@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -17,7 +16,7 @@ from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
 from te_lite.overlap.userbuffers import exchanges_for
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.quantizer import Site, observer, operands_for
+from te_lite.quantize.quantizer import GemmOperands, Site, observer, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import HighPrecision, Recipe
 from te_lite.tables import warn_once
@@ -48,6 +47,21 @@ def build_plans(
     return plans
 
 
+def quantizers(
+    recipe: Recipe, state: State | None, index: int, dtype: torch.dtype, tp: TensorParallel, device: torch.device,
+    scales: Any,
+) -> GemmOperands:  # fmt: skip
+    """Of the linear `index` of those that share `scales`: ScaleStates, asked under delayed scaling alone."""
+    group = tp.group if state is None or state.group is None else state.group
+    pools = None if state is None else state.one_pass.pools
+    calibrating = state is not None and not state.enabled
+
+    def scale_state(direction: str) -> Any:
+        return scales.state(recipe, group, device, pools, direction)
+
+    return operands_for(recipe, Site(index, dtype, tp, scale_state, group, calibrating))
+
+
 def _build_plan(
     module: TeLiteModule, index: int, recipe: Recipe, state: State | None, dtype: torch.dtype, weight: Tensor,
     strict: bool,
@@ -59,17 +73,13 @@ def _build_plan(
     fits = not recipe.is_fp8 or all(size % multiple == 0 for size in shape)
     used: Recipe = recipe if fits else HighPrecision()
     reasons = [] if fits else [f"features {shape} are not multiples of {multiple}"]
-    group = module.tp_group if state is None or state.group is None else state.group
     calibrating = state is not None and not state.enabled
     if not (fits or calibrating):
         what = f"{type(module).__name__}(name={module.name!r}){gemm_name and '.' + gemm_name} runs in {dtype}, not by"
         warn_once(ref(module), f"{what} {recipe.name!r}: {reasons[0]}; pad them, or use te.autocast(enabled=False)")
-    owner = None if state is None else state.one_pass.pools
-    scales: Any = module._scales  # asked under delayed scaling alone
-    site = Site(index, dtype, tp, partial(scales.state, recipe, group, device, owner), group, calibrating)
     layer = module._ub_names[index] or ""
     exchanges, alone = exchanges_for(tp, module._ub_flags, layer, module.name, device, strict, str(used))
-    operands = operands_for(used, site)
+    operands = quantizers(used, state, index, dtype, tp, device, module._scales)
     if (watching := observer()) is not None:
         operands = watching.watch(operands, module, gemm_name)
     short = SHORT_NAMES[dtype]

@@ -106,8 +106,10 @@ class ScaleStates:
         numbers = [part for state in states for part in (state.history.reshape(-1), state.scale)]
         return torch.cat([header.to(numbers[0].device), *numbers])
 
-    def load(self, tensor: Tensor) -> None:
-        """From dump(); kept until a recipe needs it. Empty (another recipe's checkpoint): fresh scales."""
+    def load(self, state: Any) -> None:
+        """Takes what dump() gave; kept until a recipe needs it. Nothing (another recipe's checkpoint): fresh
+        scales."""
+        tensor = as_tensor(state)
         parsed = {direction: self._parse(tensor, direction) for direction in self.sizes if tensor.numel()}
         self._loaded = tensor.detach().clone()
         self._loaded[:1] = VERSION  # older files have 1

@@ -23,12 +23,13 @@ from te_lite.arguments import flag, remedy
 from te_lite.autocast import OPEN, Pass, State
 from te_lite.functional.linear import Call, LinearFunction
 from te_lite.functional.parallel import parallel_linear
-from te_lite.functional.plan import LinearPlan, PlanInfo, WgradSink
+from te_lite.functional.plan import LinearPlan, WgradSink
 from te_lite.functional.transfers import Handle
 from te_lite.functional.verbs import GatherLinears, Prepared
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
-from te_lite.modules.scale_state import ScaleStates, as_tensor
+from te_lite.modules.plans import quantizers
+from te_lite.modules.scale_state import ScaleStates
 from te_lite.ops.registry import capturing
 from te_lite.ops.source import DTYPES
 from te_lite.overlap.collective import Collective
@@ -37,7 +38,6 @@ from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.userbuffers import GEMMS, Exchanges, group_of
 from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay
-from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.recipe import HighPrecision, Recipe, as_recipe
 from te_lite.tables import warn_once
 
@@ -45,7 +45,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Weights = TypeVar("Weights", Tensor, tuple[Tensor, ...])
 Plans = tuple[LinearPlan, ...]
-Planned = tuple[Plans, int, int]  # the dimension, counted from the front; the group's size
+Planned = tuple[Plans, int]  # the dimension, counted from the front
 MOST_PLANS = 256  # kept for all calls without DelayedScales
 
 
@@ -68,22 +68,16 @@ class DelayedScales(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state gave."""
-        self.states.load(as_tensor(state))
+        self.states.load(state)
         self.plans.clear()  # they have the states of before
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"plans": {}}
 
 
-class ExchangeVerb:
-    """Plans of calls without DelayedScales, and what calls followed that other libraries' checkpoints compute again."""
-
-    def __init__(self) -> None:
-        self.plans, self._outstanding = dict[tuple, Planned](), replay.Outstanding()
-
-
-_VERB: Any = ExchangeVerb()
-atexit.register(_VERB.plans.clear)  # plans hold process groups, which must not outlive torch.distributed
+_plans: dict[tuple, Planned] = {}  # of calls without DelayedScales
+atexit.register(_plans.clear)  # they hold process groups, which must not outlive torch.distributed
+_outstanding = replay.Outstanding()
 
 
 def _eager(function: Callable[P, T]) -> Callable[P, T]:
@@ -109,38 +103,12 @@ def _exchanges(verb: str, tp: TensorParallel, n: int, device: torch.device, over
     if overlap is None or isinstance(found, str):
         if overlap is not None and strict:
             raise RuntimeError(f"te.{verb}: overlap was asked for and does not happen: {found}; or leave strict out")
-        fprop, dgrad, wgrad = [Collective(Place(tp, gemm, label=text)) for gemm in GEMMS]
-        return fprop, dgrad, wgrad
+        return tuple([Collective(Place(tp, gemm, label=text)) for gemm in GEMMS])
     back = overlap if EXCHANGES[overlap].gathers or tp.mode == "column" else "auto"
     methods = (overlap, back, "external") if n == 1 else (overlap, "bulk", "bulk")
-    fprop, dgrad, wgrad = [
-        EXCHANGES[method](Place(tp, gemm, found, method, text, strict=strict or found.strict))
-        for gemm, method in zip(GEMMS, methods, strict=True)
-    ]
-    return fprop, dgrad, wgrad
-
-
-def _plan(verb: str, tp: TensorParallel, sizes: tuple[torch.Size, ...], dtype: torch.dtype, device: torch.device,
-          overlap: str | None, strict: bool, recipe: Recipe, state: Any, scales: Any) -> Plans:  # fmt: skip
-    """A plan for each weight of sizes [N, K]."""
-    checks.check_recipe(recipe, device, False)
-    multiple, shapes = recipe.feature_multiple, " and ".join(str(list(size)) for size in sizes)
-    if any(features % multiple for size in sizes for features in size):
-        what = f"te.{verb} of weights {shapes} runs in {dtype}, not by {recipe.name!r}: features are not multiples of"
-        warn_once(f"te.{verb}", f"{what} {multiple}; pad them, or pass recipe='bf16'")
-        recipe = HighPrecision()
-    Pass.any_module = True
-    exchanges = _exchanges(verb, tp, len(sizes), device, overlap, strict, f"te.{verb} of {shapes}, recipe {recipe},")
-    parallel = (parallel_linear if len(sizes) == 1 else Prepared)(tp, exchanges)
-    group, plans = tp.group if state is None or state.group is None else state.group, []
-    for i, (n, k) in enumerate(sizes):
-        pools = None if state is None else state.one_pass.pools
-        make: Any = partial(scales.states.state, recipe, group, device, pools) if recipe.delayed() else None
-        site = Site(i, dtype, tp, make, group, state is not None and not state.enabled)
-        operands = operands_for(recipe, site)
-        info = PlanInfo(verb, recipe.name, operands.labels(str(dtype)), (k, n), "")
-        plans.append(LinearPlan(operands, parallel, WgradSink(), dtype, False, info))
-    return tuple(plans)
+    strict = strict or found.strict
+    each = zip(GEMMS, methods, strict=True)
+    return tuple([EXCHANGES[method](Place(tp, gemm, found, method, text, strict=strict)) for gemm, method in each])
 
 
 def _group(verb: str, group: Any) -> int:
@@ -193,8 +161,19 @@ def _planned(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, gro
             f"te.{verb}(recipe={recipe}): delayed scales take their step where te.autocast ends; open "
             "te.autocast(recipe=...) around the call and leave out recipe="
         )
-    sizes, tp = tuple([weight.shape for weight in weights]), TensorParallel(mode, size, group, True)
-    return _plan(verb, tp, sizes, dtype, x.device, overlap, strict, used, state, scales), dim, size
+    checks.check_recipe(used, x.device, False)
+    multiple, shapes = used.feature_multiple, " and ".join(str(list(weight.shape)) for weight in weights)
+    if any(features % multiple for weight in weights for features in weight.shape):
+        what = f"te.{verb} of weights {shapes} runs in {dtype}, not by {used.name!r}: features are not multiples of"
+        warn_once(f"te.{verb}", f"{what} {multiple}; pad them, or pass recipe='bf16'")
+        used = HighPrecision()
+    Pass.any_module = True
+    tp, n = TensorParallel(mode, size, group, True), len(weights)
+    exchanges = _exchanges(verb, tp, n, x.device, overlap, strict, f"te.{verb} of {shapes}, recipe {used},")
+    parallel = (parallel_linear if n == 1 else Prepared)(tp, exchanges)
+    states = None if scales is None else scales.states
+    operands = [quantizers(used, state, i, dtype, tp, x.device, states) for i in range(n)]
+    return tuple([LinearPlan(each, parallel, WgradSink(), dtype) for each in operands]), dim
 
 
 def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: Any,
@@ -203,7 +182,7 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     strict = flag(f"te.{verb}", "strict", strict) or (context is not None and context.strict)
     state = context.state if context is not None and recipe is None else None
     if recipe is None and (torch._C._current_graph_task_id() != -1 or replay.OPEN.frames):  # perhaps computed again
-        state = replay.recall((id(_VERB), "state"), partial(checks.followed, _VERB, state))
+        state = replay.recall(f"state of te.{verb}", partial(checks.followed, f"te.{verb}", _outstanding, state))
     delayed = state is not None and state.delayed
     if delayed and getattr(scales, "weights", 0) != len(weights):
         kind = f"te.DelayedScales(weights={len(weights)})"
@@ -215,17 +194,17 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     here = (x.dtype, x.device, x.shape[-1:], x.dim(), checks.amp_dtype(x)) if isinstance(x, Tensor) else type(x)
     given = dim if type(dim) is int else None, recipe if isinstance(recipe, str | Recipe) else type(recipe)
     key = verb, group, *given, here, *operands, overlap, strict, state and state.key, epoch.number
-    kept = scales.plans if delayed else _VERB.plans
+    kept = scales.plans if delayed else _plans
     planned = kept.get(key)
     if planned is None:
         if delayed or len(kept) >= MOST_PLANS:  # a second plan of the same scales would go on with those of before
             kept.clear()
         asked = (group, dim, recipe, scales, overlap, strict, state)
         planned = kept[key] = _planned(verb, mode, x, weights, biases, *asked)
-        _VERB._outstanding.start(state)
-    plans, dim, size = planned
-    if mode == "row" and x.shape[dim] % size:
-        rule = f"dimension {dim} is scattered over {size} ranks, must be a multiple of that; pad it"
+        _outstanding.start(state)
+    plans, dim = planned
+    if mode == "row" and x.shape[dim] % plans[0].tp.size:
+        rule = f"dimension {dim} is scattered over {plans[0].tp.size} ranks, must be a multiple of that; pad it"
         raise ValueError(f"te.{verb} got x {list(x.shape)}: {rule}")
     if delayed and capturing():
         checks.check_capture(scales, state)
@@ -239,7 +218,7 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     pools = state.pools if delayed and state is not None else None
     if pools is not None:
         pools.expect()
-    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_VERB._outstanding.note(state, grad))
+    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_outstanding.note(state, grad))
     function, more = (LinearFunction, (residual,)) if len(plans) == 1 else (GatherLinears, ())
     found = (function.apply if grad else partial(function.forward, None))(call, x, *weights, *biases, *more)
     ys: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else found

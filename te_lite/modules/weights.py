@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
-from te_lite.arguments import checked_device
+from te_lite.arguments import checked_device, flag
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.registry import FakeTensor, makes_data
 from te_lite.ops.source import DTYPES, plain
@@ -65,21 +65,18 @@ class ParamSpec:
             self.init(value)
         if isinstance(param, QuantizedTensor):
             param.quantize_(value)
-            self._keep_init(param, value)
-
-    def _keep_init(self, param: Any, value: Tensor) -> None:
-        if self.preserve:
-            param._high_precision_init_val = value.detach().cpu()
+            if self.preserve:
+                param._high_precision_init_val = value.cpu()
 
     def make(self, dtype: torch.dtype, device: torch.device | str, fork: Callable[[], Any]) -> nn.Parameter:
         """A new parameter, initialised unless `device` is meta; not marked yet. fork: context in which random ones are
         drawn."""
         param = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=device))
-        if param.device.type != "meta":
-            self.fill(param, fork)
-            if self.quantizer is not None:
-                value, param = param, nn.Parameter(quantized(param, self.quantizer))
-                self._keep_init(param, value)
+        if param.device.type == "meta":
+            return param
+        if self.quantizer is not None:
+            param = nn.Parameter(quantized(param, self.quantizer))  # of no numbers yet
+        self.fill(param, fork)
         return param
 
     def mark(self, param: nn.Parameter) -> None:
@@ -98,7 +95,43 @@ class SpecModule(nn.Module):
     to_empty(), load_state_dict(assign=True). `_extra_state` may be absent from what it loads, as from torch's modules.
     """
 
-    _specs: dict[str, ParamSpec]
+    params_dtype: torch.dtype
+    _device: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._specs: dict[str, ParamSpec] = {}
+
+    def _fork(self) -> AbstractContextManager[Any]:
+        """The context in which random parameters are drawn."""
+        return nullcontext()
+
+    def _add_params(self, specs: dict[str, ParamSpec], adjacent: bool = False) -> None:
+        """New parameters. adjacent: of equal trailing shape, they share one block of memory, in order."""
+        self._specs.update(specs)
+        made = {name: spec.make(self.params_dtype, self._device, self._fork) for name, spec in specs.items()}
+        if adjacent and len(made) > 1 and not any(param.is_meta for param in made.values()):
+            block = torch.cat([param.detach() for param in made.values()])
+            for param, part in zip(made.values(), block.split([len(param) for param in made.values()]), strict=True):
+                param.data = part
+        for name, param in made.items():
+            self.register_parameter(name, param)
+        self._renewed()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Draws all parameters anew; those on the meta device come to life on the module's device."""
+        if flag("reset_parameters", "defer_init", defer_init):
+            return
+        device = default_device(None) if str(self._device) == "meta" else self._device
+        for name, spec in self._specs.items():
+            old = getattr(self, name)
+            if old.device.type == "meta" or (spec.quantizer is not None and not isinstance(old, QuantizedTensor)):
+                made = spec.make(old.dtype, device, self._fork)
+                made.requires_grad_(old.requires_grad)
+                self.register_parameter(name, made)
+            else:  # the optimizer may hold it
+                spec.fill(old, self._fork)
+        self._renewed()
 
     def _renewed(self) -> None:
         """After parameters may have been replaced; what stands for an absent bias follows them to their device."""
@@ -124,20 +157,6 @@ class SpecModule(nn.Module):
         self._renewed()
         if f"{prefix}_extra_state" in missing:
             missing.remove(f"{prefix}_extra_state")
-
-
-def reset(module: SpecModule, device: Any, fork: Callable[[], Any]) -> None:
-    """Draws the parameters anew; those on the meta device come to life on `device`, the module's."""
-    device = default_device(None) if str(device) == "meta" else device
-    for name, spec in module._specs.items():
-        old = getattr(module, name)
-        if old.device.type == "meta" or (spec.quantizer is not None and not isinstance(old, QuantizedTensor)):
-            made = spec.make(old.dtype, device, fork)
-            made.requires_grad_(old.requires_grad)
-            module.register_parameter(name, made)
-        else:  # the optimizer may hold it
-            spec.fill(old, fork)
-    module._renewed()
 
 
 def check_param(owner: str, spec: ParamSpec, name: str, param: Tensor, device: torch.device, packed: bool) -> None:
@@ -185,8 +204,6 @@ class _Join(torch.autograd.Function):
 
 def join(parts: tuple[Tensor, ...]) -> Tensor:
     """The parts concatenated along dim 0; without a copy where they lie together."""
-    if len(parts) == 1:
-        return parts[0]
     for part in parts:
         if type(part) is not nn.Parameter and (isinstance(part, QuantizedTensor) or hasattr(part, "placements")):
             raise RuntimeError(
@@ -194,19 +211,6 @@ def join(parts: tuple[Tensor, ...]) -> Tensor:
                 "in memory, so each must be a plain tensor; shard modules with fully_shard, quantize undivided weights"
             )
     return torch.cat(parts) if type(parts[0]) is FakeTensor else _Join.apply(*parts)
-
-
-def adjacent(
-    specs: dict[str, ParamSpec], dtype: torch.dtype, device: Any, fork: Callable[[], Any]
-) -> dict[str, nn.Parameter]:
-    """Parameters of equal trailing shape that share one block of memory, in order."""
-    made = {name: spec.make(dtype, device, fork) for name, spec in specs.items()}
-    if len(made) > 1 and not any(param.device.type == "meta" for param in made.values()):
-        block = torch.cat([param.detach() for param in made.values()])
-        rows = block.split([param.shape[0] for param in made.values()])
-        for param, part in zip(made.values(), rows, strict=True):
-            param.data = part
-    return made
 
 
 class WeightCache:
