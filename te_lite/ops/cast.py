@@ -70,10 +70,20 @@ def transform(
     row_scale, col_scale: fp32 [M], [N]: scales of row and col in place of s, and no scale_inv; row without a row_scale
     and without col takes col_scale.
     scale: fp32 [1]. amax: fp32 [P], P <= 1024; one of them with fp8_dtype, unless there are vectors. One read of the
-    source, one launch (two with bias_grad). op: the oracle, in its place. Errors: ValueError for fp8 without a layout.
+    source, one launch (two with bias_grad). op: the oracle, in its place. Errors: ValueError, TypeError for fp8 without a
+    layout or a scale, and for a scale that is not fp32.
     """
-    if fp8_dtype is not None and not (row or col):
-        raise ValueError(f"fp8_dtype {fp8_dtype} with row=False, col=False: ask for at least one layout")
+    if fp8_dtype is not None:
+        if not (row or col):
+            raise ValueError(f"fp8_dtype {fp8_dtype} with row=False, col=False: ask for at least one layout")
+        given = amax if scale is None else scale
+        if given is None and row_scale is None and col_scale is None:
+            raise ValueError(f"fp8_dtype {fp8_dtype} without a scale: pass scale, amax, row_scale or col_scale")
+        if given is not None and (given.dtype != torch.float32 or given.numel() > kernels.MOST_PARTIALS):
+            raise TypeError(
+                f"a scale or amax of {given.dtype} {tuple(given.shape)}: must be float32, at most "
+                f"{kernels.MOST_PARTIALS} elements; reduce it first"
+            )
     x, (m, n) = source.x, source.x.shape
     if source.kind == "act" and source.activation.glu:
         n //= 2

@@ -320,6 +320,16 @@ def test_fp8_without_a_layout_is_refused():
             function(S.plain(torch.zeros(4, 6)), fp8_dtype=E4M3, scale=torch.ones(1))
 
 
+@pytest.mark.parametrize(
+    "scales",
+    [{}, {"scale": torch.ones(1, dtype=torch.bfloat16)}, {"amax": torch.ones(1, dtype=torch.float64)},
+     {"amax": torch.ones(1025)}],
+)  # fmt: skip
+def test_fp8_without_a_scale_that_kernels_read_is_refused(scales):
+    with pytest.raises((TypeError, ValueError), match="scale"):
+        cast.transform(S.plain(torch.zeros(4, 6)), fp8_dtype=E4M3, row=True, **scales)
+
+
 def test_transpose_refuses_wider_types():
     with pytest.raises(ValueError, match="one-byte"):
         transpose.transpose(torch.zeros(4, 6))
