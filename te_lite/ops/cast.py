@@ -70,8 +70,8 @@ def transform(
     row_scale, col_scale: fp32 [M], [N]: scales of row and col in place of s, and no scale_inv; row without a row_scale
     and without col takes col_scale.
     scale: fp32 [1]. amax: fp32 [P], P <= 1024; one of them with fp8_dtype, unless there are vectors. One read of the
-    source, one launch (two with bias_grad). op: the oracle, in its place. Errors: ValueError, TypeError for fp8 without a
-    layout or a scale, and for a scale that is not fp32.
+    source, one launch (two with bias_grad). op: the oracle, in its place. Errors: ValueError, TypeError: fp8 without a
+    layout or a scale; a scale that is not fp32.
     """
     if fp8_dtype is not None:
         if not (row or col):
