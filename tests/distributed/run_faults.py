@@ -231,7 +231,7 @@ def cycles(device) -> None:
     te.destroy_ub()
     for cycle in range(60):
         if cycle % 5 == 4:
-            with mock.patch.object(userbuffers.Group, "_start", side_effect=bootstrap.BootstrapError("half-way")):
+            with mock.patch.object(userbuffers.Group, "_watch", side_effect=bootstrap.BootstrapError("half-way")):
                 try:
                     begin(MANY_TOKENS, 128, dist.group.WORLD, device, strict=True)
                 except bootstrap.BootstrapError:
