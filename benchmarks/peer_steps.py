@@ -32,7 +32,8 @@ RECIPES = {
     "current": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
 }
-PEERS = {"transformer_engine": "transformer_engine.pytorch", "torchao": "torchao.float8"}  # package -> what is used of it
+# Package -> what is used of it.
+PEERS = {"transformer_engine": "transformer_engine.pytorch", "torchao": "torchao.float8"}
 ERROR_SHAPE = Shape("error", 256, 256, 384)
 WARM_STEPS = 3  # before results are compared: delayed scaling's scales come from earlier steps
 SEED = 1234

@@ -15,7 +15,7 @@ recipe and a way of calling; its candidates are interleaved:
 
     over_te, over_gemms = median over rounds of te_lite's GPU time over the other's in the same round
     wall_over_te        = wall time over wall time
-    error_pct           = of a small case, the largest |out - oracle| / |oracle| of y, dx and the gradients; oracle: fp64
+    error_pct           = of a small case, the largest |out - oracle| / |oracle| of y, dx and the gradients, in fp64
 
 Backward runs on the calling thread for all. A row with an error above MAX_ERROR_PCT fails. So does the run where
 --total-limit is up before the last case; the file says what is missing.
@@ -105,15 +105,24 @@ def times_over(samples: dict[str, list[bench.Sample]], candidate: str, other: st
 
 def measure(case: Case, run: Run) -> list[dict]:
     """One row a candidate, interleaved."""
-    work: dict[str, object] = {}
+    found = builders(case, run.device, run.peers, run.compiled)
     rows: dict[str, dict] = {}
-    for name, build in builders(case, run.device, run.peers, run.compiled).items():
-        rows[name] = {**case.row(), "candidate": name, "error_pct": None, "error": None}
-        rows[name]["error_pct"], rows[name]["error"] = checked_error(run, name, case)
+    for name in found:
+        error_pct, said = checked_error(run, name, case)
+        rows[name] = {**case.row(), "candidate": name, "error_pct": error_pct, "error": said}
+    forget(list(found))  # of the modules whose results were checked, and of earlier cases
+    work: dict[str, object] = {}
+    for name, build in found.items():
         try:
             work[name] = build()
         except Exception as error:  # a row with its error, and the others run
             rows[name]["error"] = f"{type(error).__name__}: {error}"
+    time_rows(rows, work, case, run)
+    return list(rows.values())
+
+
+def time_rows(rows: dict[str, dict], work: dict[str, object], case: Case, run: Run) -> None:
+    """Puts the times of what was built into its row, and te_lite's ratios into its own."""
     candidates = [
         bench.Candidate(name, one.step, one.reset) if isinstance(one, ModuleStep) else bench.Candidate(name, one)
         for name, one in work.items()
@@ -133,7 +142,6 @@ def measure(case: Case, run: Run) -> list[dict]:
     ours |= {f"over_{other}": times_over(samples, "te_lite", other) for other in ("te", "gemms")}
     theirs = rows.get("te", {}).get("wall_us")
     ours["wall_over_te"] = ours["wall_us"] / theirs if ours.get("wall_us") and theirs else None
-    return list(rows.values())
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -144,7 +152,6 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def measured(args: argparse.Namespace, run: Run) -> tuple[list[dict], list[str]]:
     """(rows of all cases, sentences on those for which there was no time)."""
     rows: list[dict] = []
-    libraries = ["te_lite", *["te"] * ("transformer_engine" in run.peers)]
     todo = list(cases(args))
     with torch.autograd.set_multithreading_enabled(False):
         for done, case in enumerate(todo):
@@ -152,7 +159,6 @@ def measured(args: argparse.Namespace, run: Run) -> tuple[list[dict], list[str]]
                 after = " ".join(case.row().values())
                 return rows, [f"The time was up {len(todo) - done} cases before the end, at {after}."]
             rows += measure(case, run)
-            forget(libraries)
             if torch.device(args.device).type == "cuda":
                 torch.cuda.empty_cache()
     return rows, []
