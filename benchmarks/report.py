@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
 
+from benchmarks.result_files import BY_NAME
 from benchmarks.tables import gpu_mark, markdown, number, provenance, ratio, render_llama, render_peers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -296,7 +297,8 @@ def rendered(text: str, results: Path) -> str:
             raise ValueError(f"results:{name}: no such table; the names are {', '.join(RENDERERS)}")
         file, render = RENDERERS[name]
         content = load(results, file)
-        missing = f"Not measured yet: `python benchmarks/gpu_check.py` on a GPU writes benchmarks/results/{file}.json."
+        command = f"gpu_check.py --stages {file}" if file in BY_NAME else "gpu_check.py"
+        missing = f"Not measured yet: `python benchmarks/{command}` on a GPU writes the results file {file}.json."
         return f"{match.group(1)}\n{missing if content is None else render(content)}\n\n{match.group(4)}"
 
     return MARKED.sub(replace, text)

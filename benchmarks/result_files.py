@@ -33,6 +33,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "peers": ("shape", "module", "recipe", "call", "candidate"),
     "llama": ("library", "recipe", "compiled"),
 }
+BY_NAME = ("peers", "llama")  # gpu_check.py runs them only where --stages names them: they need other libraries
 Key = tuple[object, ...]
 _TREE_SKIPPED = {"__pycache__", "build"}
 _TREE_SKIPPED_SUFFIXES = (".pyc", ".so", ".o", ".egg-info")
