@@ -202,6 +202,7 @@ def chosen(args: argparse.Namespace, peers: dict[str, str]) -> Iterator[Way]:
 
 def measure(args: argparse.Namespace, peers: dict[str, str], stack: Stack) -> list[dict]:
     """A row a way. The first way, torch in bf16, is what the others are compared with."""
+    torch._dynamo.config.recompile_limit = 64  # several ways compile the same code
     base = build_model(stack, args.device)
     cuda = torch.device(args.device).type == "cuda"
     optimizer = torch.optim.AdamW(base.parameters(), lr=0.0, fused=cuda)
