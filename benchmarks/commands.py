@@ -1,20 +1,24 @@
-"""One command with a time limit, as benchmarks/gpu_check.py starts its stages."""
+"""One command with a time limit, as benchmarks/gpu_check.py starts its stages, and the row that comes of it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "TE_LITE_COMMAND"
+TAIL_LINES = 60
 GRACE_S = 15.0  # between the interrupt that lets pytest write its report and the kill
 SAFE_ENVIRONMENT = {
     # Multicast is not used by this library, and a multicast object left behind by a crash can take a host's
@@ -104,3 +108,35 @@ def read_junit(path: Path) -> dict[str, object]:
             failures.append(f"{case.get('classname')}::{case.get('name')}")
     counts["failures"] = failures
     return counts
+
+
+@dataclass
+class Stage:
+    """One row of gpu_check.json. status: passed, failed, timeout, skipped."""
+
+    stage: str
+    status: str
+    seconds: float = 0.0
+    command: str = ""
+    detail: dict = field(default_factory=dict)
+    tail: list[str] = field(default_factory=list)
+
+
+def portable(text: str, out: Path) -> str:
+    """`text` without this machine's folders: it goes into a file that others read."""
+    places = {sys.executable: "python", f"{ROOT}/": "", str(ROOT): ".", str(out): "OUT", sys.prefix: "PREFIX"}
+    for place, name in places.items():
+        text = text.replace(place, name)
+    return text
+
+
+def outcome(status: int | None) -> str:
+    return "timeout" if status is None else "passed" if status == 0 else "failed"
+
+
+def finished(
+    name: str, run: tuple[int | None, float, list[str]], command: Sequence[str], out: Path, detail: dict
+) -> Stage:
+    status, seconds, lines = run
+    tail = [portable(line, out) for line in lines[-TAIL_LINES:]]
+    return Stage(name, outcome(status), seconds, portable(shlex.join(command), out), detail, tail)

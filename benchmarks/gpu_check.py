@@ -1,6 +1,7 @@
 """Everything that needs a GPU, in one call: tests, benchmarks, training; results go to benchmarks/results/.
 
-    python benchmarks/gpu_check.py                                   # all stages
+    python benchmarks/gpu_check.py                                   # all stages but those of BY_NAME
+    python benchmarks/gpu_check.py --stages peers llama              # beside Transformer Engine and others
     python benchmarks/gpu_check.py --stages tests modules --workers 4
     python benchmarks/gpu_check.py --tree-hash $(git rev-parse HEAD:te_lite) --out results
 
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
@@ -35,7 +36,8 @@ import torch
 
 from benchmarks import result_files
 from benchmarks.check_logs import demo_mistakes, demo_numbers, training_numbers
-from benchmarks.commands import read_junit, run_command
+from benchmarks.commands import Stage, finished, read_junit, run_command
+from benchmarks.result_files import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -52,6 +54,8 @@ LIMITS_S |= {
     "matrix": 360.0,
     "matrix_tp2": 360.0,
     "random": 360.0,
+    "peers": 170.0,
+    "llama": 240.0,
 }
 BESIDE_TESTS = ("ranks", "training", "matrix", "matrix_tp2", "random", "memcheck", "demo")
 RANKS_WORKERS = 6  # of tests that start processes of their own
@@ -59,44 +63,11 @@ TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
 MAX_TP = 4
-TAIL_LINES = 60
-
-
-@dataclass
-class Stage:
-    """One row of gpu_check.json. status: passed, failed, timeout, skipped."""
-
-    stage: str
-    status: str
-    seconds: float = 0.0
-    command: str = ""
-    detail: dict = field(default_factory=dict)
-    tail: list[str] = field(default_factory=list)
 
 
 def limit(name: str, args: argparse.Namespace) -> float:
     """Seconds for the stage `name` that starts now."""
     return min(getattr(args, f"{name}_limit"), args.end - time.monotonic())
-
-
-def portable(text: str, out: Path) -> str:
-    """`text` without this machine's folders: it goes into a file that others read."""
-    places = {sys.executable: "python", f"{ROOT}/": "", str(ROOT): ".", str(out): "OUT", sys.prefix: "PREFIX"}
-    for place, name in places.items():
-        text = text.replace(place, name)
-    return text
-
-
-def finished(
-    name: str, run: tuple[int | None, float, list[str]], command: Sequence[str], out: Path, detail: dict
-) -> Stage:
-    status, seconds, lines = run
-    tail = [portable(line, out) for line in lines[-TAIL_LINES:]]
-    return Stage(name, outcome(status), seconds, portable(shlex.join(command), out), detail, tail)
-
-
-def outcome(status: int | None) -> str:
-    return "timeout" if status is None else "passed" if status == 0 else "failed"
 
 
 def ranks_tests_stage(args: argparse.Namespace) -> list[Stage]:
@@ -137,6 +108,13 @@ def benchmark_stage(name: str, args: argparse.Namespace) -> list[Stage]:
     # One card: a process that sees several keeps torch's backward thread (te_lite/modules/backward_thread.py).
     run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=visible(args).split(",")[0])
     return [finished(name, run, command, args.out, {})]
+
+
+def peer_stage(name: str, package: str, args: argparse.Namespace) -> list[Stage]:
+    """A benchmark that has nothing to compare with, or nothing to run, without another package."""
+    if importlib.util.find_spec(package) is None:
+        return [Stage(name, "skipped", detail={"reason": f"{package} is not installed"})]
+    return benchmark_stage(name, args)
 
 
 def gpu_count(args: argparse.Namespace) -> int:
@@ -248,6 +226,8 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "kernels": lambda args: benchmark_stage("kernels", args),
     "gemms": lambda args: benchmark_stage("gemms", args),
     "recipes": lambda args: benchmark_stage("recipes", args),
+    "peers": lambda args: peer_stage("peers", "transformer_engine", args),
+    "llama": lambda args: peer_stage("llama", "transformers", args),
     # What per-shard scales cost and save against an all-reduce of the amax.
     "per_shard": lambda args: ranks_stage(
         "per_shard", ["benchmarks/recipes.py", "--part", "per_shard", *script_options(args)], args
@@ -266,7 +246,8 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", nargs="+", default=list(RUNNERS), choices=list(RUNNERS))
+    usual = [name for name in RUNNERS if name not in BY_NAME]
+    parser.add_argument("--stages", nargs="+", default=usual, choices=list(RUNNERS), help="default: not BY_NAME")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results files")
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
 
@@ -82,15 +83,16 @@ def build_torch(module: str, shape: Shape, device: str) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.RMSNorm(shape.hidden, eps=1e-5, **where), linear)
 
 
-def build_te(module: str, shape: Shape, device: str) -> torch.nn.Module:
-    import te_lite as te
-
-    common = {"bias": False, "params_dtype": BF16, "device": device}
+def build_te(module: str, shape: Shape, device: str, te: Any = None, **options: object) -> torch.nn.Module:
+    """te: te_lite (default), or a library with its constructors. options: more of their arguments."""
+    if te is None:
+        import te_lite as te
+    options |= {"bias": False, "params_dtype": BF16, "device": device}
     if module == "Linear":
-        return te.Linear(shape.hidden, shape.ffn, **common)
+        return te.Linear(shape.hidden, shape.ffn, **options)
     if module == "LayerNormLinear":
-        return te.LayerNormLinear(shape.hidden, shape.ffn, normalization="RMSNorm", **common)
-    return te.LayerNormMLP(shape.hidden, shape.ffn, normalization="RMSNorm", activation="swiglu", **common)
+        return te.LayerNormLinear(shape.hidden, shape.ffn, normalization="RMSNorm", **options)
+    return te.LayerNormMLP(shape.hidden, shape.ffn, normalization="RMSNorm", activation="swiglu", **options)
 
 
 def recipe_context(recipe: str) -> Callable[[], contextlib.AbstractContextManager]:

@@ -13,8 +13,14 @@ import argparse
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
+
+from benchmarks.result_files import BY_NAME
+from benchmarks.tables import gpu_mark, markdown, number, provenance, ratio, render_llama, render_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -24,27 +30,6 @@ DOCUMENTS = tuple(ROOT / page for page in PAGES)
 MARKED = re.compile(r"(<!-- results:(\w+) -->\n)(.*?)(<!-- /results:\2 -->)", re.DOTALL)
 
 Key = tuple[str, str, str]  # shape, module, recipe
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
-    """A table whose first text_columns are left-aligned and whose others are numbers."""
-    rule = ["---"] * text_columns + ["---:"] * (len(header) - text_columns)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *rows))
-
-
-def number(value: float | None, digits: int = 0, mark: str = "") -> str:
-    return "" if value is None else f"{round(value, digits) + 0.0:.{digits}f}{mark}"  # + 0.0: no "-0"
-
-
-def ratio(a: float | None, b: float | None) -> str:
-    return number(a / b, 2) if a and b else ""
-
-
-def provenance(content: dict) -> str:
-    """Where the numbers below come from."""
-    where = f"{content['device']}, driver {content['driver']}, CUDA {content['cuda']}"
-    versions = f"torch {content['torch']}, triton {content['triton']}, Python {content['python']}"
-    return f"Measured {content['date'][:10]} on {where}, {versions}; te_lite tree `{content['tree'][:12]}`."
 
 
 def load(results: Path, name: str) -> dict | None:
@@ -74,11 +59,6 @@ def by_candidate(content: dict, candidate: str) -> dict[Key, dict]:
 def shapes_line(content: dict) -> str:
     shapes = (f"{s['name']} {s['tokens']}, {s['hidden']}, {s['ffn']}" for s in content["shapes"])
     return f"Shapes (tokens, hidden, ffn): {'; '.join(shapes)}."
-
-
-def gpu_mark(row: dict) -> str:
-    """An asterisk where the device caught up with the host in most samples: launch gaps may be in it."""
-    return "\\*" if row.get("exposed", 0) * 2 > row.get("samples", 0) else ""
 
 
 def module_keys(content: dict) -> list[Key]:
@@ -292,6 +272,8 @@ def render_check(content: dict) -> str:
 RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "modules": ("modules", render_modules),
     "summary": ("modules", render_summary),
+    "peers": ("peers", render_peers),
+    "llama": ("llama", render_llama),
     "kernels": ("kernels", render_kernels),
     "gemms": ("gemms", render_gemms),
     "recipes": ("recipes", render_recipes),
@@ -315,7 +297,8 @@ def rendered(text: str, results: Path) -> str:
             raise ValueError(f"results:{name}: no such table; the names are {', '.join(RENDERERS)}")
         file, render = RENDERERS[name]
         content = load(results, file)
-        missing = f"Not measured yet: `python benchmarks/gpu_check.py` on a GPU writes benchmarks/results/{file}.json."
+        command = f"gpu_check.py --stages {file}" if file in BY_NAME else "gpu_check.py"
+        missing = f"Not measured yet: `python benchmarks/{command}` on a GPU writes the results file {file}.json."
         return f"{match.group(1)}\n{missing if content is None else render(content)}\n\n{match.group(4)}"
 
     return MARKED.sub(replace, text)

@@ -18,6 +18,23 @@ from pathlib import Path
 import torch
 
 RESULT_FIELDS = ("name", "date", "device", "driver", "cuda", "torch", "triton", "python", "tree", "rows")
+_GEMM = ("op", "shape", "dtype", "m", "k", "n", "candidate")
+# Benchmark -> the columns that name a row.
+IDENTITY: dict[str, tuple[str, ...]] = {
+    "modules": ("shape", "module", "candidate", "recipe"),
+    "kernels": ("m", "n", "kernel"),
+    "gemms": ("m", "k", "n", "gemm"),
+    "recipes": ("recipe",),
+    "per_shard": ("tp", "recipe"),
+    "layer_gain": ("tokens", "in_features", "out_features", "recipe"),
+    "overlap": ("tp", "shape", "recipe", "method"),
+    "overlap_gemms": _GEMM,
+    "overlap_played": ("played", *_GEMM),
+    "peers": ("shape", "module", "recipe", "call", "candidate"),
+    "llama": ("library", "recipe", "compiled"),
+}
+BY_NAME = ("peers", "llama")  # gpu_check.py runs them only where --stages names them: they need other libraries
+Key = tuple[object, ...]
 _TREE_SKIPPED = {"__pycache__", "build"}
 _TREE_SKIPPED_SUFFIXES = (".pyc", ".so", ".o", ".egg-info")
 
@@ -101,6 +118,19 @@ def write_results(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return content
+
+
+def keyed(content: dict) -> dict[Key, dict]:
+    """The rows of a results file by their identity. ValueError where two rows have the same."""
+    if content["name"] not in IDENTITY:
+        raise ValueError(f"results of {content['name']!r}: no identity columns; add them to result_files.IDENTITY")
+    found: dict[Key, dict] = {}
+    for row in content["rows"]:
+        key = tuple(row[name] for name in IDENTITY[content["name"]])
+        if key in found:
+            raise ValueError(f"results of {content['name']!r}: two rows are {key}; name what tells them apart")
+        found[key] = row
+    return found
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

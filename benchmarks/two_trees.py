@@ -34,17 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 import torch
 
 from benchmarks import result_files
+from benchmarks.result_files import Key
 from benchmarks.trees import ROOT, environment, two_trees
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STAGES = ("modules", "kernels")
-IDENTITY = {"modules": ("shape", "module", "candidate", "recipe"), "kernels": ("m", "n", "kernel")}
 GPU_LIMIT, WALL_LIMIT = 1.01, 1.03  # of the medians over rows
 LEAST_PAIRS = 5
 NOTABLE = 1.03  # rows beyond it are named
 
 Row = dict[str, object]
-Key = tuple[object, ...]
 Run = dict[Key, Row]  # one process: identity -> row
 
 
@@ -130,8 +129,7 @@ def run_stage(stage: str, folder: Path, args: argparse.Namespace, out: Path, lef
     done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=left)
     if not path.exists():
         raise RuntimeError(f"{stage}.py of {folder} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
-    rows = json.loads(path.read_text())["rows"]
-    return {tuple(row[name] for name in IDENTITY[stage]): row for row in rows}
+    return result_files.keyed(json.loads(path.read_text()))
 
 
 def alternate(

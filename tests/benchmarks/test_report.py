@@ -114,7 +114,7 @@ def test_gpu_check_stops_a_command_at_its_limit(monkeypatch):
     command = [sys.executable, "-c", "import time\nprint('started', flush=True)\ntime.sleep(60)"]
     status, seconds, lines = gpu_check.run_command(command, 2.0, echo=False)
     assert status is None and seconds < 20 and lines[0] == "started"
-    assert gpu_check.outcome(status) == "timeout"
+    assert run_commands.outcome(status) == "timeout"
 
 
 def test_gpu_check_keeps_multicast_off():
@@ -195,6 +195,21 @@ def test_gpu_check_starts_ranks_where_there_are_some(tmp_path, monkeypatch):
     assert stage_rows(tmp_path, "--stages", "per_shard")[1][0]["status"] == "skipped" and not commands
     assert stage_rows(tmp_path, "--stages", "per_shard", "--ranks", "4")[1][0]["detail"] == {"tp": 4}
     assert "--nproc-per-node=4" in commands[0] and commands[0][-1] == "cpu"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_gpu_check_compares_with_peers_that_are_installed(tmp_path, monkeypatch, there):
+    commands = []
+    fake_commands(monkeypatch, lambda command: commands.append(command) or 0)
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: there or None)
+    status, rows = stage_rows(tmp_path, "--stages", "llama", "peers")
+    assert status == 0 and [row["stage"] for row in rows] == ["peers", "llama"]
+    if there:
+        assert [command[1] for command in commands] == ["benchmarks/peers.py", "benchmarks/llama.py"]
+    else:
+        assert not commands and [row["status"] for row in rows] == ["skipped"] * 2
+        assert rows[0]["detail"] == {"reason": "transformer_engine is not installed"}
+    assert not set(gpu_check.BY_NAME) & set(gpu_check.parse([]).stages)
 
 
 def test_gpu_check_ends_before_the_machine_does(tmp_path, monkeypatch):

@@ -1,0 +1,69 @@
+"""Tables of documents, as benchmarks/report.py puts them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
+    """A table whose first text_columns are left-aligned and whose others are numbers."""
+    rule = ["---"] * text_columns + ["---:"] * (len(header) - text_columns)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *rows))
+
+
+def number(value: float | None, digits: int = 0, mark: str = "") -> str:
+    return "" if value is None else f"{round(value, digits) + 0.0:.{digits}f}{mark}"  # + 0.0: no "-0"
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    return number(a / b, 2) if a and b else ""
+
+
+def provenance(content: dict) -> str:
+    """Where the numbers below come from."""
+    where = f"{content['device']}, driver {content['driver']}, CUDA {content['cuda']}"
+    versions = f"torch {content['torch']}, triton {content['triton']}, Python {content['python']}"
+    return f"Measured {content['date'][:10]} on {where}, {versions}; te_lite tree `{content['tree'][:12]}`."
+
+
+def gpu_mark(row: dict) -> str:
+    """An asterisk where the device caught up with the host in most samples: launch gaps may be in it."""
+    return "\\*" if row.get("exposed", 0) * 2 > row.get("samples", 0) else ""
+
+
+def render_peers(content: dict) -> str:
+    """A line for each shape, module, recipe and way of calling: te_lite beside the others of the same run."""
+    groups: dict[tuple[str, ...], dict[str, dict]] = {}
+    for row in content["rows"]:
+        key = (row["shape"], row["module"], row["recipe"], row["call"])
+        groups.setdefault(key, {})[row["candidate"]] = row
+    lines = []
+    for key, found in groups.items():
+        ours, theirs = (found.get(name, {}) for name in ("te_lite", "te"))
+        cells = [number(row.get("gpu_us"), mark=gpu_mark(row)) for row in (ours, theirs)]
+        cells += [number(ours.get("over_te"), 2)]
+        cells += [number(found.get(name, {}).get("gpu_us")) for name in ("torch", "gemms")]
+        cells += [number(ours.get("over_gemms"), 2)]
+        cells += [number(row.get(field)) for field in ("wall_us", "kept_mib") for row in (ours, theirs)]
+        cells += [number(row.get("error_pct"), 2) for row in (ours, theirs)]
+        lines.append([*key, *cells])
+    header = ["shape", "module", "recipe", "call", "te_lite us", "TE us", "te_lite / TE", "torch us", "GEMMs alone us"]
+    header += ["te_lite / GEMMs", *(f"{what}, {who}" for what in ("wall us", "MiB kept") for who in ("te_lite", "TE"))]
+    header += ["error %, te_lite", "error %, TE"]
+    left_out = "".join(f" {said}" for said in content["left_out"])
+    about = f"Transformer Engine {content['peers']['transformer_engine']}." if content["peers"] else ""
+    parts = [f"{provenance(content)} {about}{left_out}", markdown(header, lines, text_columns=4)]
+    if any(gpu_mark(row) for row in content["rows"]):
+        parts.append("\\* the device waited for the host in most samples: launch gaps are in this number.")
+    return "\n\n".join(parts)
+
+
+def render_llama(content: dict) -> str:
+    lines = []
+    for row in content["rows"]:
+        cells = [number(row.get("tokens_s")), number(row.get("of_bf16"), 2), number(row.get("peak_gib"), 1)]
+        lines.append([row["library"], row["recipe"], "yes" if row["compiled"] else "", *cells])
+    header = ["library", "recipe", "compiled", "tokens/s", "of bf16", "peak GiB"]
+    left_out = "".join(f" {said}" for said in content["left_out"])
+    about = f"{content['layers']} layers, {content['tokens']} tokens a step.{left_out}"
+    return f"{provenance(content)} {about}\n\n{markdown(header, lines, text_columns=3)}"
