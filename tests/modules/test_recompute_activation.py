@@ -1,6 +1,6 @@
 """LayerNormMLP(recompute_activation=True): backward computes activation(h) again, with the bits of the one not kept."""
 
-import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from te_lite.functional.plan import MainGrad
 from te_lite.modules.layernorm_mlp import MOST_COST, recomputation_cost
 from te_lite.quantize.per_tensor import FORMATS, Current, Delayed
 from te_lite.recipe import CustomRecipe
-from te_lite.testing.distributed import device_params
-from te_lite.testing.memory import bytes_kept, kept_tensors
+from te_lite.testing.distributed import device_params, launch, rank_device_params
+from te_lite.testing.memory import bytes_kept
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
 from tests.harness import FP8, OPTIONS, RECIPES, build, leaf, under
@@ -152,6 +152,11 @@ def test_a_quantizer_that_wgrad_alone_uses():
     compare(*(run(mlp(again), CustomRecipe(own_for_wgrad)) for again in (True, False)))
 
 
+@pytest.mark.parametrize("device", rank_device_params(2))
+def test_over_two_ranks(device):
+    launch(Path(__file__).with_name("ranks_recompute_activation.py"), "--device", device, ranks=2, timeout=240)
+
+
 def test_calibration_records_once():
     def call(module, x):
         with te.autocast(enabled=False, calibrating=True, recipe=te.recipe.DelayedScaling()):
@@ -239,29 +244,6 @@ def test_it_keeps_what_it_cannot_compute_again_for_less(setting, recipe):
 def test_fp8_keeps_no_more_than_bf16(recipe, tokens):
     padding = 16 * (K + 3 * FFN) if tokens % 16 else 0
     assert kept(True, recipe, tokens) <= kept(True, "bf16", tokens) + padding + 64
-
-
-# (hidden, ffn) -> most MiB at 8,192 tokens beside x and the weights
-GOALS = {(4096, 14336): 600, (8192, 7168): 420}
-
-
-@functools.cache
-def mib_at_full_size(features, recipe):
-    """On the meta device, with the default."""
-    module = te.LayerNormMLP(
-        *features, bias=False, normalization="RMSNorm", activation="swiglu", params_dtype=torch.bfloat16, device="meta"
-    )
-    x = torch.empty(8192, features[0], dtype=torch.bfloat16, device="meta", requires_grad=True)
-    with under(recipe):
-        found = kept_tensors(module(x))
-    own = {t.untyped_storage()._cdata for t in (x, *module.parameters())}
-    return sum(t.untyped_storage().nbytes() for t in found if t.untyped_storage()._cdata not in own) / 2**20
-
-
-@pytest.mark.parametrize("recipe", FP8)
-@pytest.mark.parametrize("features", GOALS, ids=str)
-def test_full_size(features, recipe):
-    assert mib_at_full_size(features, recipe) <= min(GOALS[features], mib_at_full_size(features, "bf16"))
 
 
 # the default
