@@ -157,6 +157,16 @@ def test_over_two_ranks(device):
     launch(Path(__file__).with_name("ranks_recompute_activation.py"), "--device", device, ranks=2, timeout=240)
 
 
+@pytest.mark.parametrize("recipe", FP8)
+def test_statistics_count_the_same(recipe):
+    found = []
+    for again in (True, False):
+        with te.collect_statistics() as stats:
+            run(mlp(again), recipe)
+        found.append({(row["operand"], row["format"]): row for row in stats.rows()})
+    assert found[0] == found[1] and len(found[0]) >= 6
+
+
 def test_calibration_records_once():
     def call(module, x):
         with te.autocast(enabled=False, calibrating=True, recipe=te.recipe.DelayedScaling()):
