@@ -11,14 +11,16 @@ from te_lite.functional.linear import Call, as_output, linear_backward, linear_f
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.activation import Activation
+from te_lite.ops.source import Source
 from te_lite.overlap.epilogues import Activate, ActivateGrad
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
     """h = norm(x) @ w1^T + b1;  y = activation(h) @ w2^T + b2 + residual; also norm(x) itself where the spec says so.
 
-    Kept for backward: x and the norm's statistics, norm(x) as fc1's GEMM read it, h, activation(h) as fc2's GEMM read
-    it. The gradient of h is never written in high precision under fp8: it is quantized as it is computed.
+    Kept for backward: x and the norm's statistics, norm(x) as fc1's GEMM read it, h, a = activation(h) as fc2's GEMM
+    read it; or just a's seed, where backward computes a again from h. The gradient of h is never written in high
+    precision under fp8: it is quantized as it is computed.
     """
 
     @forward_method
@@ -30,21 +32,24 @@ class LayerNormMLPFunction(torch.autograd.Function):
         operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         need_ln = bool(norm_saved)
         need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
+        a_again = need_h and need_w2 and plan2.recomputes_x
         want = plan2.x_from_gemm if activation.fused else ""
         epilogue = Activate(plan2.operands.fprop.a, activation, want if need_w2 or want != "fp8" else "")
         tokens, width = x.numel() // x.shape[-1], w2.shape[1]
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
-        if need_w2:
+        if need_w2 and not a_again:
             saved += plan2.bytes_saved(tokens * plan1.tp.size if plan1.gathers_x else tokens, width)
         keeps_w1 = need_ln and plan1.keeps_weight(saved, w1, call.cached[0])
         keeps_w2 = need_h and plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1])
         (h, a), kept1 = linear_forward(
             plan1, operand, w1, b1, (need_ln, need_w1), call.cached[0], epilogue, keeps_w1, None, for_dw
         )
-        y, kept2 = linear_forward(plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual)
+        y, kept2 = linear_forward(
+            plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual, x_again=a_again
+        )
         if call.grad:
             save(ctx, *kept1, w1, *kept2, w2, h if need_h else None, *norm_saved)
-            ctx.call, ctx.spec, ctx.activation = call, spec, activation
+            ctx.call, ctx.spec, ctx.activation, ctx.a_again = call, spec, activation, a_again
             ctx.needs, ctx.x_shape = (need_ln, need_w1, need_h, need_w2), x.shape
         return as_output(y, x.shape), norm_output(spec, call, ln)
 
@@ -52,7 +57,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dln_out: Tensor | None) -> tuple[Tensor | None, ...]:
         call, (need_ln, need_w1, need_h, need_w2) = ctx.call, ctx.needs
         plan1, plan2 = call.plans
-        x1, q1, w1, x2, q2, w2, h, *norm_saved = load(ctx)
+        x1, q1, w1, a, q2, w2, h, *norm_saved = load(ctx)
         grads = ctx.needs_input_grad
         needs, param2 = (need_h, need_w2, grads[9]), call.weights[1]
         needs1 = need_ln, need_w1, grads[7]
@@ -63,7 +68,10 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
             activate_grad = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, want, h)
         grad = quantize_grad(plan2, dy, param2.shape[1], needs)
-        dh, dw2, db2 = linear_backward(plan2, (x2, q2), w2, param2, grad, needs, activate_grad)
+        if ctx.a_again:
+            a = plan2.operands.wgrad.b.again(Source("act", h, activation=ctx.activation), a)
+        dh, dw2, db2 = linear_backward(plan2, (a, q2), w2, param2, grad, needs, activate_grad)
+        del a  # where it was computed again, nobody else holds it
         if need_h:
             grad, param1 = quantize_grad(plan1, dh, call.weights[0].shape[1], needs1), call.weights[0]
             del dh, activate_grad, h  # the size of h, not needed beside the products

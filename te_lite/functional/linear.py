@@ -22,7 +22,8 @@ from te_lite.quantize.quantizer import Quantizer
 from te_lite.quantize.tensor import QuantizedTensor
 
 # What a linear keeps for backward: its quantized input (a shard where the exchange gathers it again), or None where no
-# weight gradient is wanted; the quantized weight, cached or its col layout, or just the seed to quantize it again.
+# weight gradient is wanted; the quantized weight, cached or its col layout. Of either perhaps just the seed to quantize
+# it again.
 Kept = tuple[QTensor | None, QTensor | None]
 # A gradient y[M, N] quantized: for dgrad, for wgrad, and its sums over tokens, fp32 [N]; None where it is not wanted.
 Grad = tuple[QTensor | None, QTensor | None, Tensor | None]
@@ -54,16 +55,19 @@ def _quantize(
 def linear_forward(
     plan: LinearPlan, x: Operand, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None,
     epilogue: Epilogue | None = None, keeps_w: bool = False, residual: Tensor | None = None,
-    for_dw: Source | None = None,
+    for_dw: Source | None = None, x_again: bool = False,
 ) -> tuple[Any, Kept]:  # fmt: skip
     """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N] + residual, over the plan's ranks; or the epilogue's result of y.
 
     needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None. keeps_w: by
     plan.keeps_weight. residual[..., N]: of M rows. for_dw: x as wgrad's quantizer is to read it, where that is another
-    than fprop's and x is written for it.
+    than fprop's and x is written for it. x_again: keep x's seed alone, for backward quantizes x again.
     """
     (need_x, need_w), fprop = needs, plan.operands.fprop
+    need_w = need_w and not (x_again and plan.x_leaves_seed)
     xq, kept, wq = _quantize(plan, x, weight, need_w, cached, keeps_w, for_dw)
+    if x_again:
+        kept = (kept or xq).seed_only()
     bias = None if bias is None else bias.to(plan.dtype).contiguous()
     residual = None if residual is None else as_matrix(residual, plan.dtype)
     gemm = Gemm(wq, "row", plan.dtype, fprop.fast_accum, "te_lite.fprop", bias, residual, epilogue)

@@ -106,12 +106,13 @@ class LinearPlan:
 
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
+    recompute: the input had better be computed and quantized again than kept, where what it is computed from is kept.
     info: for the report, None where it shows no row. The rest follows from these.
     """
 
     def __init__(
         self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
-        keep_original: bool = False, info: PlanInfo | None = None,
+        keep_original: bool = False, info: PlanInfo | None = None, recompute: bool = False,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
         self.keep_original, self.info = keep_original, info
@@ -129,6 +130,9 @@ class LinearPlan:
         # Kept a byte an element: x; the weight, in either layout, with one scale for all.
         self.x_in_bytes = _is_bytes(wgrad.b.format) and not keep_original
         self.w_in_bytes = self.w_is_dgrads and _is_bytes(fprop.b.format)
+        self.recomputes_x = recompute and not sink.late  # wgrad after backward would need h until then
+        # fprop's quantized x leaves all that backward needs to quantize x again for wgrad.
+        self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
 
     def bytes_saved(self, tokens: int, features: int) -> int:
         """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""

@@ -82,6 +82,7 @@ class TeLiteModule(SpecModule):
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
         self._uncached: tuple[QTensor | None, ...] = (None,) * len(self.gemm_names)
+        self._recomputes = (False,) * len(self.gemm_names)  # LinearPlan's recompute, of each linear
         self._scatters = modes == ("row",)
         self._planned = UNPLANNED
         self._outer_input = "normalization" not in given or given["return_layernorm_output"]

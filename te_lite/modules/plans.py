@@ -89,4 +89,5 @@ def _build_plan(
     name, reason = short if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
     info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)
     parallel = parallel_linear(tp, exchanges)
-    return LinearPlan(operands, parallel, module._sinks[index], dtype, module.save_original_input, info)
+    recompute = module._recomputes[index]
+    return LinearPlan(operands, parallel, module._sinks[index], dtype, module.save_original_input, info, recompute)

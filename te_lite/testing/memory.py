@@ -77,7 +77,7 @@ def kept_tensors(*outputs: Tensor) -> list[Tensor]:
     for node in graph_nodes(*outputs):
         for tensor in _saved_by(node):
             if tensor.numel():
-                by_storage.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+                by_storage.setdefault(tensor.untyped_storage()._cdata, tensor)
     return list(by_storage.values())
 
 

@@ -1,5 +1,9 @@
 """Bytes kept for backward, per token and per parameter (requirements 11)."""
 
+import itertools
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -111,6 +115,60 @@ def test_nor_does_it_where_transposed_weights_may_stay(kind, recipe, setting):
     assert found[1] <= found[0] + 64
     if setting == "returned" and kind == LN_LINEAR:  # nothing is saved of it, so nothing stays for that
         assert found[1] <= m * (3 * K + 8) + 2 * N * K + SMALL
+
+
+def table(title):
+    """{first cell: {recipe: cell}} of the first table under a title of the page on a step."""
+    text = (Path(te.__file__).parents[1] / "docs/reference/step.md").read_text().partition(f"{title}\n")[2]
+    head, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in lines_of_table(text))
+    each = {first: zip(head[1:], cells, strict=True) for first, *cells in rows}
+    return {first: {name: cell for names, cell in pairs for name in names.split(", ")} for first, pairs in each.items()}
+
+
+def lines_of_table(text):
+    return itertools.takewhile(lambda line: line.startswith("|"), text[text.index("\n|") + 1 :].splitlines())
+
+
+TABLE = table("## What is kept")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("row", TABLE)
+def test_the_documented_bytes_a_token(row, recipe):
+    """On the meta device; tokens whose savings pay for no weight."""
+    kind, activation, again = (*row.split(", "), "", "")[:3]
+    options = {"recompute_activation": bool(again)} if kind == LN_MLP else {}
+    module = build(Spec(kind, activation=activation or "gelu"), 512, 1024, 1536, device="meta", **options)
+    found = []
+    for m in (128, 256):
+        x = torch.empty(m, 512, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        with under(recipe):
+            found.append(bytes_kept(module(x)))
+    formula = re.sub(r"(?<=\d) (?=[KF])", " * ", TABLE[row][recipe])
+    assert found[1] - found[0] == 128 * eval(formula, {"K": 512, "F": 1536})
+    bias_and_norm = 2 * (3 * 512 + 2 * 1536 + 1024)
+    rows = 4 * (512 + 1536) if recipe == "rowwise" else 0
+    weights = sum(p.numel() for name, p in module.named_parameters() if p.dim() == 2)
+    assert 2 * found[0] - found[1] <= 2 * weights + bias_and_norm + rows + 64
+
+
+MIB = table("with RMSNorm, swiglu and the default of `recompute_activation`:")
+MOST = {"4096, 14336": 600, "8192, 7168": 420}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("features", MIB)
+def test_the_documented_mib(features, recipe):
+    """By the default rule."""
+    k, ffn = map(int, features.split(", "))
+    module = build(Spec(LN_MLP, "RMSNorm", activation="swiglu", bias=False), k, ffn=ffn, device="meta")
+    x = torch.empty(8192, k, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with under(recipe):
+        found = kept_tensors(module(x))
+    own = {t.untyped_storage()._cdata for t in (x, *module.parameters())}
+    bytes = sum(t.untyped_storage().nbytes() for t in found if t.untyped_storage()._cdata not in own)
+    mib = {name: int(cell) for name, cell in MIB[features].items()}
+    assert round(bytes / 2**20) == mib[recipe] <= min(mib["bf16"], MOST[features])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
