@@ -8,8 +8,8 @@
 Calls on the same tree add up: `--stages tests modules kernels gemms recipes` on one GPU, the others on four.
 
 Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. Stages where no
-time is measured run beside each other and beside `tests`. With `--mark "gpu and not slow and not multigpu"` tests
-leaves out what needs several GPUs (`ranks`) or is marked slow (`matrix`, `matrix_tp2` and `random` are that).
+time is measured run beside each other and beside `tests`. On a GPU tests leaves out what needs none, which `make test`
+runs anywhere, what needs several (`ranks`) and what is marked slow (`matrix`, `matrix_tp2` and `random` are that).
 --total-limit ends the whole before a machine's own limit would. Exit status 1 when a test failed, none ran, or a stage
 failed or ran out of time.
 """
@@ -251,7 +251,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results files")
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--mark", default="not slow and not multigpu", help="pytest -m expression of `tests`")
+    parser.add_argument("--mark", help="pytest -m expression of `tests`")
     cores = os.cpu_count() or 1
     parser.add_argument(
         "--workers", type=int, default=max(1, cores * 7 // 16), help="pytest-xdist processes, where it is there"
@@ -267,6 +267,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.end = time.monotonic() + args.total_limit
     args.out = args.out.resolve()
+    args.mark = args.mark or f"{'gpu and ' if args.device.startswith('cuda') else ''}not slow and not multigpu"
     args.tree_hash = args.tree_hash or result_files.tree_hash(ROOT / "te_lite")
     return args
 
