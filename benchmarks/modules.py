@@ -236,6 +236,15 @@ def summary(rows: list[dict]) -> str:
     return "\n".join([result_files.text_table(header, lines), *errors])
 
 
+def chosen_shapes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Shape]:
+    """Those that --shapes names, of the device's; all where it is not given. Ends the program for an unknown name."""
+    known = SHAPES if torch.device(args.device).type == "cuda" else SMOKE_SHAPES
+    unknown = set(args.shapes or ()) - {shape.name for shape in known}
+    if unknown:
+        parser.error(f"--shapes {sorted(unknown)}: on {args.device} choose from {[s.name for s in known]}")
+    return [shape for shape in known if not args.shapes or shape.name in args.shapes]
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -248,11 +257,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for modules.json")
     host_profile.add_argument(parser)
     args = parser.parse_args(argv)
-    known = SHAPES if torch.device(args.device).type == "cuda" else SMOKE_SHAPES
-    unknown = set(args.shapes or ()) - {shape.name for shape in known}
-    if unknown:
-        parser.error(f"--shapes {sorted(unknown)}: on {args.device} choose from {[s.name for s in known]}")
-    args.shapes = [shape for shape in known if not args.shapes or shape.name in args.shapes]
+    args.shapes = chosen_shapes(parser, args)
     return args
 
 
