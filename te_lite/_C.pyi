@@ -1,6 +1,6 @@
 """What Python cannot do, in C++. Importing it opens no driver; the first call that needs one does."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Sequence_
 from typing import TypedDict
 
 class DriverInfo(TypedDict):
@@ -37,8 +37,8 @@ class FusedGemm:
         self, cubin: bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool
     ) -> None: ...
     def launch(
-        self, programs: int, stream: int, a: int, b: int, other: int, h: int, to: Sequence[int], act: Sequence[int],
-        act_t: Sequence[int], arguments: bytes,
+        self, programs: int, stream: int, a: int, b: int, other: int, h: int, to: Sequence_[int], act: Sequence_[int],
+        act_t: Sequence_[int], arguments: bytes,
     ) -> None:  # fmt: skip
         """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h), h may be 0. arguments: FusedArguments as it lies in
         memory. programs: even. RuntimeError when the driver refuses."""
@@ -183,17 +183,36 @@ class Cublaslt:
     def __init__(self, soname: str) -> None: ...
 
 class GemmPlan:
-    """out[m, n] = a[m, k] @ b[n, k]^T, prepared. Types as cudaDataType_t, scales as cublasLtMatmulMatrixScale_t.
+    """out[m, n] = a[m, k] @ b[n, k]^T, prepared. Types as cudaDataType_t, scales as cublasLtMatmulMatrixScale_t, -1 for
+    operands that have none.
 
-    bias: bias[n], of out's type, is added; accumulate: out is. alignment: bytes of which all addresses but those of the
-    scales are multiples. most_workspace: bytes that it may ask for. RuntimeError where cublasLt has no algorithm.
+    a_turned, b_turned: the operand lies as [k, m], [k, n]. bias: bias[n], of out's type, is added; accumulate: out is.
+    alignment: bytes of which all addresses but those of the scales are multiples. most_workspace: bytes that it may ask
+    for. RuntimeError where cublasLt has no algorithm.
     """
 
     workspace: int  # bytes that run() needs
 
     def __init__(
         self, library: Cublaslt, m: int, n: int, k: int, a_type: int, b_type: int, out_type: int, a_scale: int,
-        b_scale: int, bias: bool, fast: bool, accumulate: bool, alignment: int, most_workspace: int,
+        b_scale: int, a_turned: bool, b_turned: bool, bias: bool, fast: bool, accumulate: bool, alignment: int,
+        most_workspace: int,
     ) -> None: ...  # fmt: skip
     def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, stream: int) -> None:
         """Addresses, and a stream handle. Any thread may call it. RuntimeError where cublasLt refuses."""
+
+class Sequence:
+    """Kernels and products issued by one call, each address from one of so many slots."""
+
+    def __init__(self, slots: int) -> None: ...
+    def add_kernel(
+        self, kernel: Kernel, programs: int, values: tuple[int | float | None, ...],
+        patches: Sequence_[tuple[int, int, int]],
+    ) -> None:  # fmt: skip
+        """A launch of values, as Kernel.launch takes them. patches: (position in values, slot, offset in bytes)."""
+
+    def add_gemm(self, plan: GemmPlan, patches: Sequence_[tuple[int, int, int]]) -> None:
+        """A product. patches: (position among the seven addresses of GemmPlan.run, slot, offset); 0 elsewhere."""
+
+    def run(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """On the stream handle; an address for each slot. RuntimeError where the driver or cublasLt refuses."""

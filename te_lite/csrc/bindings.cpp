@@ -3,9 +3,35 @@
 
 #include <cstring>
 
-#include "launch.h"
-
 using namespace te_lite;
+
+namespace {
+
+uint64_t pack(char kind, PyObject* value) {
+  if (kind == 'p') return value == Py_None ? 0 : PyLong_AsUnsignedLongLong(value);
+  if (kind != 'f') return static_cast<uint64_t>(PyLong_AsLongLong(value));  // little-endian: int32 is the low half
+  const float number = static_cast<float>(PyFloat_AsDouble(value));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &number, sizeof number);
+  return bits;
+}
+
+}  // namespace
+
+std::vector<uint64_t> packed(const Kernel& kernel, const py::tuple& values) {
+  const std::string& kinds = kernel.kinds();
+  if (values.size() != kinds.size()) {
+    throw std::invalid_argument("a launch with " + std::to_string(values.size()) + " arguments: the kernel takes " +
+                                std::to_string(kinds.size()));
+  }
+  std::vector<uint64_t> arguments;
+  arguments.reserve(kinds.size());
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    if (kinds[i] != '-') arguments.push_back(pack(kinds[i], PyTuple_GET_ITEM(values.ptr(), i)));
+  }
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return arguments;
+}
 
 namespace {
 
@@ -25,29 +51,10 @@ py::dict driver_info() {
                   "devices"_a = devices);
 }
 
-uint64_t pack(char kind, PyObject* value) {
-  if (kind == 'p') return value == Py_None ? 0 : PyLong_AsUnsignedLongLong(value);
-  if (kind != 'f') return static_cast<uint64_t>(PyLong_AsLongLong(value));  // little-endian: int32 is the low half
-  const float number = static_cast<float>(PyFloat_AsDouble(value));
-  uint64_t bits = 0;
-  std::memcpy(&bits, &number, sizeof number);
-  return bits;
-}
-
 void launch(const Kernel& kernel, unsigned programs, uint64_t stream, const py::tuple& values) {
-  uint64_t arguments[kMostArguments];
-  const std::string& kinds = kernel.kinds();
-  if (values.size() != kinds.size()) {
-    throw std::invalid_argument("a launch with " + std::to_string(values.size()) + " arguments: the kernel takes " +
-                                std::to_string(kinds.size()));
-  }
-  int count = 0;
-  for (size_t i = 0; i < kinds.size(); ++i) {
-    if (kinds[i] != '-') arguments[count++] = pack(kinds[i], PyTuple_GET_ITEM(values.ptr(), i));
-  }
-  if (PyErr_Occurred()) throw py::error_already_set();
-  py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
-  kernel.launch(programs, stream, arguments, count);
+  std::vector<uint64_t> arguments = packed(kernel, values);
+  const py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
+  kernel.launch(programs, stream, arguments.data(), static_cast<int>(arguments.size()));
 }
 
 }  // namespace
@@ -63,4 +70,5 @@ PYBIND11_MODULE(_C, m) {
   bind_userbuffers(m);
   bind_gemm_fused(m);
   bind_cublaslt(m);
+  bind_sequence(m);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.plan import LinearPlan
+from te_lite.functional.recordings import Body
 from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import ranged
@@ -159,6 +161,27 @@ class Call:
     note: Any = None
 
 
+def recorded_forward(
+    call: Call, decided: tuple, x: Tensor, others: tuple[Any, ...], body: Body
+) -> Sequence[Any]:  # fmt: skip
+    """Recordings.run of a module's forward. others: what it reads beside x and call.cached."""
+    cached = [t for q in call.cached if q is not None for t in q.tensors]
+    recordings: Any = call.plans[0].recordings
+    for plan in call.plans:
+        plan.parallel.rows = x.numel() // max(1, x.shape[-1])
+    return recordings.run(("forward", decided), (x, *others, *cached), body)
+
+
+def recorded_backward(
+    call: Call, decided: tuple, dy: Tensor, saved: list[Tensor | None], body: Body
+) -> Sequence[Any]:  # fmt: skip
+    """Recordings.run of a module's backward. saved: by load()."""
+    written = [plan.sink.where(weight) for plan, weight in zip(call.plans, call.weights, strict=True)]
+    inputs = dy, *[target for target, _ in written], *saved
+    recordings: Any = call.plans[0].recordings
+    return recordings.run(("backward", decided, *[how for _, how in written]), inputs, body)
+
+
 PLAIN = (Tensor, torch.nn.Parameter)  # what is read without asking for its class
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
 
@@ -216,6 +239,29 @@ def residual_grad(dy: Tensor) -> Tensor:
     return dy.dequantize() if isinstance(dy, QuantizedTensor) else dy
 
 
+def _forward(
+    plan: LinearPlan, x: Operand, needs: tuple[bool, bool], cached: QTensor | None, weight: Tensor,
+    bias: Tensor | None, residual: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """linear_forward()'s results side by side."""
+    y, kept = linear_forward(plan, x, weight, bias, needs, cached, residual=residual)
+    return y, *kept
+
+
+def _backward(
+    plan: LinearPlan, kept: Any, weight: Any, original: Tensor | None, param: Tensor, dy: Tensor,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Any, Tensor | None, Tensor | None]:  # fmt: skip
+    """linear_backward() of dy. original: x[..., K], where it was kept in place of what wgrad reads of it."""
+    if original is not None:
+        quantizer = plan.operands.wgrad.b
+        by_row = quantizer.format.col_from_row
+        x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
+        kept = x, kept[1]
+    grad = quantize_grad(plan, dy, param.shape[1], needs)
+    return linear_backward(plan, kept, weight, param, grad, needs)
+
+
 class LinearFunction(torch.autograd.Function):
     """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N].
 
@@ -224,28 +270,32 @@ class LinearFunction(torch.autograd.Function):
 
     @forward_method
     def forward(ctx: Any, call: Call, x: Tensor, *params: Any) -> Tensor:
-        (plan,), (weight, bias, residual) = call.plans, params
-        need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
+        (plan,), weight, (cached,) = call.plans, params[0], call.cached
+        needs = need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
         operand = as_operand(x, plan, grad=False)
-        y, kept = linear_forward(plan, operand, weight, bias, (need_x, need_w), call.cached[0], residual=residual)
+        body = partial(_forward, plan, operand, needs, cached, *params)
+        if plan.recordings is None or not isinstance(operand, Source):
+            y, *kept = body()
+        else:
+            y, *kept = recorded_forward(call, needs, operand.x, params, body)
         if call.grad:
             original = x if need_w and plan.keep_original else None
             save(ctx, *kept, weight if need_x or need_w else None, original)
-            ctx.call, ctx.needs, ctx.x_shape = call, (need_x, need_w), x.shape
+            ctx.call, ctx.needs, ctx.x_shape = call, needs, x.shape
         return as_output(y, x.shape, call.output, plan)
 
     @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call, (need_x, need_w), grads = ctx.call, ctx.needs, ctx.needs_input_grad
-        (plan,) = call.plans
-        x, w, weight, original = load(ctx)
-        if original is not None:
-            quantizer = plan.operands.wgrad.b
-            by_row = quantizer.format.col_from_row
-            x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
-        param, needs = call.weights[0], (need_x, need_w, grads[3])
-        grad = quantize_grad(plan, dy, param.shape[1], needs)
-        dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs)
+        call, grads = ctx.call, ctx.needs_input_grad
+        (plan,), (param,), ((*kept, weight, original), saved) = call.plans, call.weights, load(ctx)
+        needs = *ctx.needs, grads[3]
+        body = partial(_backward, plan, kept, weight, original, param, dy, needs)
+        if plan.recordings is None or dy.__class__ is not Tensor:
+            dx, dw, db = body()
+        else:
+            dx, dw, db = recorded_backward(call, needs, dy, saved, body)
+        if ctx.needs[1] and plan.sink.answers:
+            dw = plan.sink.answer(param, dw)
         if call.pools is not None:
             call.pools.close(call.first)
         if dx is not None:

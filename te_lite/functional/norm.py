@@ -65,8 +65,12 @@ def norm_source(
         operand = Source("norm", flat, None, mean, rstd, gamma, beta, spec.zero_centered, amax=amax)
         if not (gamma.is_contiguous() and (beta is None or beta.is_contiguous())):
             source.norm(flat, mean, rstd, gamma, beta)  # refuses them
-    wanted = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
-    return operand, written, (flat, mean, rstd, gamma) if wanted and call.grad else (), out
+    return operand, written, (flat, mean, rstd, gamma), out
+
+
+def norm_wanted(call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None) -> bool:
+    """Whether the norm will have a backward."""
+    return call.grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
 
 
 def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:

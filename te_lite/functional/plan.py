@@ -13,39 +13,52 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.parallel import Unsplit
-from te_lite.ops.nvtx import ranged
+from te_lite.functional.recordings import WANTED, Recordings
+from te_lite.ops.nvtx import ENABLED, ranged
 from te_lite.ops.transpose import PAD
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
 
 
 class WgradSink:
-    """What becomes of a weight gradient: returned to autograd, in the weight's dtype. late: after backward."""
+    """What becomes of a weight gradient: returned to autograd, in the weight's dtype. late: after backward. answers:
+    autograd is to get what answer() gives."""
 
-    late = False
+    late = answers = False
 
     @ranged("te_lite.wgrad")
     def __call__(self, weight: Tensor, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
-        """dw[N, K] = dy.col[N, M] @ x.col[K, M]^T, put where it belongs; returns what autograd gets for the weight.
+        """dw[N, K] = dy.col[N, M] @ x.col[K, M]^T, put where it belongs; None where that is no tensor of its own.
 
         weight: the parameter itself, not what autograd saved of it: under saved-tensor hooks that is another tensor.
         """
         return matmul(dy, "col", x, "col", weight.dtype, fast_accum=fast_accum)
 
+    def where(self, weight: Tensor) -> tuple[Tensor | None, bool]:
+        """(what a call writes to beside its result, whether that is overwritten)."""
+        return None, False
+
+    def answer(self, weight: Tensor, dw: Tensor | None) -> Tensor | None:
+        """What autograd gets for the weight in place of the result dw of the call, which is over."""
+        return dw
+
 
 class MainGrad(WgradSink):
     """Accumulated into weight.main_grad (overwritten where weight.overwrite_main_grad): Megatron's contract."""
 
+    answers = True
+
     @ranged("te_lite.wgrad")
-    def __call__(self, weight: Any, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
+    def __call__(self, weight: Any, fast_accum: bool, dy: QTensor, x: QTensor) -> None:
         if getattr(weight, "overwrite_main_grad", False):
             weight.main_grad.zero_()
         matmul_accumulate_(weight.main_grad, dy, x, fast_accum)
-        return self.answer(weight)
 
-    @staticmethod
-    def answer(weight: Tensor) -> Tensor | None:
-        """What autograd gets: a dummy where Megatron's hooks look for a gradient, else None."""
+    def where(self, weight: Any) -> tuple[Tensor | None, bool]:
+        return weight.main_grad, getattr(weight, "overwrite_main_grad", False)
+
+    def answer(self, weight: Any, dw: Tensor | None) -> Tensor | None:
+        """A dummy where Megatron's hooks look for a gradient, else None."""
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
@@ -63,7 +76,7 @@ class DelayedWgrads(WgradSink):
     late = True
 
     def __init__(self, sink: WgradSink, copies_dy: bool, copies_x: bool) -> None:
-        self.sink, self.copies_dy, self.copies_x = sink, copies_dy, copies_x
+        self.sink, self.copies_dy, self.copies_x, self.answers = sink, copies_dy, copies_x, sink.answers
         self.queue: deque[Callable[[], None]] = deque()
 
     def __call__(self, weight: Tensor, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
@@ -80,7 +93,10 @@ class DelayedWgrads(WgradSink):
                 weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 
         self.queue.append(run)
-        return None if not isinstance(self.sink, MainGrad) else MainGrad.answer(weight)
+        return None
+
+    def answer(self, weight: Tensor, dw: Tensor | None) -> Tensor | None:
+        return self.sink.answer(weight, dw)
 
     def run_next(self) -> bool:
         """Computes the oldest weight gradient that was put off; False when there is none."""
@@ -133,6 +149,15 @@ class LinearPlan:
         self.recomputes_x = recompute and not sink.late  # wgrad after backward would need h until then
         # fprop's quantized x leaves all that backward needs to quantize x again for wgrad.
         self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
+        # Of the module's bodies, where their launches follow from shapes: of its first linear's plan, see record().
+        self.recordings: Recordings | None = None
+
+    @property
+    def recordable(self) -> bool:
+        """Whether nothing but te_lite's own kernels and cublasLt runs for this linear, on one rank's GPU alone."""
+        gemms = self.operands.fprop, self.operands.dgrad, self.operands.wgrad
+        own = all(vars(type(q)).get("recordable") for gemm in gemms for q in (gemm.a, gemm.b))
+        return WANTED and not ENABLED and own and type(self.parallel) is Unsplit and not self.sink.late
 
     def bytes_saved(self, tokens: int, features: int) -> int:
         """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""

@@ -5,7 +5,7 @@ It goes through autograd's save_for_backward, so that saved-tensor hooks, checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from itertools import islice
 from typing import Any
@@ -41,43 +41,61 @@ def backward_method(method: Callable) -> Any:
     return staticmethod(once_differentiable(without_amp(method)))
 
 
-def save(ctx: Any, *items: QTensor | Tensor | None) -> None:
-    """Keeps `items` for load(ctx). Memory that belongs to a userbuffer is refused: peers write there."""
+Item = QTensor | Tensor | None
+Shells = list[Any]  # of each QTensor what it has beside tensors; None for a Tensor
+
+
+def taken_apart(items: Iterable[Item]) -> tuple[list[Tensor | None], Shells]:
+    """The tensors of `items`, and what put_together() makes of them the items again."""
     tensors: list[Tensor | None] = []
-    shells: list[Any] = []  # of each QTensor; None for a Tensor
-    ctx.shells = shells
+    shells: Shells = []
     for item in items:
-        if not isinstance(item, QTensor):
+        if isinstance(item, QTensor):
+            tensors += (item.row, item.row_scale, item.col, item.col_scale, item.seed)
+            shells.append((item.format, item.shape, item.dtype))
+        else:
             tensors.append(item)
             shells.append(None)
-            continue
-        if item.borrowed:
+    return tensors, shells
+
+
+def put_together(shells: Shells, tensors: Iterable[Tensor | None]) -> list[Any]:
+    """The items of taken_apart()."""
+    each = iter(tensors)
+    return [next(each) if shell is None else QTensor(*shell, *islice(each, 5)) for shell in shells]
+
+
+def save(ctx: Any, *items: Item) -> None:
+    """Keeps `items` for load(ctx). Memory that belongs to a userbuffer is refused: peers write there."""
+    for item in items:
+        if isinstance(item, QTensor) and item.borrowed:
             raise RuntimeError(
                 f"a borrowed tensor of shape {item.shape} would be kept for backward: it lies in a userbuffer that "
                 "peers overwrite; copy it first"
             )
-        tensors += (item.row, item.row_scale, item.col, item.col_scale, item.seed)
-        shells.append((item.format, item.shape, item.dtype))
+    tensors, ctx.shells = taken_apart(items)
     ctx.save_for_backward(*tensors)
 
 
-def load(ctx: Any) -> list[Any]:
-    """The items of save(ctx, ...), in order. Of QTensors, which saved-tensor hooks may have put anywhere, data and
-    scales are where cuBLAS can read them. Autograd checks versions of what it saved; a joined weight has one of its
-    own, whatever is written to its parts."""
+def load(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
+    """The items of save(ctx, ...), in order, and their tensors. Of QTensors, which saved-tensor hooks may have put
+    anywhere, data and scales are where cuBLAS can read them. Autograd checks versions of what it saved; a joined weight
+    has one of its own, whatever is written to its parts."""
     if ctx.call.parts and any(ctx.needs) and tuple([part._version for part in ctx.call.parts]) != ctx.call.versions:
         raise RuntimeError(
             "a split weight was written to between forward and backward, which still needed it; run backward before "
             "the optimizer's step"
         )
-    tensors, items = iter(ctx.saved_tensors), []
+    tensors, at, items = list(ctx.saved_tensors), 0, []
     for shell in ctx.shells:
         if shell is None:
-            items.append(next(tensors))
+            items.append(tensors[at])
+            at += 1
             continue
-        parts = list(islice(tensors, 5))
-        for i, part in enumerate(parts[:4]):
-            if part is not None and part.is_cuda:
-                parts[i] = placed(part)
-        items.append(QTensor(*shell, *parts))
-    return items
+        for i in range(at, at + 4):
+            part = tensors[i]
+            if part is not None and part.is_cuda and part.data_ptr() % 16:
+                tensors[i] = placed(part)
+        items.append(QTensor(*shell, *tensors[at : at + 5]))
+        at += 5
+    return items, tensors

@@ -93,7 +93,7 @@ class GatherLinears(torch.autograd.Function):
 
     @backward_method
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        call, (need_x, *need_ws), n, saved = ctx.call, ctx.needs, len(dys), load(ctx)
+        call, (need_x, *need_ws), n, saved = ctx.call, ctx.needs, len(dys), load(ctx)[0]
         terms, wgrads, dbs, firsts = list[Any](), list[Any](), list[Tensor | None](), [None, None]
         for i, plan in enumerate(call.plans):
             w, weight, param = saved[2 * i + 1], saved[2 * n + i], call.weights[i]

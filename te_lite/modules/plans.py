@@ -12,6 +12,7 @@ from torch import Tensor
 from te_lite.autocast import Pass, State
 from te_lite.functional.parallel import parallel_linear
 from te_lite.functional.plan import LinearPlan, PlanInfo
+from te_lite.functional.recordings import Recordings
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
 from te_lite.overlap.userbuffers import exchanges_for
@@ -42,6 +43,8 @@ def build_plans(
     module._quantized = any(isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False))
     Pass.any_module = True
     plans = tuple(_build_plan(module, i, recipe, state, dtype, weight, strict) for i, weight in enumerate(weights))
+    if weights[0].is_cuda and all(plan.recordable for plan in plans):
+        plans[0].recordings = Recordings(max(weight.numel() for weight in weights))
     with PLANNED_LOCK:
         PLANNED[module] = plans
     return plans

@@ -1,4 +1,4 @@
-"""fp8 GEMMs by cublasLt itself, the one that torch has loaded: out[M, N] = a[M, K] @ b[N, K]^T.
+"""GEMMs by cublasLt itself, the one that torch has loaded: out[M, N] = a[M, K] @ b[N, K]^T.
 
 torch makes descriptors and asks for an algorithm at each call. Here they are kept for each problem, in
 csrc/cublaslt.cpp. The algorithm is the heuristic's first, asked for as torch asks, so the bits are those of torch's
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops.flops import launched
+from te_lite.ops.recorder import OPEN
 
 # How operands are scaled, a's and b's: cublasLtMatmulMatrixScale_t.
 TENSOR, ROWS, BLOCKS, SQUARES = (0, 0), (3, 3), (4, 4), (4, 5)  # SQUARES: of 128 x 128 in b
+UNSCALED = (-1, -1)  # 16-bit operands
 _TYPES = {  # cudaDataType_t
     torch.float32: 0,
     torch.float16: 2,
@@ -41,12 +43,15 @@ def library(device: torch.device) -> _C.Cublaslt | None:
 
 def _plan(key: tuple) -> _C.GemmPlan | None:
     """None: cublasLt does not compute this product. A problem once, so that its answer is kept."""
-    device, (m, k), (n, _), *types, (a_scale, b_scale), bias, fast, accumulate, align = key
+    device, (m, k), (n, _), *types, (a_scale, b_scale), turned_a, turned_b, bias, fast, accumulate, align = key
     lt, plan = library(device), None
     if lt is not None and _TYPES.keys() >= set(types) and m * n * k:
         a, b, out = (_TYPES[dtype] for dtype in types)
         with suppress(RuntimeError):
-            plan = _C.GemmPlan(lt, m, n, k, a, b, out, a_scale, b_scale, bias, fast, accumulate, align, _MOST_WORKSPACE)
+            plan = _C.GemmPlan(
+                lt, m, n, k, a, b, out, a_scale, b_scale, turned_a, turned_b, bias, fast, accumulate, align,
+                _MOST_WORKSPACE,
+            )  # fmt: skip
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
     _PLANS[key] = plan
@@ -54,25 +59,31 @@ def _plan(key: tuple) -> _C.GemmPlan | None:
 
 
 def product(
-    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, scaled: tuple[int, int],
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, scaled: tuple[int, int],
     bias: Tensor | None = None, fast: bool = False, accumulate: bool = False,
 ) -> bool:  # fmt: skip
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), or out += that. False where cublasLt does not compute it: nothing is
     written then.
 
-    a, b: fp8. scaled: one of the pairs above, by a_scale and b_scale as cublasLt reads them. bias: of out's
-    dtype. fast: sums are not promoted to fp32 as they grow. accumulate: out is fp32; cublasLt rounds a product that it
-    adds to 16 bits before it adds.
+    a, b: fp8; or of 16 bits, UNSCALED, and then perhaps views .t() of contiguous matrices. scaled: one of the pairs
+    above, by a_scale and b_scale as cublasLt reads them. bias: of out's dtype. fast: sums are not promoted to fp32 as
+    they grow. accumulate: out is fp32; cublasLt rounds a product that it adds to 16 bits before it adds.
     """
     device, at, last = out.device, out.data_ptr(), 0 if bias is None else bias.data_ptr()
     left, right = a.data_ptr(), b.data_ptr()
     low = (at | left | right | last) & 255
-    if low & 15 or not (out.is_contiguous() and a.is_contiguous() and b.is_contiguous()):
+    turned_a, turned_b = not a.is_contiguous(), not b.is_contiguous()
+    if low & 15 or not out.is_contiguous():
+        return False
+    if (turned_a or turned_b) and (
+        scaled is not UNSCALED or (turned_a and not a.t().is_contiguous()) or (turned_b and not b.t().is_contiguous())
+    ):
         return False
     if not out.is_cuda or device.index != torch._C._cuda_getDevice():
         return False
     types = a.dtype, b.dtype, out.dtype
-    key = (device, a.shape, b.shape, *types, scaled, bias is not None, fast, accumulate, 16 if low else 256)
+    align = 16 if low else 256
+    key = (device, a.shape, b.shape, *types, scaled, turned_a, turned_b, bias is not None, fast, accumulate, align)
     plan = _PLANS.get(key)
     if plan is None and key not in _PLANS:
         plan = _plan(key)
@@ -82,10 +93,13 @@ def product(
     # Of this call and stream alone, so that streams and CUDA graphs do not meet in it; kept until the call is issued.
     space = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     workspace = 0 if space is None else space.data_ptr()
+    scales = (0, 0) if a_scale is None or b_scale is None else (a_scale.data_ptr(), b_scale.data_ptr())
     try:
-        plan.run(left, right, at, a_scale.data_ptr(), b_scale.data_ptr(), last, workspace, stream)
+        plan.run(left, right, at, *scales, last, workspace, stream)
     except RuntimeError:  # the heuristic may accept what the call refuses
         _PLANS[key] = None
         return False
+    if OPEN.recorder is not None:
+        OPEN.recorder.gemm(plan, (a, b, out, a_scale, b_scale, bias, space))
     launched(a, b)
     return True

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from te_lite.ops.cublaslt import TENSOR, product
+from te_lite.ops.cublaslt import TENSOR, UNSCALED, product
 from te_lite.ops.flops import counts_product
-from te_lite.ops.registry import FakeTensor, Op, register
+from te_lite.ops.recorder import OPEN
+from te_lite.ops.registry import FakeTensor, Op, register, unwatched
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -139,6 +140,27 @@ def gemm_ref(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: T
     return (out if bias is None else out + bias.float()).to(out_dtype or a.dtype)
 
 
+def reduces_low() -> bool:
+    """Whether partial sums of a 16-bit product may be of 16 bits: torch's default, and cublasLt's."""
+    return torch._C._get_cublas_allow_bf16_reduced_precision_reduction() in (True, (True, True))
+
+
+def _gemm_cuda(
+    a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None
+) -> Tensor | None:  # fmt: skip
+    """gemm() by cublasLt itself, of 16-bit operands where nobody watches torch's ops; None where that cannot."""
+    seen = OPEN.recorder is None and not unwatched()
+    if (
+        seen
+        or not reduces_low()
+        or (out is not None and out.dtype != dtype)
+        or (bias is not None and bias.dtype != dtype)
+    ):
+        return None
+    made = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
+    return made if product(made, a, b, None, None, UNSCALED, bias) else None
+
+
 def gemm(
     a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -147,6 +169,9 @@ def gemm(
     fp32 accumulation. a and b have the same dtype (torch raises RuntimeError otherwise); a bias of another
     dtype than the output's is cast to it. out: where to write it, of the dtype asked for.
     """
+    made = _gemm_cuda(a, b, out_dtype or a.dtype, bias, out) if a.is_cuda and a.dtype in _LOW else None
+    if made is not None:
+        return made
     if out_dtype is None or out_dtype == a.dtype:
         if bias is None:
             return torch.mm(a, b.t(), out=out)
@@ -178,6 +203,9 @@ def _addmm_widens(device: torch.device) -> bool:
 
 def _gemm_accumulate_cuda(out: Tensor, dy: Tensor, x: Tensor) -> None:
     dy_t = dy.t()
+    if dy.dtype in _LOW and out.dtype == torch.float32 and reduces_low():
+        if product(out, dy_t, x.t(), None, None, UNSCALED, accumulate=True):
+            return
     if out.dtype == dy.dtype:
         out.addmm_(dy_t, x)
     elif dy.dtype not in _LOW:

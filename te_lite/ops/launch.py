@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from te_lite import _C
+from te_lite.ops.recorder import OPEN
 
 _COMPILED: dict[tuple | None, Any] = {}
 _KERNELS: dict[int, Any] = {}  # by id, which no other kernel can get while one is held here
@@ -79,7 +80,9 @@ def launch(
         if address is not None:
             bits |= address
     key = None if bits & 15 else (id(kernel), device, types, numbers, constants, num_warps, registers)
-    ready = _COMPILED.get(key)
+    ready, recorder = _COMPILED.get(key), OPEN.recorder
+    if recorder is not None:
+        recorder.kernel(ready, programs, (*unaligned, *tensors), (*numbers, *constants), len(unaligned))
     if ready is not None:
         ready.launch(programs, torch._C._cuda_getCurrentRawStream(device.index), (*addresses, *numbers, *constants))
         return

@@ -39,6 +39,7 @@ def makes_data(device: torch.device) -> bool:
     return device.type != "meta" and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
+_OPS: dict[torch._ops.OpOverload, Op] = {}
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
@@ -90,4 +91,11 @@ def register(
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return Op(getattr(getattr(torch.ops, NAMESPACE), name).default, cpu, cuda)
+    op = Op(getattr(getattr(torch.ops, NAMESPACE), name).default, cpu, cuda)
+    _OPS[op.overload] = op
+    return op
+
+
+def implementation(overload: torch._ops.OpOverload) -> Op | None:
+    """The op of te_lite that a dispatch mode sees as `overload`."""
+    return _OPS.get(overload)

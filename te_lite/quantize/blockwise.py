@@ -83,6 +83,8 @@ SQUARES = BlockFormat(col_from_row=True, square=True)
 class Blocks(Quantizer):
     """Each block by its own amax, by row and by column from the same high-precision values."""
 
+    recordable: ClassVar[bool] = True
+
     format: BlockFormat
     fused: bool = True
     pow2: bool = True

@@ -17,6 +17,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.delayed import FP32_MAX, delayed_update
+from te_lite.ops.recorder import OPEN
 from te_lite.ops.registry import capturing, makes_data
 from te_lite.quantize import replay
 from te_lite.watch import all_reduce_max
@@ -97,7 +99,10 @@ class ScaleState:
             return scale, self.amax_at(slot)
         pool = self.pool
         pool.touched = True
-        return pool.scales[self.offset + slot], self._amax[slot]
+        taken = pool.scales[self.offset + slot], self._amax[slot]
+        if OPEN.recorder is not None:
+            OPEN.recorder.fetched(partial(self.take, slot), taken)
+        return taken
 
     def amax_at(self, slot: int) -> Tensor | None:
         """fp32 [1] to take the maximum into; None while a checkpointed call is recomputed (it was recorded already)."""

@@ -45,6 +45,7 @@ class Identity(Quantizer):
     """v in `target` precision; the input itself when it is there already."""
 
     from_gemm: ClassVar[str] = "high precision"
+    recordable: ClassVar[bool] = True
 
     format: TensorFormat = HIGH_PRECISION
     target: torch.dtype = torch.bfloat16

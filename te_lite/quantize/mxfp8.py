@@ -29,6 +29,8 @@ class MXFormat(BlockFormat):
 class MX(Blocks):
     """Each block of 32 by its own amax, by row and by column from the same high-precision values."""
 
+    recordable: ClassVar[bool] = True
+
     format: BlockFormat = MXFormat()
 
 

@@ -140,6 +140,7 @@ class Current(Quantizer):
     """scale = fp8_max / amax(v), the amax reduced over `amax_group` where v is about to be gathered."""
 
     from_gemm: ClassVar[str] = "amax"
+    recordable: ClassVar[bool] = True
 
     format: Fp8Format
     fused: bool = True
@@ -164,6 +165,7 @@ class Delayed(Quantizer):
     """scale from the state's history; the amax of v is recorded there in the same pass."""
 
     from_gemm: ClassVar[str] = "fp8"
+    recordable: ClassVar[bool] = True
 
     format: Fp8Format
     fused: bool = True

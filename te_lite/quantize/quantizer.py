@@ -29,9 +29,11 @@ class Quantizer:
     fused: quantize() reads any Source in one pass, so that v itself never needs to exist in memory.
     needs_amax: a pass that computes v's statistics anyway should leave partial maxima in Source.amax.
     from_gemm: what a GEMM should leave of v where it can, see Wanted in ops/gemm_gather.py; "": nothing.
+    recordable: in a class' own body: quantize() and again() run te_lite's ops alone, chosen by shapes and dtypes.
     """
 
     from_gemm: ClassVar[str] = ""
+    recordable: ClassVar[bool] = False
 
     format: TensorFormat
     fused: bool = False

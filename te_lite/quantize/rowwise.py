@@ -67,6 +67,8 @@ class Rows(Quantizer):
     A column's amax is reduced over `amax_group` where the tokens of v are sharded over its ranks.
     """
 
+    recordable: ClassVar[bool] = True
+
     format: RowFormat
     fused: bool = True
     pow2: bool = True

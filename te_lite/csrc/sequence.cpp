@@ -1,0 +1,109 @@
+// Launches between which nothing stands, issued by one call: recorded once (te_lite/ops/recorded.py), with addresses that
+// each call gives anew.
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "cublaslt.h"
+#include "launch.h"
+
+using namespace te_lite;
+
+namespace {
+
+struct Patch {  // arguments[argument] = addresses[slot] + offset
+  int argument;
+  size_t slot;
+  uint64_t offset;
+};
+using Patches = std::vector<std::tuple<int, size_t, uint64_t>>;
+
+struct Step {
+  const Kernel* kernel;  // or gemm
+  GemmPlan* gemm;
+  unsigned programs;
+  std::vector<uint64_t> arguments;
+  std::vector<Patch> patches;
+};
+
+class Sequence {
+ public:
+  explicit Sequence(size_t slots) : slots_(slots) {}
+
+  // values: as Kernel.launch takes them. patches: (position in values, slot, offset) of each that is an address.
+  void add_kernel(const py::object& kernel, unsigned programs, const py::tuple& values, const Patches& patches) {
+    const Kernel& known = kernel.cast<const Kernel&>();
+    std::vector<uint64_t> arguments = packed(known, values);
+    std::vector<int> places;  // of each value among the arguments
+    int count = 0;
+    for (const char kind : known.kinds()) places.push_back(kind == '-' ? -1 : count++);
+    add({&known, nullptr, programs, std::move(arguments), {}}, patches, &places);
+    held_.append(kernel);
+  }
+
+  // patches: (position among GemmPlan.run's addresses, slot, offset).
+  void add_gemm(const py::object& plan, const Patches& patches) {
+    add({nullptr, &plan.cast<GemmPlan&>(), 0, std::vector<uint64_t>(kGemmAddresses), {}}, patches, nullptr);
+    held_.append(plan);
+  }
+
+  void run(uint64_t stream, const py::tuple& addresses) const {
+    if (addresses.size() != slots_) {
+      throw std::invalid_argument("a sequence called with " + std::to_string(addresses.size()) +
+                                  " addresses: it was made for " + std::to_string(slots_));
+    }
+    uint64_t at[kMostSlots];
+    for (size_t i = 0; i < slots_; ++i) at[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(addresses.ptr(), i));
+    if (PyErr_Occurred()) throw py::error_already_set();
+    const py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
+    uint64_t arguments[kMostArguments];
+    for (const Step& step : steps_) {
+      std::copy(step.arguments.begin(), step.arguments.end(), arguments);
+      for (const Patch& patch : step.patches) arguments[patch.argument] = at[patch.slot] + patch.offset;
+      if (step.gemm) {
+        const uint64_t* const a = arguments;
+        step.gemm->run(a[0], a[1], a[2], a[3], a[4], a[5], a[6], stream);
+      } else {
+        step.kernel->launch(step.programs, stream, arguments, static_cast<int>(step.arguments.size()));
+      }
+    }
+  }
+
+  static constexpr size_t kMostSlots = 128;
+
+ private:
+  static constexpr size_t kGemmAddresses = 7;
+
+  void add(Step step, const Patches& patches, const std::vector<int>* places) {
+    for (const auto& [position, slot, offset] : patches) {
+      const int argument = places ? places->at(position) : position;
+      if (argument < 0 || argument >= static_cast<int>(step.arguments.size()) || slot >= slots_) {
+        throw std::invalid_argument("a step's address " + std::to_string(position) + " from slot " +
+                                    std::to_string(slot) + ": it has no such argument, or the sequence no such slot");
+      }
+      step.patches.push_back({argument, slot, offset});
+    }
+    steps_.push_back(std::move(step));
+  }
+
+  const size_t slots_;
+  std::vector<Step> steps_;
+  py::list held_;  // what the steps point to
+};
+
+}  // namespace
+
+void bind_sequence(py::module_& m) {
+  py::class_<Sequence>(m, "Sequence", "Launches issued by one call. See _C.pyi.")
+      .def(py::init([](size_t slots) {
+             if (slots > Sequence::kMostSlots) throw std::invalid_argument("a sequence of too many slots");
+             return new Sequence(slots);
+           }),
+           "slots"_a)
+      .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a)
+      .def("add_gemm", &Sequence::add_gemm, "plan"_a, "patches"_a)
+      .def("run", &Sequence::run, "stream"_a, "addresses"_a);
+}

@@ -1,0 +1,135 @@
+"""Forward and backward issued as recorded launches (ops/recorder.py) give the bits of the bodies that were recorded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import te_lite as te
+from te_lite.testing.numerics import assert_bitwise_equal
+from tests.modules.kinds import MAKE, make
+
+BF16 = torch.bfloat16
+KINDS = ["Linear", "no bias", "split", "LayerNormLinear", "LayerNormMLP", "recomputing"]
+RECIPES = ["bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp"]
+STEPS = 7  # the first compiles, later ones record and replay
+
+MAKE |= {"recomputing": lambda **o: te.LayerNormMLP(64, 96, activation="swiglu", recompute_activation=True, **o)}
+
+
+def states(module):
+    return {name: t for name, t in module.state_dict().items() if "extra" in name and t.numel()}
+
+
+def one_step(module, recipe, x, dy, main_grads, first=None):
+    """Every tensor that a step leaves, by name; what torch's allocator hands out next is poisoned before it."""
+    x = x.clone().requires_grad_()
+    poison = [torch.full((n,), float("nan"), device=x.device) for n in (64, 1 << 10, 1 << 14, 1 << 16, 1 << 18)]
+    del poison
+    module.zero_grad(set_to_none=True)
+    with te.autocast(enabled=recipe != "bf16", recipe=None if recipe == "bf16" else recipe):
+        y = module(x, is_first_microbatch=first)
+    y.backward(dy)
+    got = {"y": y.detach(), "dx": x.grad} | states(module)
+    got |= {name: p.main_grad if main_grads and p.dim() == 2 else p.grad for name, p in module.named_parameters()}
+    return {name: t.clone() for name, t in got.items() if t is not None}
+
+
+def recorded(module):
+    """How many bodies of the module are launches by now."""
+    recordings = module._planned[1][0].recordings
+    return sum(not isinstance(known, int) for known in recordings._known.values())
+
+
+def compare(kind, recipe, shape, monkeypatch, *, main_grads=False, frozen=(), first=None, least=2):
+    options = {"fuse_wgrad_accumulation": True} if main_grads else {}
+    module = make(kind, device="cuda", **options)
+    for name, p in module.named_parameters():
+        p.requires_grad_(not any(name.endswith(end) for end in frozen))
+    twin = copy.deepcopy(module)
+    for made in (module, twin):
+        for p in made.parameters():
+            p.main_grad = torch.randn(p.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    generator = torch.Generator("cuda").manual_seed(hash(shape) & 255)
+    features = MAKE[kind](params_dtype=BF16, device="meta")(torch.empty(*shape, device="meta", dtype=BF16)).shape[-1]
+    for i in range(STEPS):
+        scale = 2.0 ** (i - 3)
+        x = torch.randn(*shape, device="cuda", dtype=BF16, generator=generator) * scale
+        dy = torch.randn(*shape[:-1], features, device="cuda", dtype=BF16, generator=generator) * scale
+        when = None if first is None else i % 3 == 0
+        got = one_step(module, recipe, x, dy, main_grads, when)
+        with monkeypatch.context() as patch:
+            patch.setattr("te_lite.functional.plan.WANTED", False)
+            want = one_step(twin, recipe, x, dy, main_grads, when)
+        assert got.keys() == want.keys()
+        for name in want:
+            assert_bitwise_equal(f"step {i}: {name}", got[name], want[name])
+    assert twin._planned[1][0].recordings is None
+    assert recorded(module) >= least, "nothing was recorded"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 64), (2, 24, 64)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_replays(kind, recipe, shape, monkeypatch):
+    compare(kind, recipe, shape, monkeypatch, least=0 if recipe in ("mxfp8", "rowwise_with_gw_hp") else 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise", "rowwise"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_main_grad(kind, recipe, monkeypatch):
+    compare(kind, recipe, (64, 64), monkeypatch, main_grads=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_what_is_frozen(kind, recipe, frozen, monkeypatch):
+    compare(kind, recipe, (64, 64), monkeypatch, frozen=frozen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_cached_weights(kind, recipe, monkeypatch):
+    compare(kind, recipe, (64, 64), monkeypatch, first=True)
+
+
+@pytest.mark.gpu
+def test_a_replay_reads_what_is_there_now():
+    """Weights replaced by .data, another gradient buffer, inputs elsewhere and of other lengths."""
+    module = make("Linear", device="cuda", fuse_wgrad_accumulation=True)
+    module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
+    for i in range(12):
+        tokens = (64, 64, 64, 128)[i % 4]
+        x, dy = torch.randn(tokens, 64, device="cuda", dtype=BF16), torch.randn(tokens, 96, device="cuda", dtype=BF16)
+        if i % 5 == 4:
+            module.weight.data = torch.randn(96, 64, device="cuda", dtype=BF16)
+            module.weight.main_grad = torch.randn(96, 64, device="cuda")
+        before = module.weight.main_grad.clone()
+        y = module(x)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-2)
+        y.backward(dy)
+        want = before + (dy.float().t() @ x.float())
+        torch.testing.assert_close(module.weight.main_grad, want, rtol=1e-2, atol=0.3)
+    assert recorded(module) == 4  # two lengths, forward and backward
+
+
+@pytest.mark.gpu
+def test_products_in_bf16_have_the_bits_of_torch():
+    from te_lite.ops.gemm import gemm
+
+    generator = torch.Generator("cuda").manual_seed(5)
+    for m, n, k in [(512, 2048, 5632), (64, 96, 64), (1024, 4096, 4096), (16, 16, 16), (8192, 1024, 512), (48, 4096, 64)]:
+        a, b = (torch.randn(size, k, device="cuda", dtype=BF16, generator=generator) for size in (m, n))
+        bias = torch.randn(n, device="cuda", dtype=BF16, generator=generator)
+        at, bt = a.t().contiguous().t(), b.t().contiguous().t()
+        for x in (a, at):
+            for w in (b, bt):
+                assert_bitwise_equal(f"{m} {n} {k}", gemm(x, w), torch.mm(x, w.t()))
+                assert_bitwise_equal(f"{m} {n} {k} bias", gemm(x, w, None, bias), torch.addmm(bias, x, w.t()))
