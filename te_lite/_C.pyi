@@ -214,5 +214,8 @@ class Sequence:
     def add_gemm(self, plan: GemmPlan, patches: Sequence_[tuple[int, int, int]]) -> None:
         """A product. patches: (position among the seven addresses of GemmPlan.run, slot, offset); 0 elsewhere."""
 
+    def add_zeros(self, bytes: int, slot: int, offset: int) -> None:
+        """Zeros, so many bytes."""
+
     def run(self, stream: int, addresses: tuple[int, ...]) -> None:
         """On the stream handle; an address for each slot. RuntimeError where the driver or cublasLt refuses."""

@@ -131,6 +131,7 @@ struct DriverUnavailable : std::runtime_error {
   X(cuMemAddressFree, "", (CUdeviceptr address, size_t bytes)) \
   X(cuMemMap, "", (CUdeviceptr address, size_t bytes, size_t offset, CUallocation allocation, uint64_t flags)) \
   X(cuMemUnmap, "", (CUdeviceptr address, size_t bytes)) \
+  X(cuMemsetD8Async, "", (CUdeviceptr address, unsigned char value, size_t bytes, void* stream)) \
   X(cuMemSetAccess, "", (CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count)) \
   X(cuMemHostAlloc, "", (void** address, size_t bytes, unsigned int flags)) \
   X(cuMemFreeHost, "", (void* address)) \

@@ -22,9 +22,10 @@ struct Patch {  // arguments[argument] = addresses[slot] + offset
 using Patches = std::vector<std::tuple<int, size_t, uint64_t>>;
 
 struct Step {
-  const Kernel* kernel;  // or gemm
+  const Kernel* kernel;  // or gemm; where there is neither, zeros
   GemmPlan* gemm;
   unsigned programs;
+  size_t bytes;  // of zeros
   std::vector<uint64_t> arguments;
   std::vector<Patch> patches;
 };
@@ -40,14 +41,18 @@ class Sequence {
     std::vector<int> places;  // of each value among the arguments
     int count = 0;
     for (const char kind : known.kinds()) places.push_back(kind == '-' ? -1 : count++);
-    add({&known, nullptr, programs, std::move(arguments), {}}, patches, &places);
+    add({&known, nullptr, programs, 0, std::move(arguments), {}}, patches, &places);
     held_.append(kernel);
   }
 
   // patches: (position among GemmPlan.run's addresses, slot, offset).
   void add_gemm(const py::object& plan, const Patches& patches) {
-    add({nullptr, &plan.cast<GemmPlan&>(), 0, std::vector<uint64_t>(kGemmAddresses), {}}, patches, nullptr);
+    add({nullptr, &plan.cast<GemmPlan&>(), 0, 0, std::vector<uint64_t>(kGemmAddresses), {}}, patches, nullptr);
     held_.append(plan);
+  }
+
+  void add_zeros(size_t bytes, size_t slot, uint64_t offset) {
+    add({nullptr, nullptr, 0, bytes, std::vector<uint64_t>(1), {}}, {{0, slot, offset}}, nullptr);
   }
 
   void run(uint64_t stream, const py::tuple& addresses) const {
@@ -66,8 +71,10 @@ class Sequence {
       if (step.gemm) {
         const uint64_t* const a = arguments;
         step.gemm->run(a[0], a[1], a[2], a[3], a[4], a[5], a[6], stream);
-      } else {
+      } else if (step.kernel) {
         step.kernel->launch(step.programs, stream, arguments, static_cast<int>(step.arguments.size()));
+      } else {
+        TE_LITE_CHECK(cuMemsetD8Async, arguments[0], 0, step.bytes, reinterpret_cast<void*>(stream));
       }
     }
   }
@@ -105,5 +112,6 @@ void bind_sequence(py::module_& m) {
            "slots"_a)
       .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a)
       .def("add_gemm", &Sequence::add_gemm, "plan"_a, "patches"_a)
+      .def("add_zeros", &Sequence::add_zeros, "bytes"_a, "slot"_a, "offset"_a)
       .def("run", &Sequence::run, "stream"_a, "addresses"_a);
 }

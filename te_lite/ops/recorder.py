@@ -22,6 +22,7 @@ aten = torch.ops.aten
 _ALLOCATE = frozenset(
     (aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default)
 )
+_ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 _ALIGNED = 512  # bytes: as torch's own allocations
 
 Fetch = Callable[[], tuple[Tensor | None, ...]]
@@ -38,7 +39,7 @@ OPEN = Open()
 
 
 class _Step(NamedTuple):
-    issued: _C.Kernel | _C.GemmPlan
+    issued: _C.Kernel | _C.GemmPlan | None  # None: zeros
     programs: int  # of a kernel
     values: tuple[Any, ...]
     tensors: tuple[tuple[int, Tensor], ...]  # (position of its address, the tensor)
@@ -119,8 +120,10 @@ class Recorder(TorchDispatchMode):
             with self:
                 return op.cuda(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        if func in _ALLOCATE:
+        if func in _ALLOCATE or func in _ZEROS:
             self._made[out.untyped_storage()._cdata] = out
+            if func in _ZEROS and out.numel():
+                self._steps.append(_Step(None, 0, (), ((0, out),), 0))
         elif not _is_view(func):
             self.refuse(f"{func} runs")
         return out
@@ -167,8 +170,10 @@ class Recorder(TorchDispatchMode):
             patches = [(position, *self._place(t, places)) for position, t in step.tensors if t.numel()]
             if isinstance(step.issued, _C.Kernel):
                 sequence.add_kernel(step.issued, step.programs, step.values, patches)
-            else:
+            elif step.issued is not None:
                 sequence.add_gemm(step.issued, patches)
+            else:
+                sequence.add_zeros(step.tensors[0][1].nbytes, *patches[0][1:])
         slots = [r and (r[0] if isinstance(r[0], int) else places[r[0][0]][0], r[1]) for r in found]
         return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots)
 

@@ -125,7 +125,14 @@ def test_products_in_bf16_have_the_bits_of_torch():
     from te_lite.ops.gemm import gemm
 
     generator = torch.Generator("cuda").manual_seed(5)
-    for m, n, k in [(512, 2048, 5632), (64, 96, 64), (1024, 4096, 4096), (16, 16, 16), (8192, 1024, 512), (48, 4096, 64)]:
+    for m, n, k in [
+        (512, 2048, 5632),
+        (64, 96, 64),
+        (1024, 4096, 4096),
+        (16, 16, 16),
+        (48, 4096, 64),
+        (128, 512, 8192),
+    ]:
         a, b = (torch.randn(size, k, device="cuda", dtype=BF16, generator=generator) for size in (m, n))
         bias = torch.randn(n, device="cuda", dtype=BF16, generator=generator)
         at, bt = a.t().contiguous().t(), b.t().contiguous().t()
