@@ -1,4 +1,4 @@
-"""Forward and backward issued as recorded launches (ops/recorder.py) give the bits of the bodies that were recorded."""
+"""Recorded launches of forward and backward (ops/recorder.py) give the bits of the bodies that were recorded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ import torch
 
 import te_lite as te
 from te_lite.testing.numerics import assert_bitwise_equal
-from tests.modules.kinds import MAKE, make
 
 BF16 = torch.bfloat16
-KINDS = ["Linear", "no bias", "split", "LayerNormLinear", "LayerNormMLP", "recomputing"]
+MAKE = {
+    "Linear": lambda **o: te.Linear(256, 384, **o),
+    "no bias": lambda **o: te.Linear(256, 384, bias=False, **o),
+    "split": lambda **o: te.Linear(256, 384, parameters_split=("q", "k", "v"), **o),
+    "LayerNormLinear": lambda **o: te.LayerNormLinear(256, 384, normalization="RMSNorm", **o),
+    "LayerNormMLP": lambda **o: te.LayerNormMLP(256, 384, activation="swiglu", **o),
+    "recomputing": lambda **o: te.LayerNormMLP(256, 384, activation="swiglu", recompute_activation=True, **o),
+}
 RECIPES = ["bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp"]
 STEPS = 7  # the first compiles, later ones record and replay
 
-MAKE |= {"recomputing": lambda **o: te.LayerNormMLP(64, 96, activation="swiglu", recompute_activation=True, **o)}
+
+def make(kind, **options):
+    torch.manual_seed(0)
+    return MAKE[kind](params_dtype=BF16, device="cuda", **options)
 
 
 def states(module):
@@ -45,7 +54,7 @@ def recorded(module):
 
 def compare(kind, recipe, shape, monkeypatch, *, main_grads=False, frozen=(), first=None, least=2):
     options = {"fuse_wgrad_accumulation": True} if main_grads else {}
-    module = make(kind, device="cuda", **options)
+    module = make(kind, **options)
     for name, p in module.named_parameters():
         p.requires_grad_(not any(name.endswith(end) for end in frozen))
     twin = copy.deepcopy(module)
@@ -53,7 +62,7 @@ def compare(kind, recipe, shape, monkeypatch, *, main_grads=False, frozen=(), fi
         for p in made.parameters():
             p.main_grad = torch.randn(p.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     generator = torch.Generator("cuda").manual_seed(hash(shape) & 255)
-    features = MAKE[kind](params_dtype=BF16, device="meta")(torch.empty(*shape, device="meta", dtype=BF16)).shape[-1]
+    features = 256 if "MLP" in type(module).__name__ else 384
     for i in range(STEPS):
         scale = 2.0 ** (i - 3)
         x = torch.randn(*shape, device="cuda", dtype=BF16, generator=generator) * scale
@@ -71,18 +80,18 @@ def compare(kind, recipe, shape, monkeypatch, *, main_grads=False, frozen=(), fi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(64, 64), (2, 24, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 256), (2, 24, 256)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MAKE)
 def test_bits_of_replays(kind, recipe, shape, monkeypatch):
-    compare(kind, recipe, shape, monkeypatch, least=0 if recipe in ("mxfp8", "rowwise_with_gw_hp") else 2)
+    compare(kind, recipe, shape, monkeypatch, least=0 if recipe == "rowwise_with_gw_hp" else 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise", "rowwise"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_main_grad(kind, recipe, monkeypatch):
-    compare(kind, recipe, (64, 64), monkeypatch, main_grads=True)
+    compare(kind, recipe, (64, 256), monkeypatch, main_grads=True)
 
 
 @pytest.mark.gpu
@@ -90,33 +99,33 @@ def test_main_grad(kind, recipe, monkeypatch):
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_what_is_frozen(kind, recipe, frozen, monkeypatch):
-    compare(kind, recipe, (64, 64), monkeypatch, frozen=frozen)
+    compare(kind, recipe, (64, 256), monkeypatch, frozen=frozen)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 def test_cached_weights(kind, recipe, monkeypatch):
-    compare(kind, recipe, (64, 64), monkeypatch, first=True)
+    compare(kind, recipe, (64, 256), monkeypatch, first=True)
 
 
 @pytest.mark.gpu
 def test_a_replay_reads_what_is_there_now():
     """Weights replaced by .data, another gradient buffer, inputs elsewhere and of other lengths."""
-    module = make("Linear", device="cuda", fuse_wgrad_accumulation=True)
+    module = make("Linear", fuse_wgrad_accumulation=True)
     module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
     for i in range(12):
         tokens = (64, 64, 64, 128)[i % 4]
-        x, dy = torch.randn(tokens, 64, device="cuda", dtype=BF16), torch.randn(tokens, 96, device="cuda", dtype=BF16)
+        x, dy = (torch.randn(tokens, n, device="cuda", dtype=BF16) for n in (256, 384))
         if i % 5 == 4:
-            module.weight.data = torch.randn(96, 64, device="cuda", dtype=BF16)
-            module.weight.main_grad = torch.randn(96, 64, device="cuda")
+            module.weight.data = torch.randn(384, 256, device="cuda", dtype=BF16)
+            module.weight.main_grad = torch.randn(384, 256, device="cuda")
         before = module.weight.main_grad.clone()
         y = module(x)
-        torch.testing.assert_close(y, torch.nn.functional.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, module.weight, module.bias), rtol=2e-2, atol=0.3)
         y.backward(dy)
         want = before + (dy.float().t() @ x.float())
-        torch.testing.assert_close(module.weight.main_grad, want, rtol=1e-2, atol=0.3)
+        torch.testing.assert_close(module.weight.main_grad, want, rtol=1e-2, atol=0.5)
     assert recorded(module) == 4  # two lengths, forward and backward
 
 
