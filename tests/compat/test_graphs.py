@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+import te_lite as te
 from te_lite.quantize.delayed import Pool
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.compat.graphing import BF16, DELAYED, DEVICES, K, agree, draw, graphed, make, scales, step
@@ -29,6 +30,29 @@ def test_five_steps_of_every_module_and_recipe(kind, recipe, device):
     for seed in range(5):
         agree(f"step {seed}", step([plain], recipe, seed, device), step([twin], recipe, seed, device))
     assert bool(scales(plain)[0].numel()) == (recipe == "delayed")
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_quantized_parameters_that_are_written_to(recipe, device):
+    with te.quantized_model_init(True, recipe):
+        plain = make(LN_MLP, device)
+    twin = copy.deepcopy(plain)
+    graphed(plain, recipe, device)
+    for seed in range(3):
+        agree(f"step {seed}", step([plain], recipe, seed, device), step([twin], recipe, seed, device))
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), twin.parameters(), strict=True):
+                value = torch.randn(p.shape)
+                p.copy_(value)
+                q.copy_(value)
+
+
+def test_a_checkpoint_inside(device):
+    plain = make(LN_MLP, device, checkpoint=True)
+    twin = copy.deepcopy(plain)
+    graphed(plain, DELAYED, device)
+    for seed in range(3):
+        agree(f"step {seed}", step([plain], DELAYED, seed, device), step([twin], DELAYED, seed, device))
 
 
 @pytest.mark.parametrize("trained", [False, True])
