@@ -25,6 +25,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "kernels": ("m", "n", "kernel"),
     "gemms": ("m", "k", "n", "gemm"),
     "recipes": ("recipe",),
+    "graphs": ("shape", "module", "recipe"),
     "per_shard": ("tp", "recipe"),
     "layer_gain": ("tokens", "in_features", "out_features", "recipe"),
     "overlap": ("tp", "shape", "recipe", "method"),
@@ -33,7 +34,8 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "peers": ("shape", "module", "recipe", "call", "candidate"),
     "llama": ("library", "recipe", "compiled"),
 }
-BY_NAME = ("peers", "llama")  # gpu_check.py runs them only where --stages names them: they need other libraries
+# gpu_check.py runs them only where --stages names them: two need other libraries, one its time.
+BY_NAME = ("peers", "llama", "graphs")
 Key = tuple[object, ...]
 _TREE_SKIPPED = {"__pycache__", "build"}
 _TREE_SKIPPED_SUFFIXES = (".pyc", ".so", ".o", ".egg-info")

@@ -27,6 +27,7 @@ from te_lite.compat.contexts import fp8_model_init as fp8_model_init
 from te_lite.compat.contexts import quantized_model_init as quantized_model_init
 from te_lite.compat.convert import ConversionReport as ConversionReport
 from te_lite.compat.convert import convert_to_float8_training as convert_to_float8_training
+from te_lite.compat.graphs import make_graphed_callables as make_graphed_callables
 from te_lite.compat.names import missing as _missing
 from te_lite.compat.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from te_lite.compat.state import plain_state_dict as plain_state_dict

@@ -34,7 +34,6 @@ INSTEAD = {
     "te_lite DotProductAttention": _ATTENTION,
     "te_lite MultiheadAttention": _ATTENTION,
     "te_lite GroupedLinear": "use one te.Linear for each group",
-    "te_lite make_graphed_callables": "use torch.cuda.make_graphed_callables (docs/how-to/cuda-graphs.md)",
     "te_lite is_fp8_available": "use te.check_recipe_support('current')",
     "te_lite is_mxfp8_available": "use te.check_recipe_support('mxfp8')",
     **{f"te_lite {name}": f"use te.recipe.{name}" for name, value in _RECIPES.items() if isinstance(value, type)},

@@ -243,6 +243,13 @@ class WeightCache:
             self._kept = key, tuple([weakref.ref(part) for part in parts]), q
         return q
 
+    def again(self, operands: GemmOperands) -> QTensor | None:
+        """get(True, ...) of the weight that is kept; None where none is."""
+        parts = tuple([part for ref in self._kept[1] if (part := ref()) is not None])
+        if not parts or len(parts) < len(self._kept[1]):
+            return None
+        return self.get(True, parts[0] if len(parts) == 1 else join(parts), parts, operands)
+
 
 @ranged("te_lite.quantize")
 def _quantized(weight: Tensor, quantizer: Quantizer, for_dgrad: Quantizer) -> QTensor:

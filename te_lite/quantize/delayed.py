@@ -16,7 +16,8 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,8 +88,8 @@ class ScaleState:
         any later update)."""
         if self.offset is None:
             return self._scale[slot]
-        scale = self.pool.scales[self.offset + slot]
-        return scale.clone() if self.pool.fixed else scale
+        pool, column = self.pool, self.offset + slot
+        return pool.copied(column) if pool.fixed else pool.scales[column]
 
     def take(self, slot: int) -> tuple[Tensor, Tensor | None]:
         """For one use: (scale_at(slot), or in forward what the first run took when a checkpointed call is recomputed;
@@ -141,6 +142,7 @@ class Pool:
         self.touched = False  # a member was used since the last update
         self.merged = False  # the members lie in `scale` and `_history`
         self.fixed = False
+        self.copies: tuple[Tensor, ...] = ()  # of `scales`, in Pools.recording()
         self.members: list[weakref.ref[ScaleState]] = []
         self._stepping = threading.Lock()  # two threads may run backwards of one thread's forwards
         key.owner.pools.append(self)
@@ -152,6 +154,13 @@ class Pool:
         for state in self._states():
             if state.offset is None:
                 state.join()
+
+    def copied(self, column: int) -> Tensor:
+        """A scale that no update will write to. Where none may come, all are copied at once: a copy is a kernel."""
+        if not self.key.owner.held:
+            return self.scales[column].clone()
+        self.copies = self.copies or self.scale.clone().unbind(0)
+        return self.copies[column]
 
     def _states(self) -> list[ScaleState]:
         states = []
@@ -195,6 +204,7 @@ class Pools:
     def __init__(self) -> None:
         self.pools: list[Pool] = []
         self.lock = threading.RLock()  # of the list, and of what lies in which pool
+        self.held = False  # in recording()
         self._pending = False  # a module ran backward and its pass' first one did not, since the last step
         self._end: Callable[[], Any] = lambda: None  # a weak reference: the engine drops what it queued, on errors
         _owners.add(self)
@@ -206,7 +216,7 @@ class Pools:
         A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
         """
         captured = capturing()
-        for pool in tuple(self.pools):
+        for pool in () if self.held else tuple(self.pools):
             # Under a FakeTensorMode fake scales would take the place of real ones.
             if pool.touched and pool.key.direction == direction and makes_data(pool.key.device):
                 if pool.fixed or not captured:
@@ -234,6 +244,38 @@ class Pools:
 
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Pool]]:
+        """Inside, amaxes are recorded and no scale takes a step. Gives a list: at the end, of the pools that were used
+        inside, which are then as much in need of a step as before."""
+        before, used = {pool: pool.touched for pool in self.pools}, list[Pool]()
+        for pool in before:
+            pool.touched = False
+        self.held = True
+        try:
+            yield used
+        finally:
+            self.held = False
+            used += [pool for pool in self.pools if pool.touched]
+            for pool in self.pools:
+                pool.touched, pool.copies = before.get(pool, False), ()
+
+
+def fix_together(states: list[ScaleState]) -> None:
+    """Before CUDA graphs capture uses of all of these. Those that no update has put beside others are put beside each
+    other, so that one step is one kernel for all of them."""
+    alone: dict[PoolKey, list[ScaleState]] = {}
+    for state in states:
+        if state.offset is None:
+            alone.setdefault(state.key, []).append(state)
+    for key, members in alone.items():
+        touched = any([state.pool.touched for state in members])
+        history = torch.cat([state.history for state in members], dim=1)
+        Pool(key).hold(members, history, torch.cat([state.scale for state in members]))
+        members[0].pool.touched = touched
+    for state in states:
+        state.fix()
 
 
 _owners: weakref.WeakSet[Pools] = weakref.WeakSet()

@@ -1,4 +1,5 @@
-"""Overlapped modules in CUDA graphs: 100 replays with changing inputs against copies of them run eagerly.
+"""Overlapped modules in CUDA graphs: replays with changing inputs against copies of them run eagerly, 100 of whole
+steps, 10 of what te.make_graphed_callables makes.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 tests/distributed/run_graphs.py
 
@@ -50,7 +51,7 @@ def step(module: torch.nn.Module, recipe: str, x: Tensor, dy: Tensor, residual: 
     x.grad = None
     module.zero_grad(set_to_none=True)
     with te.autocast(recipe != "bf16", recipe=recipe, strict=True):
-        y = module(x, residual=residual)
+        y = module(x, **({} if residual is None else {"residual": residual}))
     y.backward(dy)
     return [y.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 
@@ -100,6 +101,29 @@ def compare(kind: str, recipe: str, flags: dict[str, bool], device: torch.device
     return total.item() == 0
 
 
+def compare_callables(kind: str, recipe: str, flags: dict[str, bool], device: torch.device, replays: int) -> bool:
+    """The same of te.make_graphed_callables, whose forwards and backwards are graphs of their own."""
+    module, world = make(kind, device, flags), dist.get_world_size()
+    twin = copy.deepcopy(module)
+    shard = (TOKENS // world, HIDDEN)
+    shape = (TOKENS, FFN // world) if kind == "row" else shard
+    sample = draw(shape, 0, device).requires_grad_()
+    kwargs = {"residual": draw(shard, 1, device)} if kind == "row" else {}
+    te.make_graphed_callables(module, (sample,), sample_kwargs=kwargs, recipe=None if recipe == "bf16" else recipe)
+    wrong = 0
+    for i in range(replays):
+        x, dy, residual = (draw(s, 3 * i + 3 + j, device) for j, s in enumerate((shape, shard, shard)))
+        added = residual if kind == "row" else None
+        pair = []
+        for one in (module, twin):
+            found = step(one, recipe, x.clone().requires_grad_(), dy, added)
+            pair.append([t.clone() for t in (*found, one.get_extra_state())])
+        wrong += len(pair[0]) != len(pair[1]) or not all(torch.equal(a, b) for a, b in zip(*pair, strict=True))
+    total = torch.tensor([wrong], device=device)
+    dist.all_reduce(total)
+    return total.item() == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replays", type=int, default=REPLAYS)
@@ -112,12 +136,16 @@ def main() -> int:
         narrow = "fp8_buf" in name
         # A row-parallel linear alone scatters before anything was gathered; it adds a residual.
         for kind, recipe in [("mlp", recipe) for recipe in (FUSED_RECIPES if narrow else RECIPES)] + [("row", "bf16")]:
-            same = compare(kind, recipe, flags, device, args.replays, narrow)
-            good &= same
-            if rank == 0:
-                backward = "scatters" if flags is SCATTERS else "bulk"
-                said = f"{name}, {backward}, {kind}, {recipe}: {args.replays} replays"
-                print(said, "ok" if same else "DIFFER", flush=True)
+            backward = "scatters" if flags is SCATTERS else "bulk"
+            found = {f"{args.replays} replays": compare(kind, recipe, flags, device, args.replays, narrow)}
+            if flags is FLAGS and not narrow:
+                steps = -(-args.replays // 10)
+                found[f"{steps} of callables"] = compare_callables(kind, recipe, flags, device, steps)
+            for what, same in found.items():
+                good &= same
+                if rank == 0:
+                    said = f"{name}, {backward}, {kind}, {recipe}: {what}"
+                    print(said, "ok" if same else "DIFFER", flush=True)
         te.destroy_ub()
     if rank == 0:
         print("all replays agree" if good else "FAILED", flush=True)
