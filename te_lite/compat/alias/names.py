@@ -28,7 +28,7 @@ _UB = "initialize_ub destroy_ub UserBufferQuantizationMode"
 
 # (module below transformer_engine, where its names stand, the names; "a=b": te_lite's b under the name a).
 # "": te_lite has no such class; building one raises NotImplementedError, asking isinstance is False.
-# "te_lite?": te_lite's own, where it has them by now; else the name is missing.
+# "te_lite?": te_lite's own, where it has them by now; else as "".
 TABLE = (
     ("common.recipe", f"{_ALIAS}.recipes", _RECIPES),
     ("pytorch", "te_lite", f"Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm DotProductAttention {_UB}"),
@@ -112,12 +112,13 @@ class NotThere(NotImplementedError, AttributeError):
     `from ... import name` raises ImportError, which libraries expect of an older Transformer Engine."""
 
 
+@functools.cache
 def _no_class(full: str) -> type:
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{full}: te_lite has no such class (docs/reference/not-there.md)")
+        raise NotImplementedError(f"{full}: te_lite does not have it (docs/reference/not-there.md)")
 
     module, _, name = full.rpartition(".")
-    return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": "te_lite has no such class."})
+    return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": "te_lite does not have it."})
 
 
 def _missing(module: str, name: str) -> Any:
@@ -130,21 +131,17 @@ def _missing(module: str, name: str) -> Any:
     raise NotThere(f"{full}: te_lite has nothing under this name (docs/reference/not-there.md)")
 
 
-_no_class = functools.cache(_no_class)
-
-
 def fill(module: ModuleType) -> None:
     """The names of MODULES as attributes of a new module, in it and not copied."""
     full = module.__name__
     values: dict[str, Any] = {}
     for where, entry in MODULES[full]:
         name, _, own = entry.partition("=")
-        if where:
-            source = import_module(where.rstrip("?"))
-            if not where.endswith("?") or hasattr(source, name):
-                values[name] = getattr(source, own or name)
-        else:
+        source = import_module(where.rstrip("?")) if where else None
+        if source is None or (where.endswith("?") and not hasattr(source, name)):
             values[name] = _no_class(f"transformer_engine.pytorch.{name}")
+        else:
+            values[name] = getattr(source, own or name)
     vars(module).update(values, __all__=sorted(values), __getattr__=functools.partial(_missing, full))
     if full == "transformer_engine":
         module.__version__ = VERSION  # type: ignore[attr-defined]

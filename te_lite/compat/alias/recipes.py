@@ -17,8 +17,10 @@ from te_lite.recipe_base import QParams as QParams
 from te_lite.recipe_base import Recipe as Recipe
 from te_lite.tables import warn_once
 
+_InFront: Any = object  # of a Recipe, which types cannot say; a Recipe itself would hide what kind that one is
 
-class Tolerant(Recipe):
+
+class Tolerant(_InFront):
     """In front of a recipe of te_lite: what Transformer Engine lets callers do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
