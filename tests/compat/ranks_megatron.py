@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import te_lite as te
 import te_lite.compat.transformer_engine  # noqa: F401  # from here on Megatron finds Transformer Engine
+from examples import megatron_on_cpu
 from te_lite.testing.distributed import init_ranks, leave_ranks
 from te_lite.testing.numerics import UNIT_ROUNDOFF, assert_bitwise_equal, assert_close_to_oracle
-from tests.compat import cpu_megatron
 
-cpu_megatron.patch()
+megatron_on_cpu.patch()
 warnings.filterwarnings("ignore")  # Megatron's, about what is not installed
 
 import megatron.core.extensions.transformer_engine as extensions  # noqa: E402
@@ -43,7 +43,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-cpu_megatron.patch_imported()
+megatron_on_cpu.patch_imported()
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCABULARY = 2, 64, 4, 2, 128, 128
 BATCH, SEQUENCE, MICRO_BATCHES = 2, 32, 2
@@ -264,7 +264,7 @@ def main() -> None:
     world = parser.parse_args().world
     rank, size, _ = init_ranks("cpu")
     mpu.initialize_model_parallel(size if world == "tp" else 1, size if world == "pp" else 1)
-    with cpu_megatron.CpuForCuda():
+    with megatron_on_cpu.CpuForCuda():
         local = Run(LOCAL, Case())
         weights = {name: param.detach().clone() for name, param in local.model.named_parameters()}
         reference = local.backward()
