@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/megatron_gpt.py --tp 4 --pp 2 --layers 32 --hidden 4096 --ffn 14336 \
         --heads 32 --groups 8 --sequence 4096 --micro-batches 16 --recipe delayed --distributed-optimizer
 
-On a machine without GPUs the ranks run on the CPU. The data are sequences that count up by a step of their own.
+On a machine without GPUs the ranks run on the CPU. The data are sequences that count up from a token of their own.
 """
 
 import argparse
@@ -119,8 +119,8 @@ def train(args: argparse.Namespace) -> None:
 
     def batches() -> Any:
         while True:
-            start, stride = (torch.randint(1, args.vocabulary, (args.micro_batch, 1), generator=draw) for _ in range(2))
-            yield ((start + stride * torch.arange(args.sequence + 1)) % args.vocabulary).to(device)
+            start = torch.randint(args.vocabulary, (args.micro_batch, 1), generator=draw)
+            yield ((start + torch.arange(args.sequence + 1)) % args.vocabulary).to(device)
 
     def forward(data: Any, model: Any) -> Any:
         tokens = next(data)

@@ -258,6 +258,38 @@ def check(case: Case, truth: Any, reference: Any, weights: dict, known: dict[Cas
                 assert all(abs(a / b - 1) < bound for a, b in zip(curve, alone, strict=True)), (curve, alone)
 
 
+def check_fusions() -> None:
+    """What Megatron takes from Transformer Engine by an option, against its own code: RoPE, cross entropy, router and
+    permutation of a mixture of experts."""
+    draw = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=draw)
+    for score in ("softmax", "sigmoid"):
+        found, weights = [], {}
+        for fused, dtype in ((False, torch.bfloat16), (False, torch.float32), (True, torch.bfloat16)):
+            tensor_parallel.model_parallel_cuda_manual_seed(3, te_rng_tracker=True, force_reset_rng=True)
+            moe = replace(
+                config(Case(), 1, 1, dtype, False), num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64,
+                moe_router_score_function=score, moe_token_dispatcher_type="allgather", moe_router_fusion=fused,
+                moe_permute_fusion=fused, apply_rope_fusion=fused, cross_entropy_loss_fusion=fused,
+                cross_entropy_fusion_impl="te",
+            )  # fmt: skip
+            spec = get_gpt_layer_with_transformer_engine_spec(num_experts=4, moe_grouped_gemm=False)
+            model = GPTModel(moe, spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+                             position_embedding_type="rope").to(dtype)  # fmt: skip
+            weights = weights or {name: param.detach().clone() for name, param in model.named_parameters()}
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    param.copy_(weights[name])
+            position = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+            loss = model(tokens[:, :-1], position, None, labels=tokens[:, 1:]).float()
+            loss.mean().backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            found.append({"loss": loss.detach(), **grads})
+        reference, truth, out = found
+        for name in out:
+            assert_close_to_oracle(f"{score} {name}", out[name], truth[name], reference[name])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("world", choices=CASES)
@@ -270,6 +302,9 @@ def main() -> None:
         reference = local.backward()
         truth = Run(LOCAL, Case(), weights, torch.float32).backward()
         known: dict[Case, Any] = {}
+        if world == "one":
+            check_fusions()
+            gc.collect()
         for case in CASES[world]:
             check(case, truth, reference, weights, known)
             if rank == 0:
