@@ -39,6 +39,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -290,6 +291,20 @@ def check_fusions() -> None:
             assert_close_to_oracle(f"{score} {name}", out[name], truth[name], reference[name])
 
 
+def check_packed() -> None:
+    """Two sequences packed into one (thd) give what each gives alone, with a sliding window."""
+    tensor_parallel.model_parallel_cuda_manual_seed(3, te_rng_tracker=True, force_reset_rng=True)
+    model = GPTModel(replace(config(Case(), 1, 1, torch.float32, False), window_size=(4, 0)), TE, VOCABULARY, SEQUENCE,
+                     position_embedding_type="rope")  # fmt: skip
+    tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE))
+    ends = torch.tensor([0, 20, SEQUENCE], dtype=torch.int32)
+    position = torch.cat((torch.arange(20), torch.arange(SEQUENCE - 20)))[None]
+    params = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=20, max_seqlen_kv=20)
+    packed = model(tokens, position, None, packed_seq_params=params)
+    alone = [model(tokens[:, part], position[:, part], None) for part in (slice(0, 20), slice(20, SEQUENCE))]
+    assert_bitwise_equal("packed", packed, torch.cat(alone, 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("world", choices=CASES)
@@ -304,6 +319,7 @@ def main() -> None:
         known: dict[Case, Any] = {}
         if world == "one":
             check_fusions()
+            check_packed()
             gc.collect()
         for case in CASES[world]:
             check(case, truth, reference, weights, known)

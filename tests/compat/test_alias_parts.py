@@ -8,7 +8,18 @@ import torch
 import torch.nn.functional as F
 
 import te_lite as te
-from te_lite.compat.alias import contexts, distributed, optimizers, permutation, recipes, rope, router, support, tensors
+from te_lite.compat.alias import (
+    contexts,
+    distributed,
+    optimizers,
+    padding,
+    permutation,
+    recipes,
+    rope,
+    router,
+    support,
+    tensors,
+)
 from te_lite.compat.alias.names import NotThere
 from te_lite.recipe import Format
 from te_lite.testing.distributed import launch
@@ -230,6 +241,21 @@ def test_permutation():
     assert torch.equal(permutation.moe_sort_chunks_by_index(x, sizes, order), x[[2, 3, 4, 5, 6, 0, 1]])
     with pytest.raises(NotImplementedError, match="index"):
         permutation.moe_permute(x, routing, map_type="index")
+
+
+def test_padding():
+    sizes = [3, 0, 16, 40]
+    x = torch.randn(sum(sizes), 4, requires_grad=True)
+    for recipe, padded in (("bf16", [16, 0, 16, 48]), ("mxfp8", [32, 0, 32, 64])):
+        with te.autocast(recipe=recipe):
+            rows, now = padding.Fp8Padding(4)(x, sizes)
+            back = padding.Fp8Unpadding(4)(rows, sizes)
+        assert now == padded and rows.shape == (sum(padded), 4) and torch.equal(back, x)
+        assert torch.equal(rows[:3], x[:3]) and not rows[3 : padded[0]].any()
+        assert torch.equal(torch.autograd.grad(rows.sum(), x)[0], torch.ones_like(x))
+    assert padding.Fp8Padding(2, align_size=8)(x[:16], [8, 8])[0].data_ptr() == x.data_ptr()
+    with pytest.raises(ValueError, match="num_gemms=3"):
+        padding.Fp8Padding(3)(x, sizes)
 
 
 @pytest.mark.parametrize("adam_w", [False, True])

@@ -88,6 +88,8 @@ TABLE = (
     ("pytorch.router", f"{_ALIAS}.router", "fused_moe_aux_loss"),
     ("pytorch.permutation", f"{_ALIAS}.permutation", _MOE),
     ("pytorch", f"{_ALIAS}.permutation", _MOE),
+    ("pytorch", f"{_ALIAS}.padding", "Fp8Padding Fp8Unpadding"),
+    ("pytorch.module", f"{_ALIAS}.padding", "Fp8Padding Fp8Unpadding"),
     ("pytorch", f"{_ALIAS}.cross_entropy", "parallel_cross_entropy"),
     ("pytorch.utils", f"{_ALIAS}.support", "is_bf16_compatible=is_bf16_available get_device_compute_capability"),
 )  # fmt: skip

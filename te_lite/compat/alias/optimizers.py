@@ -97,8 +97,8 @@ def multi_tensor_scale(
     sources, targets = (list(tensors) for tensors in tensor_lists)
     if not sources:
         return
-    bad = torch.stack([~source.isfinite().all() for source in sources]).any()
-    noop_flag.masked_fill_(bad, 1)
+    largest = torch.stack(torch._foreach_norm(sources, torch.inf, dtype=torch.float32))
+    noop_flag.masked_fill_(~largest.isfinite().all(), 1)
     torch._foreach_copy_(targets, torch._foreach_mul(sources, scale))
 
 
@@ -106,5 +106,5 @@ def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """(fp32 [1], the norm of all tensors; [len(tensors)], that of each, if per_tensor)."""
-    norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensor_lists[0]])
+    norms = torch.stack(torch._foreach_norm(list(tensor_lists[0]), 2, dtype=torch.float32))
     return torch.linalg.vector_norm(norms).view(1), norms if per_tensor else None
