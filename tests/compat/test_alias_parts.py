@@ -290,6 +290,7 @@ def test_multi_tensor():
     norm, each = apply(optimizers.multi_tensor_l2norm, flag, [sources], True)
     torch.testing.assert_close(norm, torch.cat([s.flatten() for s in sources]).norm().view(1))
     torch.testing.assert_close(each, torch.stack([s.norm() for s in sources]))
-    sources[1][0, 0] = torch.inf
-    apply(optimizers.multi_tensor_scale, flag, [sources, targets], 1.0)
-    assert flag.item() == 1
+    for bad in (torch.inf, torch.nan):
+        sources[1][0, 0] = bad
+        apply(optimizers.multi_tensor_scale, flag.zero_(), [sources, targets], 1.0)
+        assert flag.item() == 1
