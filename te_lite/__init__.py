@@ -35,6 +35,7 @@ from te_lite.diagnostics.report import format_report as format_report
 from te_lite.diagnostics.report import overlap_report as overlap_report
 from te_lite.diagnostics.statistics import collect_statistics as collect_statistics
 from te_lite.functional.transfers import Handle as Handle
+from te_lite.modules.attention import DotProductAttention as DotProductAttention
 from te_lite.modules.base import free_caches as free_caches
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP as LayerNormMLP

@@ -23,16 +23,14 @@ R = TypeVar("R")
 
 _OWN = "te_lite.recipe", "te_lite.recipe_base"
 _RECIPES = {name: value for name, value in vars(recipe).items() if getattr(value, "__module__", "") in _OWN}
-_ATTENTION = "use torch.nn.functional.scaled_dot_product_attention between te.LayerNormLinear and te.Linear"
 
 # "where name" -> the remedy. Names that resemble those of te_lite need no line: the nearest is named without.
 INSTEAD = {
     "te_lite pytorch": "its names stand in te_lite itself, such as te_lite.Linear; import te_lite as te",
     "te_lite common": "recipes are te_lite.recipe",
     "te_lite fp8": "use te_lite.fp8_autocast, te_lite.fp8_model_init, te_lite.FP8GlobalStateManager",
-    "te_lite TransformerLayer": "build it from te.LayerNormLinear, torch's attention, te.Linear and te.LayerNormMLP",
-    "te_lite DotProductAttention": _ATTENTION,
-    "te_lite MultiheadAttention": _ATTENTION,
+    "te_lite TransformerLayer": "use te.LayerNormLinear, te.DotProductAttention, te.Linear, te.LayerNormMLP",
+    "te_lite MultiheadAttention": "use te.DotProductAttention between te.LayerNormLinear and te.Linear",
     "te_lite GroupedLinear": "use one te.Linear for each group",
     "te_lite is_fp8_available": "use te.check_recipe_support('current')",
     "te_lite is_mxfp8_available": "use te.check_recipe_support('mxfp8')",

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from te_lite.arguments import flag, remedy
 from te_lite.functional.norm import NormFunction, NormSpec
 from te_lite.modules.checks import amp_dtype, check_dtype
-from te_lite.modules.scale_state import as_tensor
-from te_lite.modules.weights import ParamSpec, SpecModule, check_param, default_device
+from te_lite.modules.weights import ParamSpec, StatelessModule, check_param, default_device
 from te_lite.ops.source import DTYPES
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -57,7 +56,7 @@ def spec_of(module: Any) -> NormSpec:
     return module._norm
 
 
-class _Norm(SpecModule):
+class _Norm(StatelessModule):
     normalization: str
     weight: Tensor
     bias: Tensor | None
@@ -102,15 +101,6 @@ class _Norm(SpecModule):
         args = (self._spec, grad, x.flatten(-len(last)), *params)
         y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
         return y if len(last) == 1 else y.reshape(inp.shape)
-
-    def get_extra_state(self) -> Tensor:
-        """Empty: a norm has no state, but in Transformer Engine's norms, too, the key must be there."""
-        return torch.empty(0, device="cpu")
-
-    def set_extra_state(self, state: Any) -> None:
-        """Takes what says that there is no state; anything else raises TypeError or ValueError."""
-        if as_tensor(state).numel():
-            raise ValueError(f"extra state of {state.numel()} numbers for {type(self).__name__}, which has none")
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

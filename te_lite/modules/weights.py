@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
 from te_lite.arguments import checked_device, flag
+from te_lite.modules.scale_state import as_tensor
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.registry import FakeTensor, makes_data
 from te_lite.ops.source import DTYPES, plain
@@ -157,6 +158,19 @@ class SpecModule(nn.Module):
         self._renewed()
         if f"{prefix}_extra_state" in missing:
             missing.remove(f"{prefix}_extra_state")
+
+
+class StatelessModule(SpecModule):
+    """A module whose `_extra_state` says nothing."""
+
+    def get_extra_state(self) -> Tensor:
+        """Empty: there is no state, but in Transformer Engine's modules, too, the key must be there."""
+        return torch.empty(0, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what says that there is no state; anything else raises TypeError or ValueError."""
+        if as_tensor(state).numel():
+            raise ValueError(f"extra state of {state.numel()} numbers for {type(self).__name__}, which has none")
 
 
 def check_param(owner: str, spec: ParamSpec, name: str, param: Tensor, device: torch.device, packed: bool) -> None:

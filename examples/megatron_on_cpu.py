@@ -1,0 +1,47 @@
+"""Megatron-core on CPU ranks: it makes buffers on "cuda" and asks torch.cuda for the current device."""
+
+import contextlib
+import sys
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class CpuForCuda(TorchFunctionMode):
+    """Tensors asked for on "cuda" are made on the CPU, and CPU tensors say that their type is torch.cuda's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is Tensor.cuda:
+            return args[0]
+        out = func(*args, **kwargs)
+        asks = func is Tensor.type and len(args) == 1
+        return out.replace("torch.", "torch.cuda.") if asks else out
+
+
+def _accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+    main_grad.add_(dy.float().t() @ x.float())
+
+
+def patch() -> None:
+    """Before Megatron's first import. Its own files stay as they are."""
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *_, **__: None
+    # APEX's extension, which Megatron's own output layer needs for gradient_accumulation_fusion.
+    apex = ModuleType("fused_weight_gradient_mlp_cuda")
+    apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = _accumulate
+    sys.modules[apex.__name__] = apex
+
+
+def patch_imported() -> None:
+    """After it: there is no CUDA generator to save, and gloo has no coalesced all-gather."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1)
+    random._set_cuda_rng_state = lambda *_, **__: None
+    param_and_grad_buffer._coalescing_manager = lambda *_, **__: contextlib.nullcontext()

@@ -1,0 +1,86 @@
+"""transformer_engine.common.recipe: te_lite's recipes as tolerant as Transformer Engine's.
+
+Unknown arguments are ignored, HYBRID is taken where only E4M3 exists, subclasses may have another constructor, and
+fields may be assigned. An autocast follows the values that they have when it is made: `settled` takes them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from te_lite import recipe
+from te_lite.recipe_base import Format as Format
+from te_lite.recipe_base import MMParams as MMParams
+from te_lite.recipe_base import QParams as QParams
+from te_lite.recipe_base import Recipe as Recipe
+from te_lite.tables import warn_once
+
+_InFront: Any = object  # of a Recipe, which types cannot say; a Recipe itself would hide what kind that one is
+
+
+class Tolerant(_InFront):
+    """In front of a recipe of te_lite: what Transformer Engine lets callers do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        known = {item.name for item in fields(self)}
+        if any(kwargs.get("override_linear_precision") or ()):
+            raise NotImplementedError(
+                f"{type(self).__name__}(override_linear_precision={kwargs['override_linear_precision']}): te_lite "
+                "keeps wgrad in high precision by te_lite.recipe.RowwiseScaling(high_precision_wgrad=True) alone"
+            )
+        super().__init__(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        object.__delattr__(self, name)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def nvfp4(self) -> bool:
+        return False
+
+
+class _InBlocks(Tolerant):
+    """E4M3 throughout, also where HYBRID was asked for."""
+
+    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.HYBRID)
+
+    def _check(self) -> None:
+        super()._check()
+        if self.__dict__.get("fp8_format") is Format.HYBRID:
+            name = type(self).__name__
+            warn_once(name, f"{name}(fp8_format=HYBRID): te_lite's blocks are E4M3 for gradients too, not E5M2")
+
+
+class DelayedScaling(Tolerant, recipe.DelayedScaling):
+    """te_lite.recipe.DelayedScaling, tolerant."""
+
+
+class Float8CurrentScaling(Tolerant, recipe.Float8CurrentScaling):
+    """te_lite.recipe.Float8CurrentScaling, tolerant."""
+
+
+class MXFP8BlockScaling(_InBlocks, recipe.MXFP8BlockScaling):
+    """te_lite.recipe.MXFP8BlockScaling, tolerant."""
+
+
+class Float8BlockScaling(_InBlocks, recipe.Float8BlockScaling):
+    """te_lite.recipe.Float8BlockScaling, tolerant."""
+
+
+class CustomRecipe(Tolerant, recipe.CustomRecipe):
+    """te_lite.recipe.CustomRecipe, tolerant."""
+
+
+def settled(given: Any) -> Any:
+    """A copy of a tolerant recipe, checked anew: nobody can change it. Anything else as it is."""
+    if not isinstance(given, Tolerant):
+        return given
+    made = copy.copy(given)
+    made.__post_init__()
+    return made

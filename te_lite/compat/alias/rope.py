@@ -1,0 +1,87 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864), in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from te_lite.modules.weights import default_device
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles of each position: forward(S) -> fp32 [S, 1, 1, dim].
+
+    seq_len_interpolation_factor: positions are divided by it, or by S / pretrained_max_position_embeddings where that
+    is given and S lies beyond what the factor stretches it to.
+    """
+
+    def __init__(
+        self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None, rotary_base: float = 10000.0, interleaved: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        self.factor, self.pretrained, self.interleaved = (
+            seq_len_interpolation_factor, pretrained_max_position_embeddings, interleaved,
+        )  # fmt: skip
+        device = default_device(None)
+        powers = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        self.register_buffer("inv_freq", 1.0 / rotary_base**powers, persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        inv_freq: Tensor = self.inv_freq  # type: ignore[assignment]  # of a buffer torch knows no more
+        positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=torch.float32) + offset
+        if self.factor is not None:
+            beyond = self.pretrained is not None and max_seq_len > self.pretrained * self.factor
+            positions = positions / (max_seq_len / self.pretrained if beyond and self.pretrained else self.factor)
+        angles = torch.outer(positions, inv_freq)
+        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return angles[:, None, None, :]
+
+
+def _rotated(t: Tensor, interleaved: bool) -> Tensor:
+    """Each pair (a, b) as (-b, a): neighbours where interleaved, else the two halves."""
+    a, b = (t[..., 0::2], t[..., 1::2]) if interleaved else t.chunk(2, -1)
+    return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
+
+
+def _positions(t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> Tensor:
+    """Of each token, in the shape of t without heads and channels."""
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("apply_rotary_pos_emb(tensor_format='thd') without cu_seqlens: pass where sequences begin")
+        at = torch.arange(t.shape[0], device=t.device)
+        first = torch.searchsorted(cu_seqlens.to(at), at, right=True) - 1
+        return at - cu_seqlens.to(at)[first]
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(f"tensor_format={tensor_format!r}: must be 'sbhd', 'bshd' or 'thd'; pass one")
+    sequence = int(tensor_format == "bshd")
+    shape = [1, 1]
+    shape[sequence] = -1
+    return torch.arange(t.shape[sequence], device=t.device).view(shape)
+
+
+def apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", start_positions: Tensor | None = None,
+    interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:  # fmt: skip
+    """t [S, B, H, D], [B, S, H, D] or [T, H, D] with its first d channels rotated by freqs [S', 1, 1, d].
+
+    The angles are those of a token's position in its sequence (plus start_positions [B]). The arithmetic is fp32,
+    rounded once to t's dtype. fused: accepted; there is one way. Context parallelism raises NotImplementedError.
+    """
+    if cp_size != 1:
+        raise NotImplementedError(f"apply_rotary_pos_emb(cp_size={cp_size}): te_lite has no context parallelism")
+    positions = _positions(t, tensor_format, cu_seqlens)
+    if start_positions is not None:
+        start = start_positions.to(positions)
+        positions = positions + (start[None, :] if tensor_format == "sbhd" else start[:, None])
+    elif tensor_format != "thd" and positions.numel() > len(freqs):
+        raise ValueError(
+            f"freqs has {len(freqs)} positions and t {tuple(t.shape)} more; make it as long as the sequence"
+        )
+    angles = freqs.float()[:, 0, 0][positions][..., None, :]
+    turned, rest = t[..., : angles.shape[-1]].float(), t[..., angles.shape[-1] :]
+    turned = turned * angles.cos() + _rotated(turned, interleaved) * angles.sin()
+    return torch.cat((turned.to(t.dtype), rest), -1)

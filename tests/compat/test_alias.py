@@ -1,0 +1,141 @@
+"""`transformer_engine` as a name for te_lite: the import hook, the distribution, `python -m te_lite.compat`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# One process for all of it: importing torch takes most of the time.
+IN_PROCESS = """
+import importlib, importlib.metadata, importlib.util, inspect, os, sys
+import torch
+assert importlib.util.find_spec("transformer_engine") is None  # nothing runs in every interpreter
+import te_lite as te
+import te_lite.compat.transformer_engine
+import te_lite.compat.transformer_engine
+from te_lite.compat.alias.names import MODULES
+assert sum(type(finder).__name__ == "AliasFinder" for finder in sys.meta_path) == 1
+version = importlib.metadata.version("transformer-engine")
+assert version == importlib.metadata.version("transformer_engine") and version.startswith("2.")
+assert "transformer-engine" in {d.metadata["Name"] for d in importlib.metadata.distributions()}
+assert importlib.util.find_spec("transformer_engine.pytorch.fp8") is not None
+assert importlib.util.find_spec("transformer_engine.jax") is None
+try:
+    importlib.metadata.version("transformer-engine-torch")
+except importlib.metadata.PackageNotFoundError:
+    pass
+
+import transformer_engine
+import transformer_engine.pytorch as tep
+assert transformer_engine.__version__ == version
+for name in MODULES:
+    assert importlib.import_module(name).__spec__.origin == "te_lite"
+assert tep.Linear is te.Linear and transformer_engine.pytorch.module.base.initialize_ub is te.initialize_ub
+from transformer_engine.common.recipe import DelayedScaling
+assert issubclass(DelayedScaling, te.recipe.DelayedScaling)
+
+# What is not there has its name in the error, and is no attribute.
+assert not hasattr(tep, "onnx_export")
+try:
+    tep.onnx_export
+except NotImplementedError as error:
+    assert "transformer_engine.pytorch.onnx_export" in str(error)
+try:
+    from transformer_engine.pytorch.cpu_offload import get_cpu_offload_context
+except ImportError as error:
+    assert "transformer_engine.pytorch.cpu_offload" in str(error)
+class Mine(tep.TransformerLayer):
+    def __init__(self):
+        super().__init__()
+for build in (tep.TransformerLayer, Mine, tep.MultiheadAttention, tep.ops.Sequential):
+    try:
+        build()
+    except NotImplementedError as error:
+        assert "transformer_engine.pytorch" in str(error)
+    else:
+        raise AssertionError(build)
+assert not isinstance(tep.Linear(16, 16, device="cpu"), tep.TransformerLayer)
+assert not isinstance(te.Linear(16, 16, device="cpu"), tep.ops.FusibleOperation)
+assert {"recipe", "preserve_high_precision_init_val"} <= set(inspect.signature(tep.fp8_model_init).parameters)
+
+# te_lite's own names are strict as before.
+try:
+    te.recipe.DelayedScaling(interval=1)
+except TypeError:
+    print("all is well")
+"""
+
+CHILD = """
+import sys
+assert "torch" not in sys.modules  # the hook waits until the name is wanted
+import importlib.metadata, transformer_engine.pytorch as tep
+print("child", sys.argv[1:], importlib.metadata.version("transformer-engine"), tep.Linear.__module__)
+"""
+SCRIPT = f"""
+import multiprocessing, subprocess, sys
+import helper_beside_the_script, site_was_here
+def spawned(queue):
+    import transformer_engine
+    queue.put(transformer_engine.__version__)
+if __name__ == "__main__":
+    import transformer_engine
+    print("script", sys.argv[1:], transformer_engine.__version__, flush=True)
+    subprocess.run([sys.executable, "-c", {CHILD!r}, "y"], check=True)
+    queue = multiprocessing.get_context("spawn").Queue()
+    process = multiprocessing.get_context("spawn").Process(target=spawned, args=(queue,))
+    process.start()
+    print("spawned", queue.get())
+    process.join()
+"""
+
+
+def run(*args: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(str(one) for one in (path, ROOT) if one)
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
+    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_names_version_distribution_and_refusals():
+    done = run("-c", IN_PROCESS)
+    assert done.returncode == 0 and done.stdout == "all is well\n", done.stderr
+
+
+def test_a_script_and_the_processes_that_it_starts(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper_beside_the_script.py").touch()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("import sys, types; sys.modules['site_was_here'] = types.ModuleType('s')")
+    done = run("-m", "te_lite.compat", str(tmp_path / "script.py"), "--lr", "x", path=other)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0].startswith("script ['--lr', 'x'] 2.") and said[2].startswith("spawned 2.")
+    assert said[1].startswith("child ['y'] 2.") and said[1].endswith("te_lite.modules.linear")
+    failed = run("-m", "te_lite.compat", "-c", "raise SystemExit(7)")
+    assert failed.returncode == 7
+
+
+def test_a_real_transformer_engine_is_not_hidden(tmp_path):
+    real = tmp_path / "transformer_engine"
+    real.mkdir()
+    (real / "__init__.py").write_text("__version__ = 'real'")
+    code = "import te_lite.compat.transformer_engine, transformer_engine as te; print(te.__version__)"
+    for args in (("-c", code), ("-m", "te_lite.compat", "-c", "import transformer_engine")):
+        done = run(*args, path=tmp_path)
+        assert done.returncode == 1 and str(real) in done.stderr and "TE_LITE_REPLACE_TE=1" in done.stderr
+    done = run("-c", code, path=tmp_path, TE_LITE_REPLACE_TE="1")
+    assert done.returncode == 0 and done.stdout.startswith("2."), done.stderr
+    # Where a child's environment has one that its parent's had not: the name raises, and nothing else does.
+    site = str(ROOT / "te_lite" / "compat" / "alias" / "site")
+    done = run("-c", "import json, transformer_engine", path=Path(os.pathsep.join((site, str(tmp_path)))))
+    assert done.returncode == 1 and "ImportError: transformer_engine is installed at" in done.stderr
+
+
+@pytest.mark.parametrize("args", [("-m", "te_lite.compat"), ("-m", "te_lite.compat", "--help")])
+def test_usage(args):
+    done = run(*args)
+    assert done.returncode == (2 if len(args) == 2 else 0) and "train.py" in done.stdout + done.stderr

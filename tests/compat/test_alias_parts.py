@@ -1,0 +1,296 @@
+"""What stands behind names of Transformer Engine that te_lite has in compat/ alone."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import te_lite as te
+from te_lite.compat.alias import (
+    contexts,
+    distributed,
+    optimizers,
+    padding,
+    permutation,
+    recipes,
+    rope,
+    router,
+    support,
+    tensors,
+)
+from te_lite.compat.alias.names import NotThere
+from te_lite.recipe import Format
+from te_lite.testing.distributed import launch
+
+
+class OtherConstructor(recipes.DelayedScaling):
+    """As Megatron-core derives its own."""
+
+    def __init__(self, config: int, fp8_format: Format) -> None:
+        super().__init__(margin=config, fp8_format=fp8_format, params_dtype=torch.float32, device="cpu",
+                         override_linear_precision=(False, False, False), interval=1)  # fmt: skip
+
+
+def linear() -> te.Linear:
+    return te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device="cpu")
+
+
+def test_recipes_are_tolerant():
+    made = OtherConstructor(2, Format.E4M3)
+    assert (made.margin, made.fp8_format, made.delayed()) == (2, Format.E4M3, True) and "margin=2" in str(made)
+    assert isinstance(made, te.recipe.DelayedScaling) and not made.nvfp4()
+    with pytest.warns(UserWarning, match="E4M3 for gradients too"):
+        assert recipes.MXFP8BlockScaling(fp8_format=Format.HYBRID).mxfp8()
+    assert recipes.Float8BlockScaling(unknown=3).float8_block_scaling()
+    for kind in (recipes.MXFP8BlockScaling, recipes.Float8BlockScaling):
+        with pytest.raises(ValueError, match="E5M2"):
+            kind(fp8_format=Format.E5M2)
+    with pytest.raises(NotImplementedError, match="override_linear_precision"):
+        recipes.DelayedScaling(override_linear_precision=(False, False, True))
+    with pytest.raises(ValueError, match="fp8_dpa"):
+        recipes.Float8CurrentScaling(fp8_dpa=True)
+    made.margin = "x"
+    with pytest.raises(TypeError, match="margin"):
+        contexts.fp8_autocast(True, fp8_recipe=made)
+
+
+def test_an_autocast_follows_the_recipe_as_it_was_when_it_was_made():
+    """Plans are kept by recipe, so a field that is assigned must be seen, and seen by the next autocast alone."""
+    layer, x = linear(), torch.randn(16, 32, dtype=torch.bfloat16)
+    recipe = recipes.Float8CurrentScaling(fp8_format=Format.E4M3)
+
+    def formats() -> set[str]:
+        with contexts.autocast(recipe=recipe):
+            layer(x).sum().backward()
+        return {row["operands"] for row in te.overlap_report() if row["module"] == "Linear"}
+
+    before = formats()
+    context = contexts.autocast(recipe=recipe)
+    recipe.fp8_format = Format.HYBRID
+    assert before == {"e4m3 x e4m3"} and "e5m2 x e4m3" in formats()
+    with context:
+        layer(x)
+    assert {row["operands"] for row in te.overlap_report() if row["module"] == "Linear"} == before
+
+
+def test_state_manager():
+    manager = contexts.FP8GlobalStateManager
+    assert not manager.is_fp8_enabled() and isinstance(manager.get_fp8_recipe(), recipes.DelayedScaling)
+    layer = linear()
+    with contexts.fp8_autocast(fp8_recipe=OtherConstructor(1, Format.HYBRID)):
+        assert manager.is_fp8_enabled() and isinstance(manager.get_fp8_recipe(), OtherConstructor)
+        assert manager.is_first_fp8_module()
+        layer(torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True))
+        assert not manager.is_first_fp8_module()
+    with contexts.quantized_model_init(recipe=recipes.Float8CurrentScaling()):
+        assert manager.with_fp8_parameters() and isinstance(linear().weight, tensors.Float8Tensor)
+    assert not manager.with_fp8_parameters() and manager.is_fp8_available() == (True, "")
+    with pytest.raises(NotThere, match="set_skip_fp8_weight_update_tensor"):
+        manager.set_skip_fp8_weight_update_tensor(True)
+
+
+def test_support():
+    assert support.is_fp8_available() and support.is_mxfp8_available(return_reason=True) == (True, "")
+    assert support.check_nvfp4_support() == (False, "te_lite has no fp4") and support.is_bf16_available()
+    assert isinstance(support.get_default_recipe(), te.recipe.Recipe)
+
+
+def test_isinstance_by_format_and_dtypes():
+    one = te.Float8CurrentScalingQuantizer(tensors.DType.kFloat8E4M3, "cpu")(torch.randn(32, 32))
+    mx = te.MXFP8Quantizer(tensors.TE_DType[torch.float8_e4m3fn])(torch.randn(32, 32))
+    blocks = te.Float8BlockQuantizer(tensors.DType.kFloat8E4M3)(torch.randn(128, 128))
+    kinds = tensors.Float8Tensor, tensors.MXFP8Tensor, tensors.Float8BlockwiseQTensor
+    assert [[isinstance(x, kind) for kind in kinds] for x in (one, mx, blocks, torch.ones(2))] == [
+        [True, False, False], [False, True, False], [False, False, True], [False, False, False],
+    ]  # fmt: skip
+    with pytest.raises(NotImplementedError, match="Float8Tensor"):
+        tensors.Float8Tensor(shape=(2, 2))
+    with pytest.raises(NotImplementedError, match="mxfp8"):
+        tensors.replace_raw_data(mx, torch.empty(1024, dtype=torch.uint8))
+    with pytest.raises(TypeError, match="Tensor"):
+        tensors.replace_raw_data(torch.ones(4), torch.empty(4, dtype=torch.uint8))
+
+
+def test_sharded_masters_and_vocabularies():
+    launch(Path(__file__).parent / "ranks_alias.py", ranks=2, timeout=120)
+
+
+def test_checkpoint_in_its_old_order():
+    w = torch.randn(8, 8, requires_grad=True)
+    calls = []
+
+    def function(a, b):
+        calls.append(1)
+        return (a @ w * b).sum()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    tracker = te.CudaRNGStatesTracker()
+    for args in ((False, lambda: tracker, None, x, 2.0), (False, None, None, x, 2.0), (x, 2.0)):
+        calls.clear()
+        w.grad = None
+        distributed.checkpoint(function, *args).backward()
+        assert len(calls) == 2
+        torch.testing.assert_close(w.grad, 2.0 * x.detach().sum(0)[:, None].expand(8, 8))
+    with pytest.raises(NotImplementedError, match="distribute_saved_activations"):
+        distributed.checkpoint(function, True, None, None, x, 2.0)
+    flags = distributed.is_fp8_activation_recompute_enabled, distributed.in_fp8_activation_recompute_phase
+    with distributed.activation_recompute_forward(True, recompute_phase=True):
+        assert all(flag() for flag in flags)
+    assert not any(flag() for flag in flags)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+def test_rope(form, interleaved):
+    """A rotation of complex numbers in fp64; the gradient is the rotation back."""
+    s, b, h, d, turned = 12, 2, 3, 16, 8
+    x = torch.randn(s, b, h, d, requires_grad=True)
+    freqs = rope.RotaryPositionEmbedding(turned, interleaved=interleaved)(s).cpu()
+    angle = torch.arange(s).double()[:, None] / 10000.0 ** (torch.arange(0, turned, 2).double() / turned)
+    z = x.detach().double()[..., :turned]
+    pairs = (z[..., 0::2], z[..., 1::2]) if interleaved else z.chunk(2, -1)
+    z = torch.complex(*pairs) * torch.polar(torch.ones_like(angle), angle)[:, None, None]
+    parts = (z.real, z.imag)
+    flat = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    want = torch.cat((flat, x.detach().double()[..., turned:]), -1)
+    options = {"interleaved": interleaved, "tensor_format": form}
+    if form == "bshd":
+        got = rope.apply_rotary_pos_emb(x.transpose(0, 1), freqs, **options).transpose(0, 1)
+    elif form == "thd":  # the sequences one after the other: positions begin anew
+        packed = x.transpose(0, 1).flatten(0, 1)
+        ends = torch.tensor([0, s, 2 * s], dtype=torch.int32)
+        got = rope.apply_rotary_pos_emb(packed, freqs, cu_seqlens=ends, **options).unflatten(0, (b, s)).transpose(0, 1)
+    else:
+        got = rope.apply_rotary_pos_emb(x, freqs, fused=True, **options)
+        later = rope.apply_rotary_pos_emb(x[:4], freqs, start_positions=torch.tensor([3, 5]), **options)
+        shifted = [rope.apply_rotary_pos_emb(F.pad(x[:4], (0,) * 6 + (n, 0)), freqs, **options)[n:] for n in (3, 5)]
+        torch.testing.assert_close(later, torch.stack((shifted[0][:, 0], shifted[1][:, 1]), 1))
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    got.square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="cp_size"):
+        rope.apply_rotary_pos_emb(x, freqs, cp_size=2)
+    with pytest.raises(ValueError, match="positions"):
+        rope.apply_rotary_pos_emb(x, freqs[:4])
+
+
+@pytest.mark.parametrize("function, pre, biased, groups", [
+    ("softmax", True, False, None), ("softmax", False, False, None), ("sigmoid", False, True, None),
+    ("sigmoid", False, True, 4), ("sqrtsoftplus", False, False, None), ("softmax", True, False, 4),
+])  # fmt: skip
+def test_router(function, pre, biased, groups):
+    """Token by token in Python, in fp64; gradients by torch's own derivative of that."""
+    tokens, experts, topk, scale = 6, 8, 3 if not groups else 4, 1.5
+    logits = torch.randn(tokens, experts, requires_grad=True)
+    bias = torch.randn(experts) if biased else None
+    limits = (groups, 2) if groups else (None, None)
+    got, chosen = router.fused_topk_with_score_function(logits, topk, pre, *limits, scale, function, bias)
+    x = logits.detach().double().requires_grad_()
+    rows = []
+    for row in x:
+        scores = {"softmax": row.softmax(0) if pre else row, "sigmoid": row.sigmoid(),
+                  "sqrtsoftplus": F.softplus(row).sqrt()}[function]  # fmt: skip
+        ranking = (scores if bias is None else scores + bias.double()).detach().tolist()
+        allowed = set(range(experts))
+        if groups:
+            size = experts // groups
+            worth = [sum(sorted(ranking[g * size : g * size + size])[-(topk // 2) :]) for g in range(groups)]
+            best = sorted(range(groups), key=worth.__getitem__)[-2:]
+            allowed = {e for e in allowed if e // size in best}
+        picked = sorted(allowed, key=ranking.__getitem__)[-topk:]
+        values = scores[picked]
+        if function != "softmax":
+            values = values / values.sum()
+        elif not pre:
+            values = values.softmax(0)
+        rows.append(torch.zeros(experts, dtype=torch.float64).index_put((torch.tensor(picked),), values * scale))
+    want = torch.stack(rows)
+    assert torch.equal(chosen, want != 0)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    weight = torch.randn(tokens, experts)
+    (got * weight).sum().backward()
+    (want * weight).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), x.grad, rtol=1e-4, atol=1e-6)
+    routing, scores = router.fused_compute_score_for_moe_aux_loss(logits, topk, function)
+    assert bool((routing.sum(-1) == topk).all())
+    torch.testing.assert_close(scores.sum(-1), torch.ones(tokens))
+    loss = router.fused_moe_aux_loss(scores, torch.full((experts,), 2), tokens, experts, topk, 0.1)
+    torch.testing.assert_close(loss, torch.tensor(0.1 * experts / (topk * tokens**2) * tokens * 2))
+
+
+def test_permutation():
+    tokens, experts, hidden = 7, 4, 5
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    routing = torch.rand(tokens, experts) < 0.4
+    routing[0] = False
+    probs = torch.randn(tokens, experts, requires_grad=True)
+    rows, row_probs, row_map = permutation.moe_permute_with_probs(x, probs, routing)
+    pairs = [(t, e) for e in range(experts) for t in range(tokens) if routing[t, e]]
+    assert torch.equal(rows, torch.stack([x[t] for t, _ in pairs]))
+    assert torch.equal(row_probs, torch.stack([probs[t, e] for t, e in pairs]))
+    assert torch.equal(permutation.moe_permute(x, routing, num_out_tokens=len(pairs))[0], rows)
+    back = permutation.moe_unpermute(rows, row_map, probs, restore_shape=x.shape)
+    torch.testing.assert_close(back, x * (probs * routing).sum(-1, keepdim=True))
+    assert torch.equal(permutation.moe_unpermute(rows, row_map, probs), back)
+    back.sum().backward()
+    torch.testing.assert_close(x.grad, (probs * routing).sum(-1, keepdim=True).expand_as(x))
+    torch.testing.assert_close(probs.grad, routing * x.detach().sum(-1, keepdim=True))
+    sizes, order = torch.tensor([2, 0, 3, 2]), torch.tensor([2, 3, 0, 1])
+    assert torch.equal(permutation.moe_sort_chunks_by_index(x, sizes, order), x[[2, 3, 4, 5, 6, 0, 1]])
+    with pytest.raises(NotImplementedError, match="index"):
+        permutation.moe_permute(x, routing, map_type="index")
+
+
+def test_padding():
+    sizes = [3, 0, 16, 40]
+    x = torch.randn(sum(sizes), 4, requires_grad=True)
+    for recipe, padded in (("bf16", [16, 0, 16, 48]), ("mxfp8", [32, 0, 32, 64])):
+        with te.autocast(recipe=recipe):
+            rows, now = padding.Fp8Padding(4)(x, sizes)
+            back = padding.Fp8Unpadding(4)(rows, sizes)
+        assert now == padded and rows.shape == (sum(padded), 4) and torch.equal(back, x)
+        assert torch.equal(rows[:3], x[:3]) and not rows[3 : padded[0]].any()
+        assert torch.equal(torch.autograd.grad(rows.sum(), x)[0], torch.ones_like(x))
+    assert padding.Fp8Padding(2, align_size=8)(x[:16], [8, 8])[0].data_ptr() == x.data_ptr()
+    with pytest.raises(ValueError, match="num_gemms=3"):
+        padding.Fp8Padding(3)(x, sizes)
+
+
+@pytest.mark.parametrize("adam_w", [False, True])
+def test_fused_adam_is_torchs(adam_w):
+    mine = torch.nn.Linear(8, 8)
+    theirs = copy.deepcopy(mine)
+    options = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+    ours = optimizers.FusedAdam(mine.parameters(), adam_w_mode=adam_w, **options)
+    torchs = torch.optim.Adam(theirs.parameters(), fused=True, decoupled_weight_decay=adam_w, **options)
+    for step in range(4):
+        x = torch.randn(4, 8)
+        for model, optimizer in ((mine, ours), (theirs, torchs)):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        if step == 1:  # the state goes through a state dict, the step in the group
+            state = copy.deepcopy(ours.state_dict())
+            ours = optimizers.FusedAdam(mine.parameters(), adam_w_mode=adam_w, **options)
+            ours.load_state_dict(state)
+    assert torch.equal(mine.weight, theirs.weight) and ours.param_groups[0]["step"] == 4
+    with pytest.raises(NotImplementedError, match="master_weights"):
+        optimizers.FusedAdam(mine.parameters(), master_weights=True)
+
+
+def test_multi_tensor():
+    flag = torch.zeros(1, dtype=torch.int)
+    sources = [torch.randn(3), torch.randn(2, 2)]
+    targets = [torch.empty(3, dtype=torch.bfloat16), torch.empty(2, 2)]
+    apply = optimizers.multi_tensor_applier
+    apply(optimizers.multi_tensor_scale, flag, [sources, targets], 0.5)
+    assert flag.item() == 0 and torch.equal(targets[0], (sources[0] * 0.5).bfloat16())
+    norm, each = apply(optimizers.multi_tensor_l2norm, flag, [sources], True)
+    torch.testing.assert_close(norm, torch.cat([s.flatten() for s in sources]).norm().view(1))
+    torch.testing.assert_close(each, torch.stack([s.norm() for s in sources]))
+    for bad in (torch.inf, torch.nan):
+        sources[1][0, 0] = bad
+        apply(optimizers.multi_tensor_scale, flag.zero_(), [sources, targets], 1.0)
+        assert flag.item() == 1

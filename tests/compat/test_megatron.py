@@ -1,0 +1,52 @@
+"""Megatron-core's GPT, its files unmodified, over te_lite under Transformer Engine's name."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from te_lite.testing.distributed import launch
+
+SCRIPT = Path(__file__).parent / "ranks_megatron.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
+RANKS = {"one": 1, "tp": 2, "pp": 2, "dp": 2}
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core (pip install -e '.[test]')")
+
+
+def losses(out: str) -> list[float]:
+    return [float(line.split()[3]) for line in out.splitlines() if line.startswith("step")]
+
+
+@pytest.mark.parametrize("world", RANKS)
+def test_gpt(world: str) -> None:
+    """The cases of ranks_megatron.py: recipes, recomputation, overlap, fp8 parameters, optimizers, on CPU ranks."""
+    out = launch(SCRIPT, world, ranks=RANKS[world], timeout=300, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert out.count("ok Case(") >= 5, out
+
+
+def test_example_learns() -> None:
+    args = "--recipe", "delayed", "--steps", "12", "--lr", "0.01"
+    found = losses(launch(EXAMPLE, *args, ranks=1, timeout=200, env={"CUDA_VISIBLE_DEVICES": ""}))
+    assert len(found) == 12 and found[-1] < 0.95 * found[0], found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "mxfp8", "blockwise"])
+def test_example_on_a_gpu(recipe: str) -> None:
+    """Its losses are those of Megatron's own layers, within the roundings of fp8 in the first step."""
+    args = "--hidden", "256", "--ffn", "512", "--steps", "12", "--lr", "0.01"
+    found = losses(launch(EXAMPLE, "--recipe", recipe, *args, ranks=1, timeout=300))
+    local = losses(launch(EXAMPLE, "--spec", "local", *args, ranks=1, timeout=300))
+    assert abs(found[0] / local[0] - 1) < 2.0**-4 and found[-1] < 0.95 * found[0], (found, local)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "mxfp8", "blockwise"])
+@pytest.mark.parametrize("more", [("--tp", "2", "--overlap"), ("--pp", "2", "--recompute", "full"),
+                                  ("--fp8-param", "--distributed-optimizer")], ids=" ".join)  # fmt: skip
+def test_example_on_two_gpus(recipe: str, more: tuple[str, ...]) -> None:
+    if recipe == "bf16" and "--fp8-param" in more:
+        pytest.skip("no fp8 parameters in bf16")
+    args = "--hidden", "256", "--ffn", "512", "--steps", "12", "--lr", "0.01", "--recipe", recipe, *more
+    found = losses(launch(EXAMPLE, *args, ranks=2, timeout=300))
+    assert len(found) == 12 and found[-1] < 0.95 * found[0], found
