@@ -83,10 +83,8 @@ class LayerNormMLP(TeLiteModule):
         super().__init__(given, modes, ("fc1", "fc2"), ("hidden_size", "ffn_hidden_size"))
         self.activation, self.activation_params, self._act = activation, activation_params, act
         self.checkpoint = checkpoint
-        if recompute_activation is None:
-            recompute_activation = recomputation_cost(hidden_size, act.glu) <= MOST_COST
-        self.recompute_activation = flag("LayerNormMLP", "recompute_activation", recompute_activation)
-        self._recomputes = (False, self.recompute_activation)
+        asked = flag("LayerNormMLP", "recompute_activation", recompute_activation)
+        self.recompute_activation = None if recompute_activation is None else asked
         self.hidden_size = hidden_size
         wide = ffn_hidden_size * (2 if act.glu else 1)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:
@@ -94,6 +92,11 @@ class LayerNormMLP(TeLiteModule):
         init2 = output_layer_init_method or init_method
         add_linear(self, modes[0], hidden_size, wide, init_method, bias, {"fc1_": wide})
         add_linear(self, modes[1], ffn_hidden_size, hidden_size, init2, bias, {"fc2_": hidden_size})
+
+    def _recomputes(self, free: bool) -> bool:
+        if self.recompute_activation is not None:
+            return self.recompute_activation
+        return free or recomputation_cost(self.hidden_size, self._act.glu) <= MOST_COST
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, *, residual: Tensor | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the

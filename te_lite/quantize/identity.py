@@ -65,6 +65,16 @@ class Identity(Quantizer):
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         return Identity.quantize(self, source)[0]  # a subclass has noted the source before
 
+    def gives_again(self, x: Quantizer) -> bool:
+        return type(self) is Identity and self == x
+
+    def quantize_and_again(
+        self, grad: Source, x: Quantizer, earlier: QTensor, *, row: bool, col: bool, bias_grad: bool
+    ) -> tuple[QTensor, Tensor | None, QTensor]:
+        made: Any = transform(grad, hp_dtype=self.target, act_dtype=self.target, bias_grad=bias_grad)
+        q = QTensor(self.format, (grad.rows, grad.cols), self.target, row=made.hp)
+        return q, made.bias_grad, QTensor(self.format, earlier.shape, self.target, row=made.act)
+
 
 @dataclass(frozen=True, slots=True)
 class Calibrating(Identity):

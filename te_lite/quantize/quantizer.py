@@ -60,6 +60,16 @@ class Quantizer:
         of `earlier` where format.col_from_row."""
         return self.quantize(source, row=False, col=True)[0]
 
+    def gives_again(self, x: Quantizer) -> bool:
+        """Whether quantize_and_again() is there for what x quantized."""
+        return False
+
+    def quantize_and_again(
+        self, grad: Source, x: Quantizer, earlier: QTensor, *, row: bool, col: bool, bias_grad: bool
+    ) -> tuple[QTensor, Tensor | None, QTensor]:
+        """(*quantize(grad), x.again(grad.activated, earlier)) from one read; grad: the gradient of an activation."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True)
 class GemmQuantizers:

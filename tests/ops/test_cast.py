@@ -120,7 +120,7 @@ def run_poisoned(source: S.Source, fp8: torch.dtype, scale, amax, amax_out, pow2
     """The op on outputs that hold 0x7F everywhere: an element that it does not write shows."""
 
     def poisoned(*args):
-        for t in args[-6:-1]:
+        for t in args[-1 - len(cast.Transformed._fields) : -1]:
             if t is not None:
                 t.view(torch.uint8).fill_(0x7F)
         cast._transform_op(*args)

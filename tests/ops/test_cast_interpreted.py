@@ -76,7 +76,7 @@ def _transform(source: S.Source, **wanted) -> cast.Transformed:
     """cast.transform() by its kernel, on outputs that hold 0x7F everywhere: an element that it does not write shows."""
 
     def poisoned(*args):
-        for t in args[-6:-1]:
+        for t in args[-1 - len(cast.Transformed._fields) : -1]:
             if t is not None:
                 t.view(torch.uint8).fill_(0x7F)
         cast._transform_cuda(*args)
