@@ -19,12 +19,9 @@ from te_lite.quantize.qtensor import QTensor
 
 
 @ranged("te_lite.quantize")
-def _grad_and_again(plan1: LinearPlan, plan2: LinearPlan, dh: Source, a: QTensor, needs: tuple[bool, ...]) -> Any:
-    """quantize_grad(plan1, dh), and a = activation(h) as plan2's wgrad reads it, from one read of h. a: its seed."""
-    need_x, need_w, need_b = needs
-    q, sums, a = plan1.operands.dgrad.a.quantize_and_again(
-        dh, plan2.operands.wgrad.b, a, row=need_x, col=need_w, bias_grad=need_b
-    )
+def _grad_and_again(plan: LinearPlan, dh: Source, needs: tuple[bool, bool, bool], a: QTensor) -> Any:
+    """(quantize_grad(plan, dh), a = activation(h) by column) from one read of h; a: what forward kept of it."""
+    q, sums, a = plan.operands.dgrad.a.quantize_and_again(dh, *needs, a)
     return (q, q, sums), a
 
 
@@ -90,7 +87,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         needs = need_h, need_w2 and not one_read, grads[9]
         dh, dw2, db2 = linear_backward(plan2, (a, q2), w2, param2, grad, needs, activate_grad)
         if one_read:
-            grad1, a = _grad_and_again(plan1, plan2, dh, a, needs1)
+            grad1, a = _grad_and_again(plan1, dh, needs1, a)
         else:
             a = None  # where it was computed again, nobody else holds it
             grad1 = quantize_grad(plan1, dh, param1.shape[1], needs1) if need_h else None

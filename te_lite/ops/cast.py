@@ -121,14 +121,13 @@ def transform_ref(source: Source, **wanted: Any) -> Transformed:
 
 
 @of_source
-def cast_ref(
-    source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp, row, col, scale_inv, scale_out, bias_grad, act,
-    act_scale_inv, amax_out,
-):  # fmt: skip
+def cast_ref(source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp, row, col, scale_inv, scale_out,
+             bias_grad, act, act_scale_inv, amax_out):  # fmt: skip
     v = produce_ref(source)
     if act is not None:
         outputs = (act, None, None, None) if act_scale is None else (None, None, act, act_scale_inv)
-        cast_ref(*source.activated.flat, act_scale, *[None] * 4, 0.0, False, *outputs, *[None] * 5)
+        activated = source._replace(kind="act", dy=None)
+        cast_ref(*activated.flat, act_scale, *[None] * 4, 0.0, False, *outputs, *[None] * 5)
     if hp is not None:
         hp.copy_(v)
     if bias_grad is not None:
@@ -163,10 +162,8 @@ def _amax_of(v: Tensor) -> Tensor:
 
 
 @of_source
-def _transform_cuda(
-    source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp, row, col, scale_inv, scale_out, bias_grad, act,
-    act_scale_inv, amax_out,
-):  # fmt: skip
+def _transform_cuda(source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp, row, col, scale_inv, scale_out,
+                    bias_grad, act, act_scale_inv, amax_out):  # fmt: skip
     rows, cols, form = source.rows, source.tile_cols, source.form
     few, hp_too, sums = rows * cols <= kernels.FEW, hp is not None, bias_grad is not None
     words = col is not None and scale_inv is not None and not (few or hp_too or sums) and words_fit(source)
@@ -177,18 +174,16 @@ def _transform_cuda(
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     splits, partial = partial_sums(bias_grad, max(1, tiles_m))
-    loop = tiles_m > splits
     q = col if row is None else row
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
     kernel = kernels.one_row_kernel if rows == 1 else kernels.transform_kernel
     programs = tiles_n * splits or 1  # M = 0 needs one: scale_inv is written too
-    tensors = (*source.tensors, amax, row_scale, col_scale, hp, row, col, scale_inv, scale_out, partial)
+    outputs = (hp, row, col, scale_inv, scale_out, partial, act, act_scale_inv)
+    tensors = (*source.tensors, amax, row_scale, col_scale, *outputs)
     numbers = (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel())
-    constants = (form, fp8_max, pow2, block_m, block_n, loop)
-    unaligned, activated = (amax_out, scale, act_scale), (act, act_scale_inv)
-    launch(
-        kernel, programs, unaligned, (*tensors, *activated), numbers, constants, num_warps, None if loop else registers
-    )
+    constants = (form, fp8_max, pow2, block_m, block_n, tiles_m > splits)
+    registers = None if tiles_m > splits else registers  # a loop needs more
+    launch(kernel, programs, (amax_out, scale, act_scale), tensors, numbers, constants, num_warps, registers)
     if partial is not None:
         column_sums(partial, bias_grad)
 

@@ -88,11 +88,6 @@ class Source(NamedTuple):
         return *self[:8], *self.activation[:2]
 
     @property
-    def activated(self) -> Source:
-        """Of a "dact": act(h), whose gradient with respect to h it is."""
-        return Source("act", self.x, activation=self.activation)
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.x.dtype
 

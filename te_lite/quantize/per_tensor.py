@@ -22,7 +22,7 @@ from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
 from te_lite.quantize.qtensor import Fp8Format, Held, Layout, Operand, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
+from te_lite.quantize.quantizer import Both, GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
 from te_lite.watch import group_max
 
@@ -126,7 +126,7 @@ def per_tensor_cast(
     format: Fp8Format, source: Source, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
     amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
     x: QTensor | None = None,
-) -> tuple[QTensor, Tensor | None, QTensor | None]:  # fmt: skip
+) -> Both:  # fmt: skip
     """What a quantizer gives, by transform(); the seed is the scale. x: of a gradient of an activation, what the
     activation was quantized to; in its place comes its col layout, from the same read."""
     act_format: Any = None if x is None else x.format
@@ -144,27 +144,15 @@ def per_tensor_cast(
 
 @dataclass(frozen=True, slots=True)
 class PerTensor(Quantizer):
-    """By one scale. quantize() of a subclass is what cast() gives without x."""
+    """By one scale, which is the seed. quantize() is quantize_and_again() without x."""
 
     format: Fp8Format
-
-    def cast(
-        self, source: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None = None
-    ) -> tuple[QTensor, Tensor | None, QTensor | None]:
-        """per_tensor_cast() by this quantizer's scale."""
-        raise NotImplementedError
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         return per_tensor_cast(self.format, source, False, True, False, earlier.seed)[0]
 
     def gives_again(self, x: Quantizer) -> bool:
         return {type(self), type(x)} <= {Delayed, Current}  # a subclass may quantize otherwise
-
-    def quantize_and_again(
-        self, grad: Source, x: Quantizer, earlier: QTensor, *, row: bool, col: bool, bias_grad: bool
-    ) -> tuple[QTensor, Tensor | None, QTensor]:
-        both: Any = self.cast(grad, row, col, bias_grad, earlier)
-        return both
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +168,14 @@ class Current(PerTensor):
     eps: float = 0.0
     amax_group: dist.ProcessGroup | None = None
 
-    def cast(
-        self, source: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None = None
-    ) -> tuple[QTensor, Tensor | None, QTensor | None]:
-        most = amax(source) if source.amax is None else source.amax
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None) -> Both:
+        most = amax(grad) if grad.amax is None else grad.amax
         if self.amax_group is not None:
             most = group_max("amax for current scaling", most, self.amax_group)
-        return per_tensor_cast(self.format, source, row, col, bias_grad, None, most, None, self.pow2, self.eps, x)
+        return per_tensor_cast(self.format, grad, row, col, bias_grad, None, most, None, self.pow2, self.eps, x)
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        return Current.cast(self, source, row, col, bias_grad)[:2]
+        return Current.quantize_and_again(self, source, row, col, bias_grad, None)[:2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +192,12 @@ class Delayed(PerTensor):
     def take_scale(self) -> tuple[Tensor, Tensor | None]:
         return self.state.take(self.slot)
 
-    def cast(
-        self, source: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None = None
-    ) -> tuple[QTensor, Tensor | None, QTensor | None]:
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None) -> Both:
         scale, amax_out = self.state.take(self.slot)
-        return per_tensor_cast(self.format, source, row, col, bias_grad, scale, None, amax_out, x=x)
+        return per_tensor_cast(self.format, grad, row, col, bias_grad, scale, None, amax_out, x=x)
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        return Delayed.cast(self, source, row, col, bias_grad)[:2]
+        return Delayed.quantize_and_again(self, source, row, col, bias_grad, None)[:2]
 
     def norm_rows(self, x: Tensor, *formula: *Formula) -> tuple[QTensor, Tensor | None, Tensor] | None:
         if x.dtype == torch.float32:

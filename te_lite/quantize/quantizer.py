@@ -19,6 +19,7 @@ from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.recipe import HighPrecision, Recipe
 
 Quantized = tuple[QTensor, Tensor | None]  # and the column sums of the values, fp32, where they were asked for
+Both = tuple[QTensor, Tensor | None, Any]  # and another QTensor from the same read
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,9 @@ class Quantizer:
         """Whether quantize_and_again() is there for what x quantized."""
         return False
 
-    def quantize_and_again(
-        self, grad: Source, x: Quantizer, earlier: QTensor, *, row: bool, col: bool, bias_grad: bool
-    ) -> tuple[QTensor, Tensor | None, QTensor]:
-        """(*quantize(grad), x.again(grad.activated, earlier)) from one read; grad: the gradient of an activation."""
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor) -> Both:
+        """(*quantize(grad), again(activation of h, x)) from one read of h; grad: the gradient of an activation of h.
+        again: of the quantizer that x was quantized by."""
         raise NotImplementedError
 
 

@@ -227,6 +227,7 @@ def test_current_scaling(content, pow2, eps, fp8, device):
     assert partials.max().item() == amax == cast.amax_ref(source).max().item()
     out = run_poisoned(source, fp8, None, partials, None, pow2, eps)
     s = scale_of(amax, LARGEST[fp8], eps, pow2)
+    assert out.scale.cpu().numpy().tobytes() == np.float32([s]).tobytes()
     assert out.scale_inv.cpu().numpy().tobytes() == np.float32([1 / s]).tobytes()
     row = bytes_of(x, float(s), fp8)
     assert_same_bytes(out.row, row)
@@ -252,8 +253,8 @@ def test_only_what_is_asked_for_is_made(device):
         made = {name for name, t in out._asdict().items() if t is not None}
         assert made == {*wanted, "scale_inv"}
     out = cast.transform(S.act(x, Activation.of("relu")), hp_dtype=torch.bfloat16)
-    assert torch.equal(out.hp, x.relu().bfloat16()) and out[1:] == (None,) * 4
-    assert cast.transform(S.plain(x), amax_out=history[0]) == (None,) * 5
+    assert torch.equal(out.hp, x.relu().bfloat16()) and {*out[1:]} == {None}
+    assert {*cast.transform(S.plain(x), amax_out=history[0])} == {None}
     assert history.tolist() == [9.0, 0.0], "a smaller amax must not replace a larger one"
     cast.transform(S.plain(x), amax_out=history[1:])
     assert history.tolist() == [9.0, x.abs().max().item()]
@@ -273,17 +274,61 @@ def test_transpose(shape, device):
     assert_same_bytes(transpose.transpose_ref(data), want)
 
 
+# ---- a gradient and the activation from one read ----
+
+
+def gradients(m: int, n: int, dtype: torch.dtype, device: str) -> list[S.Source]:
+    return [source for source in sources(m, n, dtype, device).values() if source.kind == "dact"]
+
+
+def same_bits(name: str, got: cast.Transformed, want: cast.Transformed, fields: tuple[str, ...]) -> None:
+    for field in fields:
+        a, b = getattr(got, field), getattr(want, field)
+        assert a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"{name}: {field}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@FORMATS
+@pytest.mark.parametrize("dtype", S.DTYPES)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 16), (39, 66), (130, 96)], ids=str)
+def test_the_activation_of_a_gradient(shape, dtype, fp8, device):
+    """Every bit is that of a pass of its own, and nothing else changes, whatever else is wanted."""
+    scale, act_scale = (torch.tensor([s], device=device) for s in (3.3, 0.7))
+    amax = torch.tensor([2.0, 5.0], device=device)
+    for source in gradients(*shape, dtype, device):
+        name, act = source.activation.name, source._replace(kind="act", dy=None)
+        alone = {"row": False, "hp_dtype": None, "bias_grad": False}
+        col = run_poisoned(act, fp8, act_scale, None, None, **alone)
+        hp = cast.transform(act, hp_dtype=dtype).hp
+        for by, layouts in (((scale, None), {}), ((None, amax), {"row": False, "bias_grad": False})):
+            want = run_poisoned(source, fp8, *by, None, **layouts)
+            fields = tuple(field for field, t in want._asdict().items() if t is not None)
+            got = run_poisoned(source, fp8, *by, None, act_dtype=fp8, act_scale=act_scale, **layouts)
+            same_bits(name, got, want, fields)
+            same_bits(name, got._replace(col=got.act, scale_inv=got.act_scale_inv), col, ("col", "scale_inv"))
+            got = run_poisoned(source, fp8, *by, None, act_dtype=dtype, **layouts)
+            same_bits(name, got, want, fields)
+            assert torch.equal(got.act.view(torch.uint8), hp.view(torch.uint8)) and got.act_scale_inv is None, name
+
+
+@pytest.mark.parametrize("source", [S.plain(torch.zeros(4, 6)), S.act(torch.zeros(4, 6), Activation.of("gelu"))])
+def test_the_activation_of_what_is_no_gradient_is_refused(source):
+    with pytest.raises(ValueError, match="act_dtype"):
+        cast.transform(source, hp_dtype=torch.float32, act_dtype=torch.float32)
+
+
 # ---- as an op, and bad input ----
 
 
 def test_ops_pass_torch_s_own_checks():
     x, scale, history = torch.randn(7, 20), torch.ones(1), torch.zeros(2, 2)
     source = S.dact(x[:, :10].contiguous(), x, Activation.of("swiglu"))
-    hp = cast.transform(source, hp_dtype=torch.bfloat16, bias_grad=True)
-    fp8 = cast.transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, bias_grad=True)
+    hp = cast.transform(source, hp_dtype=torch.bfloat16, bias_grad=True, act_dtype=torch.bfloat16)
+    act = {"act_dtype": E4M3, "act_scale": scale}
+    fp8 = cast.transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, bias_grad=True, **act)
     # torch's schema check compares by arithmetic, which fp8 does not have: without fp8 it checks all else.
     for check, out, s in (("test_schema", hp, None), ("test_faketensor", fp8, scale)):
-        args = (*source.flat, s, None, None, None, 0.0, False, *out, history[1, 1])
+        args = (*source.flat, s, None, None, None, s, 0.0, False, *out, history[1, 1])
         torch.library.opcheck(cast._transform_op.overload, args, test_utils=check)
         torch.library.opcheck(cast._amax_op.overload, source.flat, test_utils=check)
         torch.library.opcheck(torch.ops.te_lite.transpose.default, (x.byte(),), test_utils=check)
