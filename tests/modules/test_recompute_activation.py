@@ -10,7 +10,6 @@ import te_lite as te
 from te_lite.functional.plan import MainGrad
 from te_lite.modules.layernorm_mlp import MOST_COST, recomputation_cost
 from te_lite.modules.plans import PLANNED
-from te_lite.ops import cast
 from te_lite.quantize.per_tensor import FORMATS, Current, Delayed
 from te_lite.recipe import CustomRecipe
 from te_lite.testing.distributed import device_params, launch, rank_device_params
@@ -182,53 +181,6 @@ def test_calibration_records_once():
             return module(x)
 
     compare(*(run(mlp(again), "bf16", call=call) for again in (True, False)))
-
-
-class Reads:
-    """What reads h in backward: the sources that transform() was given, with the layouts of each."""
-
-    def __init__(self, monkeypatch):
-        self.of_a, original = [], cast._transform_op
-
-        def noted(*args):
-            names = cast.Transformed._fields
-            wanted = {name for name, t in zip(names, args[-1 - len(names) : -1], strict=True) if t is not None}
-            self.of_a += [wanted & {"hp", "row", "col"}] * (args[0] == "act") + [{"act"}] * ("act" in wanted)
-            original(*args)
-
-        monkeypatch.setattr(cast, "_transform_op", noted)
-
-
-ONE_READ = ["bf16", "delayed", "current"]  # of one rank
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_where_a_comes_from(recipe, monkeypatch):
-    """Forward quantizes it by row alone. Backward has it from the read of h that the gradient of h takes, or, under
-    recipes that do not know its scale, from one of its own."""
-    module, reads = mlp(True), Reads(monkeypatch)
-    x, dy = (reference.make_tokens(TOKENS, K, dtype=torch.bfloat16) for _ in range(2))
-    with under(recipe):
-        out = module(leaf(x))
-    forward, reads.of_a = reads.of_a, []
-    out.backward(dy)
-    assert module._planned[1][1].one_read == (recipe in ONE_READ)
-    if recipe in ONE_READ:
-        assert forward == [{"hp"} if recipe == "bf16" else {"row"}] and reads.of_a == [{"act"}]
-    else:
-        assert {"act"} not in reads.of_a
-
-
-@pytest.mark.parametrize("recipe", ONE_READ)
-def test_what_else_gives_no_gradient_of_h_in_one_read(recipe, monkeypatch):
-    """Of a bias alone there is a sum of the gradient of h, and no cast."""
-    module, reads = mlp(True), Reads(monkeypatch)
-    freeze(NORM_AND_FC1[:2])(module)
-    with under(recipe):
-        out = module(reference.make_tokens(TOKENS, K, dtype=torch.bfloat16))
-    reads.of_a = []
-    out.backward(torch.ones_like(out))
-    assert reads.of_a == [{"hp"} if recipe == "bf16" else {"col"}]
 
 
 def recorded_twice(self, source, earlier):

@@ -274,49 +274,6 @@ def test_transpose(shape, device):
     assert_same_bytes(transpose.transpose_ref(data), want)
 
 
-# ---- a gradient and the activation from one read ----
-
-
-def gradients(m: int, n: int, dtype: torch.dtype, device: str) -> list[S.Source]:
-    return [source for source in sources(m, n, dtype, device).values() if source.kind == "dact"]
-
-
-def same_bits(name: str, got: cast.Transformed, want: cast.Transformed, fields: tuple[str, ...]) -> None:
-    for field in fields:
-        a, b = getattr(got, field), getattr(want, field)
-        assert a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"{name}: {field}"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@FORMATS
-@pytest.mark.parametrize("dtype", S.DTYPES)
-@pytest.mark.parametrize("shape", [(0, 16), (1, 16), (39, 66), (130, 96)], ids=str)
-def test_the_activation_of_a_gradient(shape, dtype, fp8, device):
-    """Every bit is that of a pass of its own, and nothing else changes, whatever else is wanted."""
-    scale, act_scale = (torch.tensor([s], device=device) for s in (3.3, 0.7))
-    amax = torch.tensor([2.0, 5.0], device=device)
-    for source in gradients(*shape, dtype, device):
-        name, act = source.activation.name, source._replace(kind="act", dy=None)
-        alone = {"row": False, "hp_dtype": None, "bias_grad": False}
-        col = run_poisoned(act, fp8, act_scale, None, None, **alone)
-        hp = cast.transform(act, hp_dtype=dtype).hp
-        for by, layouts in (((scale, None), {}), ((None, amax), {"row": False, "bias_grad": False})):
-            want = run_poisoned(source, fp8, *by, None, **layouts)
-            fields = tuple(field for field, t in want._asdict().items() if t is not None)
-            got = run_poisoned(source, fp8, *by, None, act_dtype=fp8, act_scale=act_scale, **layouts)
-            same_bits(name, got, want, fields)
-            same_bits(name, got._replace(col=got.act, scale_inv=got.act_scale_inv), col, ("col", "scale_inv"))
-            got = run_poisoned(source, fp8, *by, None, act_dtype=dtype, **layouts)
-            same_bits(name, got, want, fields)
-            assert torch.equal(got.act.view(torch.uint8), hp.view(torch.uint8)) and got.act_scale_inv is None, name
-
-
-@pytest.mark.parametrize("source", [S.plain(torch.zeros(4, 6)), S.act(torch.zeros(4, 6), Activation.of("gelu"))])
-def test_the_activation_of_what_is_no_gradient_is_refused(source):
-    with pytest.raises(ValueError, match="act_dtype"):
-        cast.transform(source, hp_dtype=torch.float32, act_dtype=torch.float32)
-
-
 # ---- as an op, and bad input ----
 
 

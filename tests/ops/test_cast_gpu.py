@@ -170,30 +170,6 @@ def test_the_order_of_tiles_changes_no_bit(shape):
                 assert (got is want is None) or torch.equal(got.view(torch.uint8), want.view(torch.uint8)), field
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "clamped_swiglu"])
-@pytest.mark.parametrize("shape", [(4092, 2064), (8192, 1024), (33000, 208)], ids=str)
-def test_the_activation_of_a_gradient_has_the_bits_of_a_pass_of_its_own(shape, activation):
-    """Of many tiles; with column sums of 33000 rows a program loops over several."""
-    m, n = shape
-    act = Activation.of(activation)
-    h, dy = (torch.randn(m, width, device="cuda", dtype=torch.bfloat16) for width in (n * (1 + act.glu), n))
-    source, act_scale = S.dact(dy, h, act), torch.tensor([3.0, 1.7], device="cuda")[1:]
-    want = cast.transform(S.act(h, act), fp8_dtype=E4M3, col=True, scale=act_scale)
-    hp = cast.transform(S.act(h, act), hp_dtype=torch.bfloat16).hp
-    for sums in (False, True):
-        for given in ({"scale": act_scale}, {"amax": cast.amax(source)}):
-            how = given | {"fp8_dtype": E5M2, "row": True, "col": True, "bias_grad": sums}
-            alone = cast.transform(source, **how)
-            got = cast.transform(source, **how, act_dtype=E4M3, act_scale=act_scale)
-            assert_same_bytes(got.act, want.col.cpu().view(torch.uint8))
-            assert torch.equal(got.act_scale_inv, want.scale_inv)
-            for field in ("row", "col", "scale_inv") + ("bias_grad",) * sums:
-                a, b = getattr(got, field), getattr(alone, field)
-                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
-        both = cast.transform(source, hp_dtype=torch.bfloat16, act_dtype=torch.bfloat16, bias_grad=sums)
-        assert torch.equal(both.act, hp) and torch.equal(both.hp, cast.transform(source, hp_dtype=torch.bfloat16).hp)
-
-
 def test_bias_grad_has_the_same_bits_every_time():
     source = S.dact(
         torch.randn(4092, 512, device="cuda", dtype=torch.bfloat16),
