@@ -125,10 +125,14 @@ def activation_cases(t: Operands) -> list[Case]:
     from te_lite.ops import cast, source
 
     act, dact = source.act(t.h, Activation.of("swiglu")), source.dact(t.dy, t.h, Activation.of("swiglu"))
-    size = t.size
+    size, again, amax = t.size, {"act_dtype": E4M3, "act_scale": t.scale}, cast.amax(dact)
 
-    def quantize(what: object, fp8_dtype: torch.dtype) -> Callable[[], object]:
-        return lambda: cast.transform(what, fp8_dtype=fp8_dtype, scale=t.scale, amax_out=t.amax_out, row=True, col=True)
+    def quantize(what: object, fp8_dtype: torch.dtype, **more: object) -> Callable[[], object]:
+        kind = {"fp8_dtype": fp8_dtype, "scale": t.scale, "amax_out": t.amax_out, "row": True, "col": True}
+        return lambda: cast.transform(what, **(kind | more))
+
+    by_amax = {"scale": None, "amax_out": None, "amax": amax}
+    both = by_amax | again
 
     return [
         Case("swiglu", 6 * size, lambda: cast.transform(act, hp_dtype=BF16)),
@@ -137,6 +141,12 @@ def activation_cases(t: Operands) -> list[Case]:
         Case("swiglu backward", 10 * size, lambda: cast.transform(dact, hp_dtype=BF16)),
         Case("swiglu backward to fp8 row+col, delayed", 10 * size, quantize(dact, E5M2)),
         Case("amax of swiglu backward", 6 * size, lambda: cast.amax(dact)),
+        # What LayerNormMLP's backward computes again: in a pass of its own, and beside the gradient.
+        Case("swiglu to fp8 col, delayed", 5 * size, quantize(act, E4M3, row=False, amax_out=None)),
+        Case("swiglu backward to fp8 row+col, swiglu by col, delayed", 11 * size, quantize(dact, E5M2, **again)),
+        Case("swiglu backward to fp8 row+col, current", 10 * size, quantize(dact, E5M2, **by_amax)),
+        Case("swiglu backward to fp8 row+col, swiglu by col, current", 11 * size, quantize(dact, E5M2, **both)),
+        Case("swiglu backward, swiglu", 12 * size, lambda: cast.transform(dact, hp_dtype=BF16, act_dtype=BF16)),
     ]
 
 

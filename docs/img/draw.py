@@ -76,21 +76,21 @@ def step() -> None:
         ("norm_stats", ("rstd of x",)),
         ("transform", ("norm(x) -> fp8 row, col",)),
         ("gemm_fp8  fc1", ("h = norm(x) w1^T",)),
-        ("transform", ("silu(gate) up -> fp8 row, col",)),
+        ("transform", ("silu(gate) up -> fp8 row",)),
         ("gemm_fp8  fc2", ("y = act(h) w2^T",)),
     )
     backward = (
         ("norm_backward", ("dx, dgamma", "reads x, rstd, gamma")),
-        ("gemm_fp8  dgrad, wgrad", ("dnorm = dh w1;  dw1 = dh^T norm(x)", "reads w1, s1, norm(x).col")),
-        ("transform", ("gradient of act -> fp8 row, col, db1", "reads h")),
-        ("gemm_fp8  dgrad, wgrad", ("da = dy w2;  dw2 = dy^T act(h)", "reads w2, s4, act(h).col")),
+        ("gemm_fp8  wgrad, dgrad, wgrad", ("dw2 = dy^T act(h)", "dnorm = dh w1;  dw1 = dh^T norm(x)")),
+        ("transform", ("dh -> fp8 row, col, db1;  act(h) -> col", "reads h, s3")),
+        ("gemm_fp8  dgrad", ("da = dy w2", "reads w2, s4")),
         ("transform", ("dy -> fp8 row, col, db2", "reads nothing kept")),
     )
     kept = (
         ("x, rstd, gamma", ""),
         ("norm(x).col", "and its scale"),
         ("w1, s1", "s1: the seed"),
-        ("h; act(h).col", "and its scale"),
+        ("h, s3", "s3: the seed of act(h)"),
         ("w2, s4", "s4: the seed"),
     )
     columns = ((left + 110, "forward"), (middle + 110, "kept"), (right + 130, "backward"))

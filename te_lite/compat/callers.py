@@ -36,7 +36,7 @@ class Given(Quantizer):
                 f"a tensor on {source.device}, scale on {self.scale.device}, amax on {self.amax.device}: must be on "
                 "one device; move scale and amax to the tensor's"
             )
-        return per_tensor_cast(self.format, source, self.scale, row, col, bias_grad, self.scale, None, self.amax)
+        return per_tensor_cast(self.format, source, row, col, bias_grad, self.scale, None, self.amax)[:2]
 
 
 class CallerQuantizer:

@@ -20,10 +20,21 @@ from te_lite.functional.linear import (
     residual_grad,
 )
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source, norm_wanted
+from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import backward_method, forward_method, load, save
 from te_lite.ops.activation import Activation
+from te_lite.ops.nvtx import ranged
 from te_lite.ops.source import Source
 from te_lite.overlap.epilogues import Activate, ActivateGrad
+from te_lite.quantize.qtensor import QTensor
+
+
+@ranged("te_lite.quantize")
+def _grad_and_again(plan: LinearPlan, dh: Source, needs: tuple[bool, bool, bool], a: QTensor) -> Any:
+    """(quantize_grad(plan, dh), a = activation(h) by column) from one read of h; a: what forward kept of it."""
+    q, sums, a = plan.operands.dgrad.a.quantize_and_again(dh, *needs, a)
+    return (q, q, sums), a
+
 
 Needs = tuple[bool, bool, bool, bool]  # of gradients: the norm's, w1's, h's, w2's
 
@@ -61,23 +72,31 @@ def _backward(
     (plan1, plan2), (param1, param2) = call.plans, call.weights
     x1, q1, w1, a, q2, w2, h, *norm_saved = kept
     kept.clear()
-    needs, needs1 = (need_h, need_w2, need_b2), (need_ln, need_w1, need_b1)
+    needs1 = need_ln, need_w1, need_b1
     activate_grad = norm_grad = dx = dw1 = db1 = None
+    one_read = ctx.a_again and plan2.one_read and (need_ln or need_w1)
     if need_h:
-        want = plan1.dy_from_gemm if ctx.activation.fused else ""
+        want = plan1.dy_from_gemm if ctx.activation.fused and not one_read else ""
         if needs1[2] or (want == "fp8" and not (need_ln and need_w1)):
             want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
         activate_grad = ActivateGrad(plan1.operands.dgrad.a, ctx.activation, want, h)
-    grad = quantize_grad(plan2, dy, param2.shape[1], needs)
-    if ctx.a_again:
+    grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, need_b2))
+    if ctx.a_again and not one_read:
         a = plan2.operands.wgrad.b.again(Source("act", h, activation=ctx.activation), a)
+    needs = need_h, need_w2 and not one_read, need_b2
     dh, dw2, db2 = linear_backward(plan2, (a, q2), w2, param2, grad, needs, activate_grad)
-    del a  # where it was computed again, nobody else holds it
-    if need_h:
-        grad = quantize_grad(plan1, dh, param1.shape[1], needs1)
-        del dh, activate_grad, h  # the size of h, not needed beside the products
+    if one_read:
+        grad1, a = _grad_and_again(plan1, dh, needs1, a)
+    else:
+        a = None  # where it was computed again, nobody else holds it
+        grad1 = quantize_grad(plan1, dh, param1.shape[1], needs1) if need_h else None
+    dh = activate_grad = h = None  # the size of h, not needed beside the products
+    if one_read:
+        _, dw2, _ = linear_backward(plan2, (a, None), w2, param2, grad, (False, True, False))
+    a = grad = None
+    if grad1 is not None:
         norm_grad = NormGrad(ctx, norm_saved, dln_out) if need_ln else None
-        dx, dw1, db1 = linear_backward(plan1, (x1, q1), w1, param1, grad, needs1, norm_grad)
+        dx, dw1, db1 = linear_backward(plan1, (x1, q1), w1, param1, grad1, needs1, norm_grad)
     return *(dx or NO_GRADIENTS), dw1, db1, dw2, db2
 
 
@@ -85,8 +104,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
     """h = norm(x) @ w1^T + b1;  y = activation(h) @ w2^T + b2 + residual; also norm(x) itself where the spec says so.
 
     Kept for backward: x and the norm's statistics, norm(x) as fc1's GEMM read it, h, a = activation(h) as fc2's GEMM
-    read it; or just a's seed, where backward computes a again from h. The gradient of h is never written in high
-    precision under fp8: it is quantized as it is computed.
+    read it; or just a's seed, where backward computes a again from h: before fc2's GEMMs, or where plan.one_read
+    between them, as it computes the gradient of h. That is never written in high precision under fp8: it is quantized
+    as it is computed.
     """
 
     @forward_method

@@ -16,6 +16,7 @@ from te_lite.functional.parallel import Unsplit
 from te_lite.functional.recordings import WANTED, Recordings
 from te_lite.ops.nvtx import ENABLED, ranged
 from te_lite.ops.transpose import PAD
+from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
 
@@ -123,15 +124,15 @@ class LinearPlan:
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     recompute: the input had better be computed and quantized again than kept, where what it is computed from is kept.
-    info: for the report, None where it shows no row. The rest follows from these.
+    one_read: see one_read(). info: for the report, None where it shows no row. The rest follows from these.
     """
 
     def __init__(
         self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
-        keep_original: bool = False, info: PlanInfo | None = None, recompute: bool = False,
+        keep_original: bool = False, info: PlanInfo | None = None, recompute: bool = False, one_read: bool = False,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
-        self.keep_original, self.info = keep_original, info
+        self.keep_original, self.info, self.one_read = keep_original, info, one_read
         self.tp = tp = parallel.tp
         fprop, dgrad, wgrad = operands.fprop, operands.dgrad, operands.wgrad
         self.x_is_wgrads = wgrad.b is fprop.a  # fprop and wgrad read the same quantized x
@@ -167,6 +168,13 @@ class LinearPlan:
         """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where
         it takes no more than the bytes that were saved. cached: what is used in its place."""
         return self.w_in_bytes and cached is None and weight.numel() <= saved
+
+
+def one_read(before: LinearPlan, operands: GemmOperands, tp: TensorParallel) -> bool:
+    """Whether the input of a linear, an activation of what the linear before gives, can be quantized again in the pass
+    that quantizes the gradient of that: after dgrad and before wgrad, which then stand apart and gather nothing."""
+    same = before.dy_is_wgrads and operands.wgrad.b is operands.fprop.a
+    return same and not tp.gathers_grad and before.operands.dgrad.a.gives_again(operands.wgrad.b)
 
 
 def _is_bytes(format: TensorFormat) -> bool:

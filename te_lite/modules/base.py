@@ -82,7 +82,6 @@ class TeLiteModule(SpecModule):
         self._scales = ScaleStates(len(self.gemm_names))
         self._caches = tuple(WeightCache() for _ in self.gemm_names)
         self._uncached: tuple[QTensor | None, ...] = (None,) * len(self.gemm_names)
-        self._recomputes = (False,) * len(self.gemm_names)  # LinearPlan's recompute, of each linear
         self._scatters = modes == ("row",)
         self._planned = UNPLANNED
         self._outer_input = "normalization" not in given or given["return_layernorm_output"]
@@ -134,6 +133,10 @@ class TeLiteModule(SpecModule):
         return DelayedWgrads(
             sink, last and not tp.gathers_grad, index == 0 and self._outer_input and not tp.gathers_input
         )
+
+    def _recomputes(self, free: bool) -> bool:
+        """LinearPlan's recompute, of a linear that follows another. free: it costs about no time."""
+        return False
 
     def need_backward_dw(self) -> bool:
         """True when weight gradients wait for backward_dw()."""

@@ -26,15 +26,18 @@ MOST_COST = 0.02  # of a step, for which activation(h) is computed again by defa
 
 
 def recomputation_cost(hidden_size: int, glu: bool) -> float:
-    """How much longer a step of an MLP takes where backward computes a = activation(h) again: an estimate.
+    """How much longer a step of an MLP takes where backward computes a = activation(h) again in a pass of its own.
+
+    An estimate. In the pass that computes the gradient of h (LinearPlan.one_read) it costs only a write, which forward
+    under fp8 is spared.
 
     T tokens, F features of a, so that h is [T, G * F] with G = 2 for a glu, else 1; operands of b bytes an element.
 
         the pass  reads h, 2 G T F bytes, and writes a, b T F; under fp8 forward need not write a by column, T F less
         the step  6 (G + 1) T F hidden_size flop: three GEMMs for each of fc1 and fc2
 
-    T and F cancel, on tensor-parallel ranks too. Of fp8 and 16 bits the larger one counts, so that all recipes choose
-    alike and fp8 keeps no more than bf16. A glu of 8,192 features: 1.2%, of 4,096 features: 2.4%.
+    T and F cancel, on tensor-parallel ranks too. Of fp8 and 16 bits the larger one counts, so that bf16 recomputes only
+    where all recipes do, and none keeps more than it. A glu of 8,192 features: 1.2%, of 4,096 features: 2.4%.
     """
     g = 2 if glu else 1
     costs = [
@@ -53,8 +56,8 @@ class LayerNormMLP(TeLiteModule):
     column-parallel and fc2 row-parallel. init_method fills fc1_weight, output_layer_init_method fc2_weight. seq_length
     and micro_batch_size are accepted and not needed. checkpoint=True keeps only x and computes the rest again in
     backward. recompute_activation=True keeps the input of the activation and not its result, which backward computes
-    again, with the same bits; None: where recomputation_cost() is at most MOST_COST. The other arguments are
-    LayerNormLinear's.
+    again, with the same bits; None: where fp8 does so in the pass that computes the gradient of the input, or
+    recomputation_cost() is at most MOST_COST. The other arguments are LayerNormLinear's.
     """
 
     gemm_names = ("fc1", "fc2")
@@ -83,10 +86,8 @@ class LayerNormMLP(TeLiteModule):
         super().__init__(given, modes, ("fc1", "fc2"), ("hidden_size", "ffn_hidden_size"))
         self.activation, self.activation_params, self._act = activation, activation_params, act
         self.checkpoint = checkpoint
-        if recompute_activation is None:
-            recompute_activation = recomputation_cost(hidden_size, act.glu) <= MOST_COST
-        self.recompute_activation = flag("LayerNormMLP", "recompute_activation", recompute_activation)
-        self._recomputes = (False, self.recompute_activation)
+        asked = flag("LayerNormMLP", "recompute_activation", recompute_activation)
+        self.recompute_activation = None if recompute_activation is None else asked
         self.hidden_size = hidden_size
         wide = ffn_hidden_size * (2 if act.glu else 1)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:
@@ -94,6 +95,11 @@ class LayerNormMLP(TeLiteModule):
         init2 = output_layer_init_method or init_method
         add_linear(self, modes[0], hidden_size, wide, init_method, bias, {"fc1_": wide})
         add_linear(self, modes[1], ffn_hidden_size, hidden_size, init2, bias, {"fc2_": hidden_size})
+
+    def _recomputes(self, free: bool) -> bool:
+        if self.recompute_activation is not None:
+            return self.recompute_activation
+        return free or recomputation_cost(self.hidden_size, self._act.glu) <= MOST_COST
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, *, residual: Tensor | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_lite.autocast import Pass, State
 from te_lite.functional.parallel import parallel_linear
-from te_lite.functional.plan import LinearPlan, PlanInfo
+from te_lite.functional.plan import LinearPlan, PlanInfo, one_read
 from te_lite.functional.recordings import Recordings
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
@@ -42,7 +42,9 @@ def build_plans(
         check_param(type(module).__name__, spec, name, getattr(module, name), weights[0].device, packed)
     module._quantized = any(isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False))
     Pass.any_module = True
-    plans = tuple(_build_plan(module, i, recipe, state, dtype, weight, strict) for i, weight in enumerate(weights))
+    plans: tuple[LinearPlan, ...] = ()
+    for i, weight in enumerate(weights):
+        plans += (_build_plan(module, i, recipe, state, dtype, weight, strict, plans[-1] if plans else None),)
     if weights[0].is_cuda and all(plan.recordable for plan in plans):
         plans[0].recordings = Recordings(max(weight.numel() for weight in weights))
     with PLANNED_LOCK:
@@ -67,7 +69,7 @@ def quantizers(
 
 def _build_plan(
     module: TeLiteModule, index: int, recipe: Recipe, state: State | None, dtype: torch.dtype, weight: Tensor,
-    strict: bool,
+    strict: bool, before: LinearPlan | None,
 ) -> LinearPlan:  # fmt: skip
     mode, gemm_name, device = module._modes[index], module.gemm_names[index], weight.device
     shape = weight.shape[1], weight.shape[0]
@@ -92,5 +94,6 @@ def _build_plan(
     name, reason = short if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
     info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)
     parallel = parallel_linear(tp, exchanges)
-    recompute = module._recomputes[index]
-    return LinearPlan(operands, parallel, module._sinks[index], dtype, module.save_original_input, info, recompute)
+    sink, once = module._sinks[index], before is not None and one_read(before, operands, tp)
+    recompute = before is not None and module._recomputes(once and bool(operands.fprop.a.format.label))
+    return LinearPlan(operands, parallel, sink, dtype, module.save_original_input, info, recompute, once)

@@ -142,7 +142,7 @@ def _block_tile(
 ):  # fmt: skip
     """One tile of block_kernel: sums of four rows, and those of the second tile."""
     m0 = tile_m * BLOCK_M
-    a, b = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
+    a, b, _ = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
     for i in tl.static_range(1 + FORM.two):
         _emit_blocks(
             (a, b)[i], outputs, strides, eps, m0, n0, n0 + i * cols, rows, cols, width, padded, SQUARE, CAP, POW2, FLAT

@@ -32,7 +32,10 @@ class Transformed(NamedTuple):
     row: Tensor | None  # fp8 [M, N]
     col: Tensor | None  # fp8 [N, Mp], Mp = M rounded up to a multiple of 16, zero bytes from M on
     scale_inv: Tensor | None  # fp32 [1]
+    scale: Tensor | None  # fp32 [1], where it was not given
     bias_grad: Tensor | None  # fp32 [N]
+    act: Tensor | None  # high precision [M, F], or fp8 [F, Mp]
+    act_scale_inv: Tensor | None  # fp32 [1]
 
 
 def scale_from_amax_ref(
@@ -54,7 +57,8 @@ def transform(
     source: Source, *, hp_dtype: torch.dtype | None = None, fp8_dtype: torch.dtype | None = None, row: bool = False,
     col: bool = False, scale: Tensor | None = None, amax: Tensor | None = None, amax_out: Tensor | None = None,
     pow2: bool = False, eps: float = 0.0, bias_grad: bool = False, row_scale: Tensor | None = None,
-    col_scale: Tensor | None = None, op: Callable[..., None] | None = None,
+    col_scale: Tensor | None = None, act_dtype: torch.dtype | None = None, act_scale: Tensor | None = None,
+    op: Callable[..., None] | None = None,
 ) -> Transformed:  # fmt: skip
     """Unfused, with v = produce_ref(source), fp32 [M, N]:
 
@@ -64,14 +68,17 @@ def transform(
         row       = q                                                # [M, N]
         col       = q.t(), zero padded to [N, Mp]
         scale_inv = 1 / s                                            # a new fp32 [1]
+        scale     = s                                                # likewise, of amax
         bias_grad = v.sum(0)                                         # fp32 [N], the same bits on every run
         amax_out  = max(amax_out, |v|.max()), nan counting as inf    # in place; one element of any tensor
 
+    act_dtype: of a gradient of act(h) [M, F] alone, from the same read: act(h) in that dtype, or with act_scale, fp32
+    [1], the col and the scale_inv that transform(act(h), fp8_dtype=act_dtype, scale=act_scale, col=True) gives.
     row_scale, col_scale: fp32 [M], [N]: scales of row and col in place of s, and no scale_inv; row without a row_scale
     and without col takes col_scale.
     scale: fp32 [1]. amax: fp32 [P], P <= 1024; one of them with fp8_dtype, unless there are vectors. One read of the
     source, one launch (two with bias_grad). op: the oracle, in its place. Errors: ValueError, TypeError: fp8 without a
-    layout or a scale; a scale that is not fp32.
+    layout or a scale; a scale that is not fp32; act_dtype for another source.
     """
     if fp8_dtype is not None:
         if not (row or col):
@@ -84,18 +91,26 @@ def transform(
                 f"a scale or amax of {given.dtype} {tuple(given.shape)}: must be float32, at most "
                 f"{kernels.MOST_PARTIALS} elements; reduce it first"
             )
-    x, (m, n) = source.x, source.x.shape
-    if source.kind == "act" and source.activation.glu:
+    x, (m, n), act = source.x, source.x.shape, None
+    if act_dtype is not None:
+        if source.kind != "dact":
+            raise ValueError(f"act_dtype={act_dtype} for a source of kind {source.kind!r}: pass a gradient, by dact()")
+        width = source.tile_cols
+        act = x.new_empty((m, width) if act_scale is None else (width, -(-m // PAD) * PAD), dtype=act_dtype)
+    elif source.kind == "act" and source.activation.glu:
         n //= 2
     out = Transformed(
         None if hp_dtype is None else x.new_empty((m, n), dtype=hp_dtype),
         x.new_empty((m, n), dtype=fp8_dtype) if row else None,
         x.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None,
         None if scale is None and amax is None else new_scalar(x),
+        None if amax is None else new_scalar(x),
         x.new_empty((n,), dtype=torch.float32) if bias_grad else None,
+        act,
+        None if act_scale is None else new_scalar(x),
     )
     (op or _transform_op)(
-        *source[:8], *source.activation[:2], scale, amax, row_scale, col_scale, eps, pow2, *out, amax_out
+        *source[:8], *source.activation[:2], scale, amax, row_scale, col_scale, act_scale, eps, pow2, *out, amax_out
     )
     return out
 
@@ -106,8 +121,13 @@ def transform_ref(source: Source, **wanted: Any) -> Transformed:
 
 
 @of_source
-def cast_ref(source, scale, amax, row_scale, col_scale, eps, pow2, hp, row, col, scale_inv, bias_grad, amax_out):
+def cast_ref(source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp, row, col, scale_inv, scale_out,
+             bias_grad, act, act_scale_inv, amax_out):  # fmt: skip
     v = produce_ref(source)
+    if act is not None:
+        outputs = (act, None, None, None) if act_scale is None else (None, None, act, act_scale_inv)
+        activated = source._replace(kind="act", dy=None)
+        cast_ref(*activated.flat, act_scale, *[None] * 4, 0.0, False, *outputs, *[None] * 5)
     if hp is not None:
         hp.copy_(v)
     if bias_grad is not None:
@@ -119,6 +139,8 @@ def cast_ref(source, scale, amax, row_scale, col_scale, eps, pow2, hp, row, col,
         largest = FP8_MAX[(col if row is None else row).dtype]
         s = scale_from_amax_ref(amax.abs().max(), largest, eps, pow2) if scale is None else scale.view(())
         scale_inv.copy_(1.0 / s)
+        if scale_out is not None:
+            scale_out.copy_(s)
         by_row = by_col = s
     if row is not None:
         row.copy_(saturate_(v * by_row, FP8_MAX[row.dtype]))
@@ -140,11 +162,13 @@ def _amax_of(v: Tensor) -> Tensor:
 
 
 @of_source
-def _transform_cuda(source, scale, amax, row_scale, col_scale, eps, pow2, hp, row, col, scale_inv, bias_grad, amax_out):
+def _transform_cuda(source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp, row, col, scale_inv, scale_out,
+                    bias_grad, act, act_scale_inv, amax_out):  # fmt: skip
     rows, cols, form = source.rows, source.tile_cols, source.form
     few, hp_too, sums = rows * cols <= kernels.FEW, hp is not None, bias_grad is not None
     words = col is not None and scale_inv is not None and not (few or hp_too or sums) and words_fit(source)
-    config = kernels.cast_config(col is not None, source.kind != "plain", few, hp_too, sums)
+    act_col = act_scale is not None
+    config = kernels.cast_config(col is not None or act_col, source.kind != "plain", few, hp_too, sums, act_col)
     if words:
         form, config = WORDS, kernels.WORD_CONFIGS[row is not None]
     block_m, block_n, num_warps, registers, _ = config
@@ -154,19 +178,22 @@ def _transform_cuda(source, scale, amax, row_scale, col_scale, eps, pow2, hp, ro
     fp8_max = 0.0 if q is None else FP8_MAX[q.dtype]
     kernel = kernels.one_row_kernel if rows == 1 else kernels.transform_kernel
     programs = tiles_n * splits or 1  # M = 0 needs one: scale_inv is written too
-    tensors = (*source.tensors, amax, row_scale, col_scale, hp, row, col, scale_inv, partial)
+    outputs = (hp, row, col, scale_inv, scale_out, partial, act, act_scale_inv)
+    tensors = (*source.tensors, amax, row_scale, col_scale, *outputs)
     numbers = (eps, rows, cols, padded_rows(rows), 0 if amax is None else amax.numel())
     constants = (form, fp8_max, pow2, block_m, block_n, tiles_m > splits)
-    launch(kernel, programs, (amax_out, scale), tensors, numbers, constants, num_warps, registers)
+    registers = None if tiles_m > splits else registers  # a loop needs more
+    launch(kernel, programs, (amax_out, scale, act_scale), tensors, numbers, constants, num_warps, registers)
     if partial is not None:
         column_sums(partial, bias_grad)
 
 
 # Outputs are arguments: an absent one costs nothing, where returning an empty tensor in its place takes 3 us.
 _transform_op = register(
-    f"transform({FLAT}, Tensor? scale, Tensor? amax, Tensor? row_scale, Tensor? col_scale, "
+    f"transform({FLAT}, Tensor? scale, Tensor? amax, Tensor? row_scale, Tensor? col_scale, Tensor? act_scale, "
     "float eps, bool pow2, Tensor(a!)? hp, Tensor(b!)? row, Tensor(c!)? col, Tensor(d!)? scale_inv, "
-    "Tensor(e!)? bias_grad, Tensor(f!)? amax_out) -> ()",
+    "Tensor(e!)? scale_out, Tensor(f!)? bias_grad, Tensor(g!)? act, Tensor(h!)? act_scale_inv, Tensor(i!)? amax_out) "
+    "-> ()",
     cpu=cast_ref,
     cuda=_transform_cuda,
 )

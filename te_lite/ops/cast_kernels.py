@@ -36,13 +36,14 @@ WORD_CONFIGS = {True: Config(128, 64, 4), False: Config(256, 64, 8)}
 
 
 @cache
-def cast_config(col: bool, computed: bool, few: bool, hp: bool, sums: bool) -> Config:
+def cast_config(col: bool, computed: bool, few: bool, hp: bool, sums: bool, act: bool = False) -> Config:
     """col: writes a transposed copy. computed: does more than a cast. few: has at most FEW elements. hp, sums: writes a
-    high-precision copy, column sums; with registers counted those would spill."""
+    high-precision copy, column sums; with registers counted those would spill. act: also an activation's transposed
+    copy, by one tile a program: four of them fit, where 130 registers would leave three."""
     if not col:
         return Config(16 if few else 32, 128 if computed else 256, 4)
     if computed or few:
-        return Config(64, 64, 4)
+        return Config(64, 64, 4, registers=128 if act else None)
     return Config(128, 64, 4, registers=None if hp or sums else 96)
 
 
@@ -63,9 +64,9 @@ def scale_of(a, eps, LARGEST: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexp
 
 
 @triton.jit
-def _scale(scale, amax, scale_inv, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+def _scale(scale, amax, scale_inv, scale_out, count, eps, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
     """The scale of the whole matrix, given or from `count` partial maxima; 1 where there is none. Program 0 writes its
-    inverse."""
+    inverse, and itself where it is not given."""
     s = 1.0
     if scale_inv is not None:
         if scale is not None:
@@ -77,6 +78,8 @@ def _scale(scale, amax, scale_inv, count, eps, FP8_MAX: tl.constexpr, POW2: tl.c
             s = scale_of(a, eps, FP8_MAX, _FLOAT_MAX, POW2)
         if tl.program_id(0) == 0:
             tl.store(scale_inv, tl.div_rn(1.0, s))
+            if scale_out is not None:
+                tl.store(scale_out, s)
     return s
 
 
@@ -110,37 +113,52 @@ def _emit(v, scales, outputs, m0, n0, n_out, rows, cols, width, padded, E5M2: tl
 
 
 @triton.jit
+def _emit_activated(v, act_scale, act, act_scale_inv, m0, n0, rows, cols, padded):
+    """The activation whose gradient is cast: with a scale by column in fp8, otherwise by row in high precision."""
+    if act is not None:
+        if act_scale is None:
+            _emit(v, (1.0, None, None), (act, None, None), m0, n0, n0, rows, cols, cols, padded, False)
+        else:
+            s = _scale(act_scale, None, act_scale_inv, None, 0, 0.0, 1.0, False)
+            col = (None, None, act)
+            _emit(v, (s, None, None), col, m0, n0, n0, rows, cols, cols, padded, act.dtype.element_ty == tl.float8e5)
+
+
+@triton.jit
 def _transform_tile(
-    source, outputs, tile_m, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width, padded, count,
+    source, outputs, activated, tile_m, n0, scales, eps, rows, cols, width, padded, count,
     FORM: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of transform_kernel: (its largest magnitude as bits, sums of four rows, those of the second tile)."""
     TWO: tl.constexpr = FORM.two
     E5M2: tl.constexpr = FP8_MAX == _E5M2_MAX
     m0 = tile_m * BLOCK_M
-    a, b = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
-    s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)  # while the tile is on its way
-    # Reduced before anything is stored: a tile of maxima would occupy registers until the end.
+    scale, amax, row_scale, col_scale, scale_inv, scale_out = scales
+    act_scale, act, act_scale_inv = activated
+    a, b, c = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
+    s = _scale(scale, amax, scale_inv, scale_out, count, eps, FP8_MAX, POW2)  # while the tile is on its way
+    _emit_activated(c, act_scale, act, act_scale_inv, m0, n0, rows, cols, padded)
+    # Reduced before anything else is stored: a tile of maxima would occupy registers until the end.
     largest = tiles.largest_of(a)
     if TWO:
         largest = tl.maximum(largest, tiles.largest_of(b))
     largest = tl.max(largest)
-    scales = (s, row_scale, col_scale)
     for i in tl.static_range(1 + TWO):
-        _emit((a, b)[i], scales, outputs, m0, n0, n0 + i * cols, rows, cols, width, padded, E5M2)
+        factors = (s, row_scale, col_scale)
+        _emit((a, b)[i], factors, outputs, m0, n0, n0 + i * cols, rows, cols, width, padded, E5M2)
     return largest, tiles.sum_of(a), tiles.sum_of(b)
 
 
 @triton.jit
 def _word_tile(
-    tile_m, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count,
+    tile_m, n0, x, scale, amax, row, col, scale_inv, scale_out, eps, rows, cols, padded, count,
     FORM: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """_transform_tile of words, with one scale and neither hp nor sums: its largest magnitude."""
     FP16: tl.constexpr = x.dtype.element_ty == tl.float16
     m0 = tile_m * BLOCK_M
     w = word_quarters(x, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
-    s = _scale(scale, amax, scale_inv, count, eps, FP8_MAX, POW2)
+    s = _scale(scale, amax, scale_inv, scale_out, count, eps, FP8_MAX, POW2)
     largest = tl.max(largest_bits(largest_words(w), FP16))
     h = [to_fp8_pairs(pairs, s, FP16, FP8_MAX == _E5M2_MAX) for pairs in w]
     if row is not None:
@@ -152,18 +170,22 @@ def _word_tile(
     return largest
 
 
-@triton.jit(do_not_specialize_on_alignment=["amax_out", "scale"])
+_UNALIGNED = ["amax_out", "scale", "act_scale"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def transform_kernel(
-    amax_out, scale, x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv, partial,
-    eps, rows, cols, padded, count,
+    amax_out, scale, act_scale, x, dy, mean, rstd, gamma, beta, amax, row_scale, col_scale, hp, row, col, scale_inv,
+    scale_out, partial, act, act_scale_inv, eps, rows, cols, padded, count,
     FORM: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LOOP: tl.constexpr,
 ):  # fmt: skip
     """One read of the source, every output in it. Absent outputs are None; cols is F for a gated activation.
 
     hp, row [rows, width], col [width, padded], partial [splits, width] column sums. row_scale [rows], col_scale
-    [width]: scales of rowwise quantization, in place of one scale. A program does one tile, or with LOOP every
-    splits-th tile of its columns: straight-line code takes 40 registers fewer (77 against 81 us at 8192 x 8192).
+    [width]: scales of rowwise quantization, in place of one scale. act: of a "dact" the activation, [rows, cols], or
+    with act_scale fp8 [cols, padded]. A program does one tile, or with LOOP every splits-th tile of its columns:
+    straight-line code takes 40 registers fewer (77 against 81 us at 8192 x 8192).
     """
     begin()
     TWO: tl.constexpr = FORM.two
@@ -171,16 +193,17 @@ def transform_kernel(
     READ: tl.constexpr = (FORM.kind == "norm" or amax is not None) or (row_scale is not None or col_scale is not None)
     width = cols * 2 if TWO else cols
     split, n0, tiles_n = tiles.tile_of_program(cols, BLOCK_N, READ)
-    source, outputs = (x, dy, mean, rstd, gamma, beta), (hp, row, col)
+    source, outputs, activated = (x, dy, mean, rstd, gamma, beta), (hp, row, col), (act_scale, act, act_scale_inv)
+    scales = (scale, amax, row_scale, col_scale, scale_inv, scale_out)
     if FORM.kind == "words":
         largest = _word_tile(
-            split, n0, x, scale, amax, row, col, scale_inv, eps, rows, cols, padded, count,
+            split, n0, x, scale, amax, row, col, scale_inv, scale_out, eps, rows, cols, padded, count,
             FORM, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     elif not LOOP:
         largest, total, total2 = _transform_tile(
-            source, outputs, split, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width, padded,
-            count, FORM, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
+            source, outputs, activated, split, n0, scales, eps, rows, cols, width, padded, count,
+            FORM, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         largest = 0
@@ -188,8 +211,8 @@ def transform_kernel(
         total2 = tl.zeros([BLOCK_M // 4, BLOCK_N], tl.float32)
         for tile_m in tl.range(split, tl.cdiv(rows, BLOCK_M), tl.num_programs(0) // tiles_n):
             most, a, b = _transform_tile(
-                source, outputs, tile_m, n0, scale, amax, row_scale, col_scale, scale_inv, eps, rows, cols, width,
-                padded, count, FORM, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
+                source, outputs, activated, tile_m, n0, scales, eps, rows, cols, width, padded, count,
+                FORM, FP8_MAX, POW2, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             largest = tl.maximum(largest, most)
             total += a
@@ -202,9 +225,7 @@ def transform_kernel(
 
 # Triton makes an integer that is 1 a constant. With rows = 1 the pad is then a constant too, and ptxas 12.8 folds its
 # conversion to garbage. Only there: not knowing that rows is a multiple of 16 costs 10 to 48 registers a thread.
-one_row_kernel = triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["amax_out", "scale"])(
-    transform_kernel.fn
-)
+one_row_kernel = triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_UNALIGNED)(transform_kernel.fn)
 
 
 @triton.jit
@@ -221,7 +242,7 @@ def amax_kernel(
     for tile in tl.range(program, tl.cdiv(rows, BLOCK_M) * tiles_n, tl.num_programs(0)):
         m0 = (tile // tiles_n) * BLOCK_M
         n0 = (tile % tiles_n) * BLOCK_N
-        v, v2 = produce(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
+        v, v2, _ = produce(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
         largest = tl.maximum(largest, tl.max(tiles.magnitude_bits(v)))
         if FORM.two:
             largest = tl.maximum(largest, tl.max(tiles.magnitude_bits(v2)))

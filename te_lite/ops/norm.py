@@ -127,7 +127,7 @@ def norm_forward_ref(
     if scale is None:
         return produce_ref(made).to(x.dtype), mean, rstd
     row = torch.empty(x.shape, dtype=dtype, device=x.device)
-    cast_ref(*made.flat, scale, None, None, None, 0.0, False, None, row, None, scale_inv, None, amax_out)
+    cast_ref(*made.flat, scale, *[None] * 4, 0.0, False, None, row, None, scale_inv, *[None] * 4, amax_out)
     return row, mean, rstd
 
 

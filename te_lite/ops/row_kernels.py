@@ -32,7 +32,7 @@ def vector_amax_kernel(
     tile_m, n0, _ = tile_of_program(cols, BLOCK_N, False)
     m0 = tile_m * BLOCK_M
     source = (x, dy, mean, rstd, gamma, beta)
-    v, v2 = produce(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
+    v, v2, _ = produce(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
     v, v2 = magnitude_bits(v), magnitude_bits(v2)
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
@@ -55,7 +55,7 @@ def row_kernel(
     width = cols * 2 if TWO else cols
     m0 = tile_of_program(cols, BLOCK_N, FORM.kind == "norm")[0] * BLOCK_M
     source = (x, dy, mean, rstd, gamma, beta)
-    v, v2 = produce(source, m0, 0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
+    v, v2, _ = produce(source, m0, 0, rows, cols, FORM, BLOCK_M, BLOCK_N, 1)
     bits = tl.max(magnitude_bits(v), axis=1)
     if TWO:
         bits = tl.maximum(bits, tl.max(magnitude_bits(v2), axis=1))

@@ -192,8 +192,8 @@ def produce(
     """produce_ref's rows m0, m0 + STEP, ..., BLOCK_M of them, and columns n0 : n0 + BLOCK_N as an fp32 tile, zero
     outside rows x cols.
 
-    source: its tensors; rows, cols: its rows and tile_cols. Returns two tiles: where FORM.two the gradients of gate and
-    up, from one read; otherwise the second is to be ignored.
+    source: its tensors; rows, cols: its rows and tile_cols. Returns three tiles from one read: where FORM.two the first
+    two are the gradients of gate and up; of a "dact" the third is the activation itself. Others are to be ignored.
     """
     KIND: tl.constexpr = FORM.kind
     ACTIVATION: tl.constexpr = FORM.activation
@@ -213,6 +213,7 @@ def produce(
     if KIND != "words":
         v = v.to(tl.float32)
     v2 = v
+    activated = v
     if KIND == "norm":
         if mean is not None:
             v = v - tl.load(mean + m0 + m, mask=in_m, other=0.0)[:, None]
@@ -235,7 +236,9 @@ def produce(
         d = tl.load(dy + m[:, None] * cols + n[None, :], mask=mask, other=0.0).to(tl.float32)
         if GLU:
             up = tl.load(h + cols + inside, mask=mask, other=0.0).to(tl.float32)
+            activated = activations.glu(v, up, ACTIVATION)
             v, v2 = activations.glu_grads(d, v, up, ACTIVATION)
         else:
+            activated = activations.value(v, ACTIVATION)
             v = d * activations.slope(v, ACTIVATION)
-    return v, v2
+    return v, v2, activated

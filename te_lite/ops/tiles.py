@@ -83,10 +83,10 @@ def tile_of_program(cols, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def quarters(source, m0, n0, rows, cols, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The four interleaved quarters of produce()'s tile of BLOCK_M rows, and those of its second tile."""
+    """The four interleaved quarters of produce()'s tile of BLOCK_M rows, those of its second and of its third tile."""
     Q: tl.constexpr = BLOCK_M // 4
     made = [produce(source, m0 + r, n0, rows, cols, FORM, Q, BLOCK_N, 4) for r in (0, 1, 2, 3)]
-    return [pair[0] for pair in made], [pair[1] for pair in made]
+    return [each[0] for each in made], [each[1] for each in made], [each[2] for each in made]
 
 
 @triton.jit

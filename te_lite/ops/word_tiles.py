@@ -35,7 +35,7 @@ def words_fit(source: Source) -> bool:
 def word_quarters(x, m0, n0, rows, cols, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The four interleaved quarters of a tile; zero outside rows x cols."""
     source = (x.to(tl.pointer_type(tl.int32)), None, None, None, None, None)
-    w, _ = quarters(source, m0, n0 // 2, rows, cols // 2, FORM, BLOCK_M, BLOCK_N // 2)
+    w, _, _ = quarters(source, m0, n0 // 2, rows, cols // 2, FORM, BLOCK_M, BLOCK_N // 2)
     return w
 
 

@@ -13,7 +13,7 @@ from te_lite.ops.gemm import gemm_accumulate_
 from te_lite.ops.source import Source
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.qtensor import Held, Layout, Operand, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
+from te_lite.quantize.quantizer import Both, GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Recipe
 
 
@@ -65,6 +65,14 @@ class Identity(Quantizer):
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         return Identity.quantize(self, source)[0]  # a subclass has noted the source before
+
+    def gives_again(self, x: Quantizer) -> bool:
+        return type(self) is Identity and self == x
+
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor) -> Both:
+        made: Any = transform(grad, hp_dtype=self.target, act_dtype=self.target, bias_grad=bias_grad)
+        q = QTensor(self.format, (grad.rows, grad.cols), self.target, row=made.hp)
+        return q, made.bias_grad, QTensor(self.format, x.shape, self.target, row=made.act)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
 from te_lite.quantize.qtensor import Fp8Format, Held, Layout, Operand, QTensor, TensorFormat
-from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
+from te_lite.quantize.quantizer import Both, GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
 from te_lite.watch import group_max
 
@@ -123,20 +123,40 @@ _PER_SHARD = {dtype: PerShardFormat(dtype=dtype, shard_multiple=PAD) for dtype i
 
 
 def per_tensor_cast(
-    format: Fp8Format, source: Source, seed: Tensor | None, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
+    format: Fp8Format, source: Source, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
     amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
-) -> Quantized:  # fmt: skip
-    """What a quantizer gives, by transform(). seed: the scale, or the maxima that it follows from."""
-    _, rows, cols, scale_inv, sums = transform(
+    x: QTensor | None = None,
+) -> Both:  # fmt: skip
+    """What a quantizer gives, by transform(); the seed is the scale. x: of a gradient of an activation, what the
+    activation was quantized to; in its place comes its col layout, from the same read."""
+    act_format: Any = None if x is None else x.format
+    made = transform(
         source, fp8_dtype=format.dtype, row=row, col=col, scale=scale, amax=amax, amax_out=amax_out, pow2=pow2, eps=eps,
-        bias_grad=bias_grad,
+        bias_grad=bias_grad, act_dtype=act_format and act_format.dtype, act_scale=None if x is None else x.seed,
     )  # fmt: skip
     shape: Any = tuple(source.x.shape) if source.kind != "act" else (source.rows, source.cols)
-    return QTensor(format, shape, source.x.dtype, rows, scale_inv, cols, scale_inv, seed), sums
+    inverse, seed = made.scale_inv, made.scale if scale is None else scale
+    q = QTensor(format, shape, source.x.dtype, made.row, inverse, made.col, inverse, seed)
+    if x is not None:
+        x = QTensor(x.format, x.shape, x.dtype, None, None, made.act, made.act_scale_inv, x.seed)
+    return q, made.bias_grad, x
 
 
 @dataclass(frozen=True, slots=True)
-class Current(Quantizer):
+class PerTensor(Quantizer):
+    """By one scale, which is the seed. quantize() is quantize_and_again() without x."""
+
+    format: Fp8Format
+
+    def again(self, source: Source, earlier: QTensor) -> QTensor:
+        return per_tensor_cast(self.format, source, False, True, False, earlier.seed)[0]
+
+    def gives_again(self, x: Quantizer) -> bool:
+        return {type(self), type(x)} <= {Delayed, Current}  # a subclass may quantize otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Current(PerTensor):
     """scale = fp8_max / amax(v), the amax reduced over `amax_group` where v is about to be gathered."""
 
     from_gemm: ClassVar[str] = "amax"
@@ -149,19 +169,18 @@ class Current(Quantizer):
     eps: float = 0.0
     amax_group: dist.ProcessGroup | None = None
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        seed = amax(source) if source.amax is None else source.amax
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None) -> Both:
+        most = amax(grad) if grad.amax is None else grad.amax
         if self.amax_group is not None:
-            seed = group_max("amax for current scaling", seed, self.amax_group)
-        return per_tensor_cast(self.format, source, seed, row, col, bias_grad, None, seed, None, self.pow2, self.eps)
+            most = group_max("amax for current scaling", most, self.amax_group)
+        return per_tensor_cast(self.format, grad, row, col, bias_grad, None, most, None, self.pow2, self.eps, x)
 
-    def again(self, source: Source, earlier: QTensor) -> QTensor:
-        seed = earlier.seed
-        return per_tensor_cast(self.format, source, seed, False, True, False, None, seed, None, self.pow2, self.eps)[0]
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+        return Current.quantize_and_again(self, source, row, col, bias_grad, None)[:2]
 
 
 @dataclass(frozen=True, slots=True)
-class Delayed(Quantizer):
+class Delayed(PerTensor):
     """scale from the state's history; the amax of v is recorded there in the same pass."""
 
     from_gemm: ClassVar[str] = "fp8"
@@ -175,9 +194,12 @@ class Delayed(Quantizer):
     def take_scale(self) -> tuple[Tensor, Tensor | None]:
         return self.state.take(self.slot)
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None) -> Both:
         scale, amax_out = self.state.take(self.slot)
-        return per_tensor_cast(self.format, source, scale, row, col, bias_grad, scale, None, amax_out)
+        return per_tensor_cast(self.format, grad, row, col, bias_grad, scale, None, amax_out, x=x)
+
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+        return Delayed.quantize_and_again(self, source, row, col, bias_grad, None)[:2]
 
     def norm_rows(self, x: Tensor, *formula: *Formula) -> tuple[QTensor, Tensor | None, Tensor] | None:
         if x.dtype == torch.float32:
@@ -185,9 +207,6 @@ class Delayed(Quantizer):
         scale, amax_out = self.take_scale()
         row, scale_inv, mean, rstd = norm_cast(x, *formula, scale, self.format.dtype, amax_out)
         return QTensor(self.format, (row.shape[0], row.shape[1]), x.dtype, row, scale_inv, seed=scale), mean, rstd
-
-    def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return per_tensor_cast(self.format, source, earlier.seed, False, True, False, earlier.seed)[0]
 
 
 def _check_delayed(recipe: DelayedScaling, tp: TensorParallel, amax_group: dist.ProcessGroup | None) -> None:

@@ -108,7 +108,7 @@ class QTensor:
     """A logical matrix v[M, K] held in `format`, in one or both layouts.
 
     dtype: the high-precision dtype it stands for. seed: what its quantizer needs to produce another layout of the
-    same numbers later (a scale or partial maxima). borrowed: memory belongs to a userbuffer and must not be kept.
+    same numbers later (as a scale). borrowed: memory belongs to a userbuffer and must not be kept.
     """
 
     format: TensorFormat

@@ -19,6 +19,7 @@ from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.recipe import HighPrecision, Recipe
 
 Quantized = tuple[QTensor, Tensor | None]  # and the column sums of the values, fp32, where they were asked for
+Both = tuple[QTensor, Tensor | None, Any]  # and another QTensor from the same read
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,15 @@ class Quantizer:
         """The col layout that quantize() would have given with `earlier`, from the same source; bit for bit the numbers
         of `earlier` where format.col_from_row."""
         return self.quantize(source, row=False, col=True)[0]
+
+    def gives_again(self, x: Quantizer) -> bool:
+        """Whether quantize_and_again() is there for what x quantized."""
+        return False
+
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor) -> Both:
+        """(*quantize(grad), again(activation of h, x)) from one read of h; grad: the gradient of an activation of h.
+        again: of the quantizer that x was quantized by."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

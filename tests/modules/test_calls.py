@@ -16,7 +16,7 @@ PACKAGE = os.path.dirname(te.__file__) + os.sep
 MOST = {
     ("Linear", "bf16"): (30, 30),
     ("Linear", "delayed"): (75, 55),
-    ("LayerNormMLP", "delayed"): (130, 110),
+    ("LayerNormMLP", "delayed"): (130, 125),  # of which activation(h), which backward computes again, takes 15
 }
 # CPython 3.12 runs comprehensions in the frame around them, and counts fewer.
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the numbers are CPython 3.11's")

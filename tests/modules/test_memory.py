@@ -30,9 +30,9 @@ PER_TOKEN = {
 }
 
 
-def kept(kind, activation, recipe, m, cached=False, frozen=False):
+def kept(kind, activation, recipe, m, cached=False, frozen=False, again=None):
     spec = Spec(kind, activation=activation or "gelu")
-    module = build(spec, K, N, FFN)
+    module = build(spec, K, N, FFN, **({"recompute_activation": again} if kind == LN_MLP else {}))
     if frozen:
         for name, p in module.named_parameters():
             p.requires_grad_("layer_norm" in name)
@@ -43,35 +43,39 @@ def kept(kind, activation, recipe, m, cached=False, frozen=False):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind, activation", PER_TOKEN)
-def test_bytes_per_token_and_per_parameter(kind, activation, recipe):
+@pytest.mark.parametrize(
+    "kind, activation, again", [(*key, again) for key in PER_TOKEN for again in (False, None)[: 1 + (key[0] == LN_MLP)]]
+)
+def test_bytes_per_token_and_per_parameter(kind, activation, again, recipe):
     """Linear in the tokens with the stated slope; the rest is at most 2 bytes a weight (bf16 keeps the
     weight). Where fp8 saves as many bytes of inputs that are the module's own, weights stay transposed with one scale a
     tensor, a byte each: the first one first.
     """
-    few, many = (kept(kind, activation, recipe, m) for m in (32, 160))
+    few, many = (kept(kind, activation, recipe, m, again=again) for m in (32, 160))
     slope = (many - few) / 128
     rest = few - 32 * slope
+    computed = again is None and recipe in ("delayed", "current")  # activation(h), again, so that nothing is kept of it
     weights = WEIGHTS[kind] * (1.5 if activation == "swiglu" else 1)
     unquantized = recipe in ("bf16", "rowwise_with_gw_hp")  # the latter's weight gradients read bf16
     kept_fp8 = K + FFN if kind == LN_MLP else K
     scales = kept_fp8 / 32 if recipe in ("mxfp8", "blockwise") else 0  # a byte for 32 values, four for 128
-    assert slope <= PER_TOKEN[kind, activation][not unquantized] + scales
+    assert slope <= PER_TOKEN[kind, activation][not unquantized] + scales - FFN * computed
     a_scale_a_column = 4 * kept_fp8 if recipe == "rowwise" else 0
     assert rest <= 2 * weights + SMALL + a_scale_a_column
     first = {LINEAR: 0, LN_LINEAR: N * K, LN_MLP: FFN * K * (2 if activation == "swiglu" else 1)}[kind]
     second = FFN * K if kind == LN_MLP else 0
-    room = {LINEAR: 0, LN_LINEAR: K, LN_MLP: K + FFN}[kind]  # a token
-    for m, stays in ((first // room if room else 640, first), (640, first + second)) if room else ((640, 0),):
+    room = {LINEAR: 0, LN_LINEAR: K, LN_MLP: K + FFN * (not computed)}[kind]  # a token
+    for stays in (first, first + second):
+        m = stays // room if room else 640
         m += -m % 16
-        transposed = kept(kind, activation, recipe, m) - rest - m * slope
+        transposed = kept(kind, activation, recipe, m, again=again) - rest - m * slope
         assert abs(transposed - (stays if recipe in ("delayed", "current") else 0)) <= SMALL  # scales
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_a_second_weight_may_fit_where_the_first_does_not(recipe):
     """What 256 tokens save, 1,024 bytes each, pays for fc2's 196,608 and not for fc1's 393,216."""
-    few, less, more = (kept(LN_MLP, "swiglu", recipe, m) for m in (64, 128, 256))
+    few, less, more = (kept(LN_MLP, "swiglu", recipe, m, again=False) for m in (64, 128, 256))
     slope = (less - few) / 64
     assert abs(more - (few + 192 * slope) - K * FFN) <= SMALL
 

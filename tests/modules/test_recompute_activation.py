@@ -1,5 +1,6 @@
 """LayerNormMLP(recompute_activation=True): backward computes activation(h) again, with the bits of the one not kept."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import te_lite as te
 from te_lite.functional.plan import MainGrad
 from te_lite.modules.layernorm_mlp import MOST_COST, recomputation_cost
+from te_lite.modules.plans import PLANNED
 from te_lite.quantize.per_tensor import FORMATS, Current, Delayed
 from te_lite.recipe import CustomRecipe
 from te_lite.testing.distributed import device_params, launch, rank_device_params
@@ -93,6 +95,10 @@ def twice(module, x):
     return module(x) + module(x * 0.5)
 
 
+def without_dx(module, x):
+    return module(x.detach()) + 0 * x
+
+
 def cached(module, x):
     return module(x, is_first_microbatch=True) + module(x, is_first_microbatch=False)
 
@@ -112,7 +118,9 @@ SETTINGS = {
     "no bias": {"options": {"bias": False}},
     "norm returned": {"options": {"return_layernorm_output": True}, "call": lambda module, x: sum(module(x))},
     "residual": {"call": lambda module, x: module(x, residual=x)},
-    "only fc2": {"before": freeze(NORM_AND_FC1), "call": lambda module, x: module(x.detach()) + 0 * x},
+    "only fc2": {"before": freeze(NORM_AND_FC1), "call": without_dx},
+    "fc2 and a bias": {"before": freeze(NORM_AND_FC1[:2]), "call": without_dx},
+    "fc2 and fc1": {"before": freeze(NORM_AND_FC1[:1]), "call": without_dx},
 }
 
 
@@ -179,28 +187,33 @@ def recorded_twice(self, source, earlier):
     return self.quantize(source, row=False, col=True)[0]
 
 
-def scale_of_now(self, source, earlier):
-    """The scale that is there in backward: after the update that ends the autocast."""
-    return replaced(self, source, self.state.scale_at(self.slot))
-
-
-def replaced(quantizer, source, scale):
-    return again_of(quantizer, source, te.quantize.qtensor.QTensor(quantizer.format, (0, 0), source.dtype, seed=scale))
-
-
 again_of = Delayed.again
 
 
-@pytest.mark.parametrize(
-    "bug, noticed", [(recorded_twice, "state of step 0"), (scale_of_now, "fc2_weight of step 0")], ids=["twice", "now"]
-)
-def test_the_comparison_notices(bug, noticed, monkeypatch):
-    """Of weights alone an amax that is recorded twice would be the same; so the bug is in activations' again only."""
-    want = run(mlp(False), "delayed")
-    monkeypatch.setattr(Delayed, "again", lambda q, s, e: (bug if s.kind == "act" else again_of)(q, s, e))
-    got = run(mlp(True), "delayed")
+def test_the_comparison_notices_an_amax_recorded_twice(monkeypatch):
+    """Of weights alone the state would be the same; so the bug is in activations' again only."""
+    setting = SETTINGS["fc2 and a bias"]
+    want = run(mlp(False), "delayed", **setting)
+    monkeypatch.setattr(Delayed, "again", lambda q, s, e: (recorded_twice if s.kind == "act" else again_of)(q, s, e))
+    got = run(mlp(True), "delayed", **setting)
     assert_bitwise_equal("out of step 0", got["out of step 0"], want["out of step 0"])
-    assert not torch.equal(got[noticed], want[noticed])
+    assert not torch.equal(got["state of step 0"], want["state of step 0"])
+
+
+def test_the_comparison_notices_a_scale_of_now(monkeypatch):
+    """The scale that is there in backward: after the update that ends the autocast."""
+    want, module, original = run(mlp(False), "delayed"), mlp(True), Delayed.quantize_and_again
+
+    def with_scale_of_now(self, grad, row, col, bias_grad, x):
+        if x is not None:
+            quantizer = module._planned[1][1].operands.fprop.a
+            x = replace(x, seed=quantizer.state.scale_at(quantizer.slot))
+        return original(self, grad, row, col, bias_grad, x)
+
+    monkeypatch.setattr(Delayed, "quantize_and_again", with_scale_of_now)
+    got = run(module, "delayed")
+    assert_bitwise_equal("out of step 0", got["out of step 0"], want["out of step 0"])
+    assert not torch.equal(got["fc2_weight of step 0"], want["fc2_weight of step 0"])
 
 
 # memory
@@ -259,21 +272,27 @@ def test_fp8_keeps_no_more_than_bf16(recipe, tokens):
 # the default
 
 
-@pytest.mark.parametrize(
-    "hidden, activation, expected",
-    [
-        (256, "swiglu", False),
-        (2048, "swiglu", False),
-        (4096, "swiglu", False),
-        (5120, "swiglu", True),
-        (8192, "clamped_swiglu", True),
-        (3584, "gelu", False),
-        (4096, "gelu", True),
-    ],
-)
-def test_the_default_goes_by_size(hidden, activation, expected):
-    module = te.LayerNormMLP(hidden, 64, activation=activation, device="meta")
-    assert module.recompute_activation is expected
+SIZES = [
+    (256, "swiglu", False),
+    (2048, "swiglu", False),
+    (4096, "swiglu", False),
+    (5120, "swiglu", True),
+    (8192, "clamped_swiglu", True),
+    (3584, "gelu", False),
+    (4096, "gelu", True),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("hidden, activation, expected", SIZES)
+def test_the_default_goes_by_recipe_and_size(hidden, activation, expected, recipe):
+    """Where fp8 quantizes a again from the read that the gradient of h takes, always."""
+    module = te.LayerNormMLP(hidden, 64, activation=activation, params_dtype=torch.bfloat16, device="meta")
+    assert module.recompute_activation is None
+    x = torch.empty(32, hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with under(recipe):
+        module(x)
+    assert PLANNED[module][1].recomputes_x is (expected or recipe in ("delayed", "current"))
 
 
 def test_the_estimate():

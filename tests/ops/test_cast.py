@@ -120,7 +120,7 @@ def run_poisoned(source: S.Source, fp8: torch.dtype, scale, amax, amax_out, pow2
     """The op on outputs that hold 0x7F everywhere: an element that it does not write shows."""
 
     def poisoned(*args):
-        for t in args[-6:-1]:
+        for t in args[-1 - len(cast.Transformed._fields) : -1]:
             if t is not None:
                 t.view(torch.uint8).fill_(0x7F)
         cast._transform_op(*args)
@@ -227,6 +227,7 @@ def test_current_scaling(content, pow2, eps, fp8, device):
     assert partials.max().item() == amax == cast.amax_ref(source).max().item()
     out = run_poisoned(source, fp8, None, partials, None, pow2, eps)
     s = scale_of(amax, LARGEST[fp8], eps, pow2)
+    assert out.scale.cpu().numpy().tobytes() == np.float32([s]).tobytes()
     assert out.scale_inv.cpu().numpy().tobytes() == np.float32([1 / s]).tobytes()
     row = bytes_of(x, float(s), fp8)
     assert_same_bytes(out.row, row)
@@ -252,8 +253,8 @@ def test_only_what_is_asked_for_is_made(device):
         made = {name for name, t in out._asdict().items() if t is not None}
         assert made == {*wanted, "scale_inv"}
     out = cast.transform(S.act(x, Activation.of("relu")), hp_dtype=torch.bfloat16)
-    assert torch.equal(out.hp, x.relu().bfloat16()) and out[1:] == (None,) * 4
-    assert cast.transform(S.plain(x), amax_out=history[0]) == (None,) * 5
+    assert torch.equal(out.hp, x.relu().bfloat16()) and {*out[1:]} == {None}
+    assert {*cast.transform(S.plain(x), amax_out=history[0])} == {None}
     assert history.tolist() == [9.0, 0.0], "a smaller amax must not replace a larger one"
     cast.transform(S.plain(x), amax_out=history[1:])
     assert history.tolist() == [9.0, x.abs().max().item()]
@@ -279,11 +280,12 @@ def test_transpose(shape, device):
 def test_ops_pass_torch_s_own_checks():
     x, scale, history = torch.randn(7, 20), torch.ones(1), torch.zeros(2, 2)
     source = S.dact(x[:, :10].contiguous(), x, Activation.of("swiglu"))
-    hp = cast.transform(source, hp_dtype=torch.bfloat16, bias_grad=True)
-    fp8 = cast.transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, bias_grad=True)
+    hp = cast.transform(source, hp_dtype=torch.bfloat16, bias_grad=True, act_dtype=torch.bfloat16)
+    act = {"act_dtype": E4M3, "act_scale": scale}
+    fp8 = cast.transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, bias_grad=True, **act)
     # torch's schema check compares by arithmetic, which fp8 does not have: without fp8 it checks all else.
     for check, out, s in (("test_schema", hp, None), ("test_faketensor", fp8, scale)):
-        args = (*source.flat, s, None, None, None, 0.0, False, *out, history[1, 1])
+        args = (*source.flat, s, None, None, None, s, 0.0, False, *out, history[1, 1])
         torch.library.opcheck(cast._transform_op.overload, args, test_utils=check)
         torch.library.opcheck(cast._amax_op.overload, source.flat, test_utils=check)
         torch.library.opcheck(torch.ops.te_lite.transpose.default, (x.byte(),), test_utils=check)

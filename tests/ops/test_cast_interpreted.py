@@ -76,7 +76,7 @@ def _transform(source: S.Source, **wanted) -> cast.Transformed:
     """cast.transform() by its kernel, on outputs that hold 0x7F everywhere: an element that it does not write shows."""
 
     def poisoned(*args):
-        for t in args[-6:-1]:
+        for t in args[-1 - len(cast.Transformed._fields) : -1]:
             if t is not None:
                 t.view(torch.uint8).fill_(0x7F)
         cast._transform_cuda(*args)
@@ -108,9 +108,30 @@ def test_interpreted_transform(shape):
         want = cast.transform_ref(source, scale=scale, amax_out=want_amax, **ALL)
         for field, got, expected in zip(out._fields, out, want, strict=True):
             # By value, since the sign of a zero product is not at stake here.
-            assert torch.equal(got.float(), expected.float()), f"{name}: {field} differs"
+            absent = got is expected is None
+            assert absent or torch.equal(got.float(), expected.float()), f"{name}: {field} differs"
         assert out.col.view(torch.uint8)[:, shape.m :].count_nonzero() == 0, f"{name}: pad is not zero bytes"
         assert history[0, 1] == want_amax and (history == 0.25).sum() >= 5, f"{name}: amax_out"
+
+
+@only_interpreted
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[5]], ids=lambda s: s.why)
+def test_interpreted_activation_of_a_gradient(shape):
+    """By column, and in high precision, beside all else."""
+    for name, source in _sources(shape.m, shape.n).items():
+        if source.kind != "dact":
+            continue
+        act, act_scale = source._replace(kind="act", dy=None), torch.tensor([4.0])
+        out = _transform(source, act_dtype=E4M3, act_scale=act_scale, scale=torch.tensor([2.0]), **ALL)
+        col = cast.transform_ref(act, fp8_dtype=E4M3, col=True, scale=act_scale)
+        assert torch.equal(out.act.float(), col.col.float()) and out.act_scale_inv == col.scale_inv, name
+        assert out.act.view(torch.uint8)[:, shape.m :].count_nonzero() == 0, f"{name}: pad is not zero bytes"
+        hp = _transform(source, act_dtype=torch.float32, hp_dtype=torch.float32, bias_grad=True)
+        assert torch.equal(hp.act, S.produce_ref(act)) and hp.act_scale_inv is None, name
+        want = cast.transform_ref(source, scale=torch.tensor([2.0]), **ALL)
+        for field in ("hp", "row", "col", "scale_inv", "bias_grad"):
+            assert torch.equal(getattr(out, field).float(), getattr(want, field).float()), f"{name}: {field} differs"
+        assert torch.equal(hp.hp, want.hp) and torch.equal(hp.bias_grad, want.bias_grad), name
 
 
 WORDS = [Shape(130, 80, "several tiles along both"), Shape(3, 304, "fewer rows than a word has"), Shape(260, 64, "pad")]
@@ -145,8 +166,10 @@ def test_interpreted_last_tile_first(shape):
     for name, source in _sources(shape.m, shape.n).items():
         given = {"scale": torch.tensor([2.0])}, {"amax": torch.tensor([1.0, 224.0])}
         outs = [_transform(source, **one, **ALL) for one in given]
+        outs = [out._replace(scale=None) for out in outs]  # where it is given, it is not written again
         for field, got, expected in zip(outs[0]._fields, *outs, strict=True):
-            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), f"{name}: {field} differs"
+            absent = got is expected is None
+            assert absent or torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), f"{name}: {field} differs"
 
 
 @only_interpreted

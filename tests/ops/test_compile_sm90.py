@@ -81,7 +81,8 @@ def scalar_stores(compiled) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """form: the source. x: its type. fp8: the output's. hp: type of a high-precision output, with sums."""
+    """form: the source. x: its type. fp8: the output's. hp: type of a high-precision output, with sums. act: that of
+    the activation of a gradient, by column."""
 
     form: Form
     x: str
@@ -91,6 +92,7 @@ class Case:
     hp: str = ""
     current: bool = False
     sums: bool = False
+    act: str = ""
 
     @property
     def types(self) -> dict[str, str]:
@@ -100,6 +102,7 @@ class Case:
         types |= {"hp": self.hp} if self.hp else {}
         types |= {"partial": "*fp32"} if self.hp or self.sums else {}
         types |= {"dy": self.x} if self.form.kind == "dact" else {}
+        types |= {"act": self.act, "act_scale": "*fp32", "act_scale_inv": "*fp32"} if self.act else {}
         types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": self.x, "beta": self.x} if self.form.kind == "norm" else {}
         return types
 
@@ -121,16 +124,21 @@ CASES = [
     Case(Form("dact", Activation.of("clamped_swiglu")), "*bf16", E5M2, col=True),
     Case(Form("dact", Activation.of("geglu")), "*fp32", E4M3, col=True, few=True, hp="*bf16"),
     Case(Form("dact", Activation.of("qgelu")), "*bf16", E4M3, col=False, current=True),
+    Case(Form("dact", Activation.of("swiglu")), "*bf16", E5M2, col=True, act=E4M3),
+    Case(Form("dact", Activation.of("swiglu")), "*bf16", E5M2, col=True, act=E4M3, current=True),
+    Case(Form("dact", Activation.of("geglu")), "*bf16", E5M2, col=True, act=E4M3, sums=True),
+    Case(Form("dact", Activation.of("gelu")), "*bf16", E5M2, col=True, act=E4M3, sums=True),
 ]
 
 
 def _name(case: Case) -> str:
-    return f"{case.form.kind}-{case.form.activation.name}-{case.x[1:]}-{case.fp8[1:]}-col{case.col}"
+    act = "-act" if case.act else ""
+    return f"{case.form.kind}-{case.form.activation.name}-{case.x[1:]}-{case.fp8[1:]}-col{case.col}{act}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_transform(case, tmp_path):
-    config = K.cast_config(case.col, case.form.kind != "plain", case.few, bool(case.hp), case.sums)
+    config = K.cast_config(case.col, case.form.kind != "plain", case.few, bool(case.hp), case.sums, bool(case.act))
     block_m, block_n, num_warps, registers, _ = config
     constants = {
         "FORM": case.form, "POW2": False,
@@ -150,9 +158,12 @@ def test_transform(case, tmp_path):
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v[24]\.b32", ptx)
     assert not re.search(r"st\.global\S*\.b8", ptx), "fp8 is stored byte by byte"
     if case.col:
-        most = 1 + ("partial" in case.types) * (1 + case.form.activation.glu)  # scale_inv, column sums
+        most = 1 + ("partial" in case.types) * (1 + case.form.activation.glu) + bool(case.act)  # scales, column sums
         assert scalar_stores(compiled) <= most, "the transposed copy is stored by single words"
     assert local_memory(compiled, tmp_path) in (0, None), "registers spill"
+    if case.act:
+        used = int(re.findall(r"REG:(\d+)", resources(compiled, tmp_path) or "REG:0")[-1])
+        assert used <= 128, "three tiles fit at once, not four"
 
 
 def test_sizes_that_are_not_multiples_of_16_compile_too(tmp_path):
