@@ -199,7 +199,8 @@ class Delayed(PerTensor):
         return per_tensor_cast(self.format, grad, row, col, bias_grad, scale, None, amax_out, x=x)
 
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        return Delayed.quantize_and_again(self, source, row, col, bias_grad, None)[:2]
+        scale, amax_out = self.state.take(self.slot)  # as quantize_and_again, with one call less
+        return per_tensor_cast(self.format, source, row, col, bias_grad, scale, None, amax_out)[:2]
 
     def norm_rows(self, x: Tensor, *formula: *Formula) -> tuple[QTensor, Tensor | None, Tensor] | None:
         if x.dtype == torch.float32:
