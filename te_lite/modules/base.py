@@ -181,6 +181,18 @@ class TeLiteModule(SpecModule):
 
     # one call
 
+    def _linear_names(self) -> list[tuple[list[str], list[str]]]:
+        """Names of the parameters (weights, biases) of each linear: several where they are split."""
+        raise NotImplementedError
+
+    def _compiled_problem(self, *given: Any) -> str:
+        """compiled.problem(), called by dynamo: a method, for what is bound needs no guard."""
+        from te_lite.modules.compiled import problem
+
+        return problem(self, *given)
+
+    _compiled_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def _begin(
         self, inp: Tensor, weights: tuple[Tensor, ...], first: bool | None, fp8_output: bool, fp8_grad: bool,
         residual: Tensor | None, parts: tuple[Tensor, ...] = (),

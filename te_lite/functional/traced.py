@@ -1,0 +1,75 @@
+"""The modules' functions as torch.compile sees them: calls in dynamo's graph, into which the compiler behind it looks.
+
+dynamo writes a call of `linears` into its graph and reads nothing of it. AOTAutograd then runs it on tensors without
+data, forward and backward, as eager mode would, and sees te_lite's ops. So it must be a pure function of its arguments.
+To be imported where dynamo traces: it imports dynamo, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_lite.functional.layernorm_linear import LayerNormLinearFunction
+from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
+from te_lite.functional.linear import Call, LinearFunction
+from te_lite.functional.norm import NormSpec
+from te_lite.functional.parallel import Unsplit
+from te_lite.functional.plan import LinearPlan, WgradSink
+from te_lite.ops.activation import Activation
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.exchange import Place
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.quantizer import Site, operands_for
+from te_lite.recipe import HighPrecision, Recipe
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a compiled call is, but for its tensors: a value, so that modules that are alike share what is compiled.
+
+    fits: of each linear, whether `recipe` quantizes it. norm, activation: None where there is none.
+    """
+
+    recipe: Recipe
+    dtype: torch.dtype
+    fits: tuple[bool, ...]
+    keep_original: bool
+    norm: NormSpec | None
+    activation: Activation | None
+
+    def plan(self, index: int) -> LinearPlan:
+        """Of the linear of that index, on one rank, its gradient autograd's."""
+        tp = TensorParallel()
+        recipe = self.recipe if self.fits[index] else HighPrecision()
+        operands = operands_for(recipe, Site(index, self.dtype, tp, _no_state, None))
+        fprop, dgrad, wgrad = (Collective(Place(tp, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
+        return LinearPlan(operands, Unsplit(tp, (fprop, dgrad, wgrad)), WgradSink(), self.dtype, self.keep_original)
+
+
+def _no_state(direction: str) -> Any:
+    raise NotImplementedError("delayed scaling in compiled code")
+
+
+_kinds: dict[Kind, int] = {}
+
+
+def number_of(kind: Kind) -> int:
+    """As `linears` takes it: the graph holds constants, of which a number is one."""
+    return _kinds.setdefault(kind, len(_kinds))
+
+
+@torch.compiler.allow_in_graph
+def linears(number: int, x: Tensor, *params: Tensor | None) -> list[Tensor]:
+    """[y], and norm(x) where the norm says so. params: those of the Function's forward."""
+    kind = list(_kinds)[number]
+    plans, two = tuple([kind.plan(i) for i in range(len(kind.fits))]), len(kind.fits) == 2
+    weights = (params[2], params[4]) if two else (params[0 if kind.norm is None else 2],)
+    call = Call(plans, weights, (None,) * len(plans), torch.is_grad_enabled())  # type: ignore[arg-type]
+    function: Any = LinearFunction if kind.norm is None else LayerNormMLPFunction if two else LayerNormLinearFunction
+    args = call, *(part for part in (kind.norm, kind.activation) if part is not None), x, *params
+    out = function.apply(*args) if call.grad else function.forward(None, *args)
+    return [out] if isinstance(out, Tensor) else [part for part in out if part is not None]

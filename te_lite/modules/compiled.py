@@ -1,0 +1,160 @@
+"""What torch.compile's dynamo traces in place of a module's forward, and of autocast's entry and exit.
+
+Constants of a graph: the recipe, the dtypes, the module's options, by value. dynamo guards each of them where it reads
+it, so that modules that are alike share what is compiled and another recipe is compiled anew. What cannot be compiled
+is refused by name: with fullgraph=True that is an error, else the call runs in Python as in eager mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from te_lite.autocast import OPEN, Pass, State
+from te_lite.functional.norm import NormSpec
+from te_lite.functional.traced import Kind, linears, number_of
+from te_lite.modules.checks import check_input
+from te_lite.modules.plans import build_plans
+from te_lite.ops.activation import built
+from te_lite.ops.untraced import untraced
+from te_lite.quantize.quantizer import observer
+from te_lite.quantize.tensor import QuantizedTensor
+from te_lite.recipe import HighPrecision, Recipe
+
+if TYPE_CHECKING:
+    from te_lite.modules.base import TeLiteModule
+
+
+def constant(function: Any) -> Any:
+    """Decorates what dynamo is to call when it traces, with constants, and whose result is one."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple([item.name for item in fields(kind)])
+
+
+def _value(value: Any) -> Any:
+    """A frozen value as constants, each of which dynamo guards."""
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value), tuple([_value(getattr(value, name)) for name in _names(type(value))])
+    return value
+
+
+def _made(value: Any) -> Any:
+    """The value of which _value() was told."""
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type)):
+        return value
+    kind, parts = value
+    made = object.__new__(kind)
+    for name, part in zip(_names(kind), parts, strict=True):
+        object.__setattr__(made, name, _made(part))
+    if isinstance(made, Recipe):
+        made._check()
+    return made
+
+
+@constant
+def _number(recipe: Any, dtype: Any, shapes: Any, keep_original: bool, norm: Any, activation: Any) -> int:
+    """Of the Kind. shapes: of the weights."""
+    made = HighPrecision() if recipe is None else _made(recipe)
+    fits = tuple([all(size % made.feature_multiple == 0 for size in shape) for shape in shapes])
+    spec = None if norm is None else NormSpec(*norm)
+    return number_of(Kind(made, dtype, fits, keep_original, spec, activation and built(*activation)))
+
+
+def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], recipe: Any) -> str:
+    """What eager mode would refuse in such a call, "" for nothing. dtype, device, shape: of the input, whose tokens do
+    not matter. As in eager mode, its plans are those of the report from now on."""
+    like = torch.empty(shape, dtype=dtype, device=device)
+    made = _made(recipe)
+    state = None if made is None else State(True, made, None, Pass())
+    with torch.no_grad():
+        weights = tuple([_joined(module, names) for names, _ in module._linear_names()])
+    try:
+        dtype = check_input(module, like, weights[0])
+        build_plans(module, state, dtype, weights, False)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def _refusal(module: Any, inp: Any, state: State | None, first: bool | None, quantized: bool) -> str:
+    """Why a call cannot be compiled, "" if it can. quantized: outputs or gradients are to be."""
+    if not isinstance(inp, Tensor) or isinstance(inp, QuantizedTensor):
+        return "its input is not a plain tensor"
+    if any([isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False)]):
+        return "its weights were made under quantized_model_init"
+    if module.tp_size > 1 and any([mode is not None for mode in module._modes]):
+        return "it is split over ranks, whose collectives and userbuffers run in Python"
+    if module.fuse_wgrad_accumulation:
+        return "fuse_wgrad_accumulation=True: main_grad is written behind autograd's back"
+    if module.delay_wgrad_compute:
+        return "delay_wgrad_compute=True: its weight gradients wait outside of autograd"
+    if first is not None:
+        return "is_first_microbatch keeps quantized weights; leave it None"
+    if quantized:
+        return "fp8_output or fp8_grad"
+    if observer() is not None:
+        return "statistics are taken"
+    if state is not None and not state.enabled:
+        return "te.autocast(calibrating=True)"
+    if state is not None and not (state.delayed or state.recipe.stateless):
+        return "a CustomRecipe that does not say stateless=True"
+    return ""
+
+
+def _amp_dtype(inp: Tensor) -> torch.dtype:
+    kind = inp.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
+
+
+def _computed(module: Any, inp: Tensor, params: tuple, recipe: Any) -> list[Tensor]:
+    """[y], and norm(x) where it is an output. params: of the Function, but x."""
+    normed = hasattr(module, "normalization")
+    norm = activation = None
+    if normed:
+        spec = module._norm
+        norm = spec.eps, spec.rms, spec.zero_centered, bool(module.return_layernorm_output)
+    if len(module.gemm_names) == 2:
+        activation = module._act.name, module._act.parameters
+    weights = params[2 * normed : -1 : 2]
+    shapes = tuple([tuple(weight.shape) for weight in weights])
+    keeps = module.save_original_input
+    return linears(_number(recipe, _amp_dtype(inp), shapes, keeps, norm, activation), inp, *params)
+
+
+def call(
+    module: Any, eager: Any, inp: Tensor, first: bool | None, fp8_output: bool, fp8_grad: bool, residual: Tensor | None
+) -> Any:
+    """module(inp, ...), traced. eager: its forward, where it is not."""
+    state = OPEN.stack[-1].state if OPEN.stack else module._default
+    why = _refusal(module, inp, state, first, fp8_output or fp8_grad)
+    recipe = None if state is None else _value(state.recipe)
+    if not why:
+        shape = (0,) * (inp.dim() - 1) + (inp.shape[-1],)
+        why = module._compiled_problem(inp.dtype, inp.device, shape, recipe)
+    if why:
+        options = (fp8_output, fp8_grad) if len(module.gemm_names) == 1 else ()
+        why = f"{type(module).__name__} is not compiled: {why}"
+        return untraced(why)(eager, module, inp, first, *options, residual=residual)
+    params: list[Any] = []
+    if hasattr(module, "normalization"):
+        params += [module.layer_norm_weight, module.layer_norm_bias]
+    for weights, biases in module._linear_names():
+        params += [_joined(module, weights), _joined(module, biases) if module.use_bias else None]
+    bias = params[-1]
+    if module.return_bias:
+        params[-1] = None
+    out = _computed(module, inp, (*params, residual), recipe)
+    return module._outputs(out[0], bias, out[1] if len(out) == 2 else None)
+
+
+def _joined(module: Any, names: list[str]) -> Tensor:
+    parts = [getattr(module, name) for name in names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
