@@ -7,6 +7,7 @@ To be imported where dynamo traces: it imports dynamo, which takes seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from te_lite.ops.activation import Activation
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.exchange import Place
 from te_lite.parallel import TensorParallel
+from te_lite.quantize.graph_scales import InGraph
 from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.recipe import HighPrecision, Recipe
 
@@ -41,17 +43,13 @@ class Kind:
     norm: NormSpec | None
     activation: Activation | None
 
-    def plan(self, index: int) -> LinearPlan:
-        """Of the linear of that index, on one rank, its gradient autograd's."""
+    def plan(self, index: int, states: Mapping[str, InGraph]) -> LinearPlan:
+        """Of the linear of that index, on one rank, its gradient autograd's. states: of delayed scaling."""
         tp = TensorParallel()
         recipe = self.recipe if self.fits[index] else HighPrecision()
-        operands = operands_for(recipe, Site(index, self.dtype, tp, _no_state, None))
+        operands = operands_for(recipe, Site(index, self.dtype, tp, states.__getitem__, None))
         fprop, dgrad, wgrad = (Collective(Place(tp, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
         return LinearPlan(operands, Unsplit(tp, (fprop, dgrad, wgrad)), WgradSink(), self.dtype, self.keep_original)
-
-
-def _no_state(direction: str) -> Any:
-    raise NotImplementedError("delayed scaling in compiled code")
 
 
 _kinds: dict[Kind, int] = {}
@@ -64,9 +62,14 @@ def number_of(kind: Kind) -> int:
 
 @torch.compiler.allow_in_graph
 def linears(number: int, x: Tensor, *params: Tensor | None) -> list[Tensor]:
-    """[y], and norm(x) where the norm says so. params: those of the Function's forward."""
+    """[y], and norm(x) where the norm says so. params: those of the Function's forward; then, under delayed scaling,
+    scales and amaxes for forward, the same for backward."""
     kind = list(_kinds)[number]
-    plans, two = tuple([kind.plan(i) for i in range(len(kind.fits))]), len(kind.fits) == 2
+    states = {}
+    if kind.recipe.delayed():
+        *params, scales, amaxes, back_scales, back_amaxes = params  # type: ignore[assignment]
+        states = {"forward": InGraph(scales, amaxes), "backward": InGraph(back_scales, back_amaxes)}
+    plans, two = tuple([kind.plan(i, states) for i in range(len(kind.fits))]), len(kind.fits) == 2
     weights = (params[2], params[4]) if two else (params[0 if kind.norm is None else 2],)
     call = Call(plans, weights, (None,) * len(plans), torch.is_grad_enabled())  # type: ignore[arg-type]
     function: Any = LinearFunction if kind.norm is None else LayerNormMLPFunction if two else LayerNormLinearFunction

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from te_lite.autocast import OPEN, Pass, State
+from te_lite.autocast import OPEN, Context, Pass, State, autocast
 from te_lite.functional.norm import NormSpec
 from te_lite.functional.traced import Kind, linears, number_of
 from te_lite.modules.checks import check_input
 from te_lite.modules.plans import build_plans
 from te_lite.ops.activation import built
 from te_lite.ops.untraced import untraced
+from te_lite.quantize import graph_scales, replay
 from te_lite.quantize.quantizer import observer
 from te_lite.quantize.tensor import QuantizedTensor
-from te_lite.recipe import HighPrecision, Recipe
+from te_lite.recipe import HighPrecision, MMParams, QParams, Recipe
 
 if TYPE_CHECKING:
     from te_lite.modules.base import TeLiteModule
@@ -41,7 +42,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 def _value(value: Any) -> Any:
     """A frozen value as constants, each of which dynamo guards."""
-    if hasattr(value, "__dataclass_fields__"):
+    if isinstance(value, (Recipe, QParams, MMParams)):
         return type(value), tuple([_value(getattr(value, name)) for name in _names(type(value))])
     return value
 
@@ -72,8 +73,11 @@ def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, shap
     """What eager mode would refuse in such a call, "" for nothing. dtype, device, shape: of the input, whose tokens do
     not matter. As in eager mode, its plans are those of the report from now on."""
     like = torch.empty(shape, dtype=dtype, device=device)
-    made = _made(recipe)
+    made = None if recipe is None else _made(recipe)
     state = None if made is None else State(True, made, None, Pass())
+    if made is not None and made.delayed():
+        state = OPEN.stack[-1].state
+        graph_scales.compiling(module._graph_scales, state)
     with torch.no_grad():
         weights = tuple([_joined(module, names) for names, _ in module._linear_names()])
     try:
@@ -90,7 +94,7 @@ def _refusal(module: Any, inp: Any, state: State | None, first: bool | None, qua
         return "its input is not a plain tensor"
     if any([isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False)]):
         return "its weights were made under quantized_model_init"
-    if module.tp_size > 1 and any([mode is not None for mode in module._modes]):
+    if module.tp_size > 1:
         return "it is split over ranks, whose collectives and userbuffers run in Python"
     if module.fuse_wgrad_accumulation:
         return "fuse_wgrad_accumulation=True: main_grad is written behind autograd's back"
@@ -104,8 +108,15 @@ def _refusal(module: Any, inp: Any, state: State | None, first: bool | None, qua
         return "statistics are taken"
     if state is not None and not state.enabled:
         return "te.autocast(calibrating=True)"
-    if state is not None and not (state.delayed or state.recipe.stateless):
+    if state is None or state.recipe.stateless:
+        return ""
+    if not state.delayed:
         return "a CustomRecipe that does not say stateless=True"
+    outer = OPEN.stack[0].state if OPEN.stack else None
+    if outer is None or not outer.delayed or _value(outer.recipe) != _value(state.recipe):
+        return "its autocast of delayed scaling stands within another; open it outermost"
+    if replay.OPEN.frames:
+        return "te.checkpoint around compiled code under delayed scaling; compile what calls te.checkpoint"
     return ""
 
 
@@ -114,7 +125,7 @@ def _amp_dtype(inp: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
 
 
-def _computed(module: Any, inp: Tensor, params: tuple, recipe: Any) -> list[Tensor]:
+def _computed(module: Any, inp: Tensor, params: list, recipe: Any) -> list[Tensor]:
     """[y], and norm(x) where it is an output. params: of the Function, but x."""
     normed = hasattr(module, "normalization")
     norm = activation = None
@@ -123,8 +134,8 @@ def _computed(module: Any, inp: Tensor, params: tuple, recipe: Any) -> list[Tens
         norm = spec.eps, spec.rms, spec.zero_centered, bool(module.return_layernorm_output)
     if len(module.gemm_names) == 2:
         activation = module._act.name, module._act.parameters
-    weights = params[2 * normed : -1 : 2]
-    shapes = tuple([tuple(weight.shape) for weight in weights])
+    first, linears_here = 2 * normed, len(module.gemm_names)
+    shapes = tuple([tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]])
     keeps = module.save_original_input
     return linears(_number(recipe, _amp_dtype(inp), shapes, keeps, norm, activation), inp, *params)
 
@@ -151,10 +162,36 @@ def call(
     bias = params[-1]
     if module.return_bias:
         params[-1] = None
-    out = _computed(module, inp, (*params, residual), recipe)
+    params.append(residual)
+    if state is not None and state.delayed:
+        graph = module._graph_scales
+        if not graph.ready:
+            raise RuntimeError("delayed scaling's states were not made ready for compiled code")
+        params += [graph.forward_scales, graph.forward_amaxes, graph.backward_scales, graph.backward_amaxes]
+        graph.user = state
+    out = _computed(module, inp, params, recipe)
     return module._outputs(out[0], bias, out[1] if len(out) == 2 else None)
 
 
 def _joined(module: Any, names: list[str]) -> Tensor:
     parts = [getattr(module, name) for name in names]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def open_autocast(opened: Any) -> Any:
+    """autocast.__enter__, traced. Delayed scaling's needs Python where it begins and ends."""
+    state = None
+    if opened.calibrating or (opened.enabled and opened.recipe.delayed()):
+        why = "te.autocast of delayed scaling inside of compiled code: open it around the compiled function"
+        return untraced(why)(autocast.__enter__, opened)
+    if opened.enabled:
+        state = State(True, opened.recipe, opened.group, Pass())
+    OPEN.stack.append(Context(state, opened.strict, False))
+    return opened
+
+
+def close_autocast(opened: Any) -> None:
+    """autocast.__exit__, traced."""
+    if opened.calibrating or (opened.enabled and opened.recipe.delayed()):
+        return untraced("te.autocast of delayed scaling ends inside of compiled code")(autocast.__exit__, opened, None)
+    OPEN.stack.pop()

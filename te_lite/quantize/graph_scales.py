@@ -1,0 +1,123 @@
+"""Delayed scaling under torch.compile: the tensors that compiled code sees, and how they follow the pools.
+
+Compiled code runs no Python, so it cannot ask a pool for a scale, nor say that it was used. It reads scales[n] and takes
+maxima into amaxes[n], in place; both are a module's own and are found again under the same names. Plain Python around
+it does the rest: the outermost autocast brings all scales up to date where it begins, and the forward maxima into the
+histories where it ends. Backward maxima get there, and backward scales take their step, where the next one begins, or
+where somebody asks for the state.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from te_lite.quantize.delayed import Pools, ScaleState
+
+active = False  # code was compiled under delayed scaling: from then on autocasts come here
+_all: weakref.WeakSet[GraphScales] = weakref.WeakSet()
+_lock = threading.Lock()  # of _all: a thread may add to it while another goes through it
+
+
+class InGraph:
+    """A ScaleState as quantizers use it, of tensors that a graph has."""
+
+    def __init__(self, scales: Tensor, amaxes: Tensor) -> None:
+        self.scales, self.amaxes = scales, amaxes
+
+    def take(self, slot: int) -> tuple[Tensor, Tensor]:
+        """(scale, where the maximum goes), of one use."""
+        return self.scales[slot], self.amaxes[slot : slot + 1]
+
+
+class GraphScales:
+    """What compiled code has of a module's ScaleStates, fp32 [n] each, and `user`: the State of the autocast that it ran
+    under last, which it leaves here. ready: the scales are those that it is to use."""
+
+    def __init__(self, states: Any, device: torch.device) -> None:
+        """states: ScaleStates, see modules/scale_state.py."""
+        self.states, self.device, self.user, self.ready = states, device, None, True
+        self._held: list[Tensor] = []  # backward amaxes of earlier passes, which a graph may yet write to
+        for direction, n in states.sizes.items():
+            setattr(self, f"{direction}_scales", torch.ones(n, dtype=torch.float32, device=device))
+            setattr(self, f"{direction}_amaxes", torch.zeros(n, dtype=torch.float32, device=device))
+        with _lock:
+            _all.add(self)
+
+    def _state(self, user: Any, direction: str) -> ScaleState:
+        return self.states.state(*self._asked(user, direction))
+
+    def _asked(self, user: Any, direction: str) -> tuple:
+        return user.recipe, user.group, self.device, user.one_pass.pools, direction
+
+    def follow(self, user: Any, using: bool = False) -> None:
+        """Takes over the scales under `user`, a State. using: compiled code will use them. Where none does, states that
+        eager mode has under another recipe stay as they are."""
+        self.ready = using or self.user is not None
+        if not self.ready:
+            self.ready = all([self.states.fits(*self._asked(user, direction)) for direction in self.states.sizes])
+        if self.ready and (using or self.user is not None or self.states.known):
+            for direction in self.states.sizes:
+                setattr(self, f"{direction}_scales", self._state(user, direction).scale)
+
+    def collect(self, direction: str) -> None:
+        """Brings the maxima into the history."""
+        if self.user.one_pass.captured:
+            raise RuntimeError(
+                "code that torch.compile made ran under DelayedScaling in the capture of a CUDA graph, whose replays "
+                "would not see new scales; capture the modules uncompiled, or use mode='reduce-overhead'"
+            )
+        name, held = f"{direction}_amaxes", self._held if direction == "backward" else []
+        state, now = self._state(self.user, direction), getattr(self, name)
+        state.pool.touched = True
+        for amaxes in (now, *held):
+            torch.maximum(state.history[0], amaxes, out=state.history[0])
+            amaxes.data.zero_()  # .data: a backward that comes later finds what it saved
+        if direction == "backward":
+            self._held = [amaxes for amaxes in held if amaxes._use_count() > 1]
+            if now._use_count() > 1:  # a graph holds it, which Python's own references do not count for
+                self._held.append(now)
+                setattr(self, name, torch.zeros_like(now))
+
+    def settle(self) -> None:
+        """Before somebody reads the state: all that compiled code has left."""
+        if self.user is not None:
+            self.user.one_pass.pools.update("backward")
+            self.collect("forward")
+
+
+def compiling(scales: GraphScales, user: Any) -> None:
+    """Code that uses `scales` is being compiled under `user`, a State of delayed scaling."""
+    global active
+    if not active:
+        active = True
+        _follow(user)
+    scales.follow(user, using=True)
+
+
+def begin(user: Any) -> None:
+    """An outermost autocast of delayed scaling begins: `user` is its State."""
+    user.one_pass.pools.update("backward")
+    _follow(user)
+
+
+def _follow(user: Any) -> None:
+    for one in _known():
+        one.follow(user)
+
+
+def _known() -> list[GraphScales]:
+    with _lock:
+        return list(_all)
+
+
+def collect(pools: Pools, direction: str) -> None:
+    """What compiled code has left for states of these pools."""
+    for one in _known():
+        if one.user is not None and one.user.one_pass.pools is pools:
+            one.collect(direction)
