@@ -49,7 +49,7 @@ class Kind:
         recipe = self.recipe if self.fits[index] else HighPrecision()
         operands = operands_for(recipe, Site(index, self.dtype, tp, states.__getitem__, None))
         fprop, dgrad, wgrad = (Collective(Place(tp, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
-        return LinearPlan(operands, Unsplit(tp, (fprop, dgrad, wgrad)), WgradSink(), self.dtype, self.keep_original)
+        return LinearPlan(operands, Unsplit(tp, (fprop, dgrad, wgrad)), WgradSink(), self.dtype, self.keep_original, compiled=True)
 
 
 _kinds: dict[Kind, int] = {}

@@ -19,7 +19,7 @@ from te_lite.functional.traced import Kind, linears, number_of
 from te_lite.modules.checks import check_input
 from te_lite.modules.plans import build_plans
 from te_lite.ops.activation import built
-from te_lite.ops.untraced import untraced
+from te_lite.ops.untraced import constant, untraced
 from te_lite.quantize import graph_scales, replay
 from te_lite.quantize.quantizer import observer
 from te_lite.quantize.tensor import QuantizedTensor
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
     from te_lite.modules.base import TeLiteModule
 
 
-def constant(function: Any) -> Any:
-    """Decorates what dynamo is to call when it traces, with constants, and whose result is one."""
-    function._dynamo_marked_constant = True
-    return function
-
-
 @constant
 def _names(kind: type) -> tuple[str, ...]:
     return tuple([item.name for item in fields(kind)])
 
 
 def _value(value: Any) -> Any:
-    """A frozen value as constants, each of which dynamo guards."""
+    """A frozen value as constants, each of which dynamo guards; floats by their bits, or they might become symbols."""
+    if isinstance(value, float):
+        return float, value.hex()
     if isinstance(value, (Recipe, QParams, MMParams)):
         return type(value), tuple([_value(getattr(value, name)) for name in _names(type(value))])
     return value
+
+
+@constant
+def _same(one: Any, other: Any) -> bool:
+    return one == other
 
 
 def _made(value: Any) -> Any:
@@ -52,6 +53,8 @@ def _made(value: Any) -> Any:
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type)):
         return value
     kind, parts = value
+    if kind is float:
+        return float.fromhex(parts)
     made = object.__new__(kind)
     for name, part in zip(_names(kind), parts, strict=True):
         object.__setattr__(made, name, _made(part))
@@ -65,24 +68,25 @@ def _number(recipe: Any, dtype: Any, shapes: Any, keep_original: bool, norm: Any
     """Of the Kind. shapes: of the weights."""
     made = HighPrecision() if recipe is None else _made(recipe)
     fits = tuple([all(size % made.feature_multiple == 0 for size in shape) for shape in shapes])
-    spec = None if norm is None else NormSpec(*norm)
-    return number_of(Kind(made, dtype, fits, keep_original, spec, activation and built(*activation)))
+    spec = None if norm is None else NormSpec(_made(norm[0]), *norm[1:])
+    act = None if activation is None else built(activation[0], tuple([_made(one) for one in activation[1]]))
+    return number_of(Kind(made, dtype, fits, keep_original, spec, act))
 
 
-def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], recipe: Any) -> str:
-    """What eager mode would refuse in such a call, "" for nothing. dtype, device, shape: of the input, whose tokens do
-    not matter. As in eager mode, its plans are those of the report from now on."""
-    like = torch.empty(shape, dtype=dtype, device=device)
-    made = None if recipe is None else _made(recipe)
-    state = None if made is None else State(True, made, None, Pass())
-    if made is not None and made.delayed():
-        state = OPEN.stack[-1].state
-        graph_scales.compiling(module._graph_scales, state)
+def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims: int, recipe: Any) -> str:
+    """What eager mode would refuse in such a call, "" for nothing. dtype, device, dims: of the input. As in eager mode,
+    its plans are those of the report from now on."""
+    state = None
+    if recipe is not None:
+        made = _made(recipe)
+        state = OPEN.stack[-1].state if made.delayed() else State(True, made, None, Pass())
+        if made.delayed():
+            graph_scales.compiling(module._graph_scales, state)
     with torch.no_grad():
         weights = tuple([_joined(module, names) for names, _ in module._linear_names()])
+    like = torch.empty((0,) * (dims - 1) + (weights[0].shape[1],), dtype=dtype, device=device)
     try:
-        dtype = check_input(module, like, weights[0])
-        build_plans(module, state, dtype, weights, False)
+        build_plans(module, state, check_input(module, like, weights[0]), weights, False)
     except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
     return ""
@@ -92,6 +96,8 @@ def _refusal(module: Any, inp: Any, state: State | None, first: bool | None, qua
     """Why a call cannot be compiled, "" if it can. quantized: outputs or gradients are to be."""
     if not isinstance(inp, Tensor) or isinstance(inp, QuantizedTensor):
         return "its input is not a plain tensor"
+    if not inp.dim() or inp.shape[-1] != getattr(module, module._linear_names()[0][0][0]).shape[1]:
+        return "its input has not the features of its weight"
     if any([isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False)]):
         return "its weights were made under quantized_model_init"
     if module.tp_size > 1:
@@ -113,7 +119,7 @@ def _refusal(module: Any, inp: Any, state: State | None, first: bool | None, qua
     if not state.delayed:
         return "a CustomRecipe that does not say stateless=True"
     outer = OPEN.stack[0].state if OPEN.stack else None
-    if outer is None or not outer.delayed or _value(outer.recipe) != _value(state.recipe):
+    if outer is None or not outer.delayed or not _same(_value(outer.recipe), _value(state.recipe)):
         return "its autocast of delayed scaling stands within another; open it outermost"
     if replay.OPEN.frames:
         return "te.checkpoint around compiled code under delayed scaling; compile what calls te.checkpoint"
@@ -131,9 +137,9 @@ def _computed(module: Any, inp: Tensor, params: list, recipe: Any) -> list[Tenso
     norm = activation = None
     if normed:
         spec = module._norm
-        norm = spec.eps, spec.rms, spec.zero_centered, bool(module.return_layernorm_output)
+        norm = _value(spec.eps), spec.rms, spec.zero_centered, bool(module.return_layernorm_output)
     if len(module.gemm_names) == 2:
-        activation = module._act.name, module._act.parameters
+        activation = module._act.name, tuple([_value(one) for one in module._act.parameters])
     first, linears_here = 2 * normed, len(module.gemm_names)
     shapes = tuple([tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]])
     keeps = module.save_original_input
@@ -148,12 +154,11 @@ def call(
     why = _refusal(module, inp, state, first, fp8_output or fp8_grad)
     recipe = None if state is None else _value(state.recipe)
     if not why:
-        shape = (0,) * (inp.dim() - 1) + (inp.shape[-1],)
-        why = module._compiled_problem(inp.dtype, inp.device, shape, recipe)
+        why = module._compiled_problem(inp.dtype, inp.device, inp.dim(), recipe)
     if why:
         options = (fp8_output, fp8_grad) if len(module.gemm_names) == 1 else ()
         why = f"{type(module).__name__} is not compiled: {why}"
-        return untraced(why)(eager, module, inp, first, *options, residual=residual)
+        return untraced(why, eager, module, inp, first, *options, residual=residual)
     params: list[Any] = []
     if hasattr(module, "normalization"):
         params += [module.layer_norm_weight, module.layer_norm_bias]
@@ -183,7 +188,7 @@ def open_autocast(opened: Any) -> Any:
     state = None
     if opened.calibrating or (opened.enabled and opened.recipe.delayed()):
         why = "te.autocast of delayed scaling inside of compiled code: open it around the compiled function"
-        return untraced(why)(autocast.__enter__, opened)
+        return untraced(why, autocast.__enter__, opened)
     if opened.enabled:
         state = State(True, opened.recipe, opened.group, Pass())
     OPEN.stack.append(Context(state, opened.strict, False))
@@ -193,5 +198,5 @@ def open_autocast(opened: Any) -> Any:
 def close_autocast(opened: Any) -> None:
     """autocast.__exit__, traced."""
     if opened.calibrating or (opened.enabled and opened.recipe.delayed()):
-        return untraced("te.autocast of delayed scaling ends inside of compiled code")(autocast.__exit__, opened, None)
+        return untraced("te.autocast of delayed scaling ends inside of compiled code", autocast.__exit__, opened, None)
     OPEN.stack.pop()

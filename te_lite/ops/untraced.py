@@ -8,19 +8,33 @@ from typing import Any
 import torch
 
 
+def constant(function: Any) -> Any:
+    """Decorates what dynamo is to call while it traces, with constants, and whose result is one."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+class _Left:
+    """One attribute for each reason: a function that dynamo leaves to Python for it."""
+
+
+_left = _Left()
+_reasons: dict[str, str] = {}  # to the attribute
+
+
+@constant
+def _named(reason: str) -> str:
+    if reason not in _reasons:
+        name = _reasons[reason] = f"reason_{len(_reasons)}"
+        setattr(_left, name, torch.compiler.disable(_call, reason=reason))
+    return _reasons[reason]
+
+
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-_by_reason: dict[str, Callable[..., Any]] = {}
-
-
-def untraced(reason: str) -> Callable[..., Any]:
-    """(function, *args) -> function(*args) as in eager mode, nothing in it compiled: one graph break, which `reason`
-    explains; with fullgraph=True an error that says it."""
-    if reason not in _by_reason:
-        _by_reason[reason] = torch.compiler.disable(_call, reason=reason)
-    return _by_reason[reason]
-
-
-untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo calls it when it traces
+def untraced(reason: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs) as in eager mode, nothing in it compiled: one graph break, which `reason` explains. With
+    fullgraph=True it is an error that says so."""
+    return getattr(_left, _named(reason))(function, *args, **kwargs)
