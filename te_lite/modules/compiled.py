@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from te_lite.autocast import OPEN, Context, Pass, State, autocast
@@ -18,6 +19,7 @@ from te_lite.functional.norm import NormSpec
 from te_lite.functional.traced import Kind, linears, number_of
 from te_lite.modules.checks import check_input
 from te_lite.modules.plans import build_plans
+from te_lite.ops import now
 from te_lite.ops.activation import built
 from te_lite.ops.untraced import constant, untraced
 from te_lite.quantize import graph_scales, replay
@@ -27,6 +29,8 @@ from te_lite.recipe import HighPrecision, MMParams, QParams, Recipe
 
 if TYPE_CHECKING:
     from te_lite.modules.base import TeLiteModule
+
+_quantized = False  # something was compiled under a recipe
 
 
 @constant
@@ -76,9 +80,10 @@ def _number(recipe: Any, dtype: Any, shapes: Any, keep_original: bool, norm: Any
 def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims: int, recipe: Any) -> str:
     """What eager mode would refuse in such a call, "" for nothing. dtype, device, dims: of the input. As in eager mode,
     its plans are those of the report from now on."""
+    global _quantized
     state = None
     if recipe is not None:
-        made = _made(recipe)
+        made, _quantized = _made(recipe), True
         state = OPEN.stack[-1].state if made.delayed() else State(True, made, None, Pass())
         if made.delayed():
             graph_scales.compiling(module._graph_scales, state)
@@ -121,6 +126,8 @@ def _refusal(module: Any, inp: Any, state: State | None, first: bool | None, qua
     outer = OPEN.stack[0].state if OPEN.stack else None
     if outer is None or not outer.delayed or not _same(_value(outer.recipe), _value(state.recipe)):
         return "its autocast of delayed scaling stands within another; open it outermost"
+    if now.capturing:
+        return "the capture of a CUDA graph under delayed scaling, whose replays would find no new scales"
     if replay.OPEN.frames:
         return "te.checkpoint around compiled code under delayed scaling; compile what calls te.checkpoint"
     return ""
@@ -146,12 +153,33 @@ def _computed(module: Any, inp: Tensor, params: list, recipe: Any) -> list[Tenso
     return linears(_number(recipe, _amp_dtype(inp), shapes, keeps, norm, activation), inp, *params)
 
 
+def _recomputed(state: State | None) -> str:
+    """Why a call that another library's checkpoint computes again, outside of what is compiled, cannot be. Nobody knows
+    what its first run followed, whose autocast is closed."""
+    if not now.in_backward or replay.OPEN.frames:
+        return ""
+    inside = bool(OPEN.stack) and OPEN.stack[-1].in_backward
+    if (state.recipe.stateless) if state is not None else (inside or not _quantized):
+        return ""
+    return (
+        "it is computed again by a checkpoint around compiled code, which does not carry its autocast: put the checkpoint "
+        "into what is compiled, or the autocast into what is checkpointed, or use te.checkpoint"
+    )
+
+
+def _raise(message: str) -> None:
+    raise RuntimeError(message)
+
+
 def call(
     module: Any, eager: Any, inp: Tensor, first: bool | None, fp8_output: bool, fp8_grad: bool, residual: Tensor | None
 ) -> Any:
     """module(inp, ...), traced. eager: its forward, where it is not."""
     state = OPEN.stack[-1].state if OPEN.stack else module._default
     why = _refusal(module, inp, state, first, fp8_output or fp8_grad)
+    again = _recomputed(state)
+    if again:
+        return untraced(again, _raise, f"{type(module).__name__}: {again}")
     recipe = None if state is None else _value(state.recipe)
     if not why:
         why = module._compiled_problem(inp.dtype, inp.device, inp.dim(), recipe)
@@ -173,8 +201,10 @@ def call(
         if not graph.ready:
             raise RuntimeError("delayed scaling's states were not made ready for compiled code")
         params += [graph.forward_scales, graph.forward_amaxes, graph.backward_scales, graph.backward_amaxes]
-        graph.user = state
-    out = _computed(module, inp, params, recipe)
+    if getattr(module, "checkpoint", False) and torch.is_grad_enabled():
+        out = torch.utils.checkpoint.checkpoint(_computed, module, inp, params, recipe, use_reentrant=False)
+    else:
+        out = _computed(module, inp, params, recipe)
     return module._outputs(out[0], bias, out[1] if len(out) == 2 else None)
 
 
@@ -191,7 +221,7 @@ def open_autocast(opened: Any) -> Any:
         return untraced(why, autocast.__enter__, opened)
     if opened.enabled:
         state = State(True, opened.recipe, opened.group, Pass())
-    OPEN.stack.append(Context(state, opened.strict, False))
+    OPEN.stack.append(Context(state, opened.strict, now.in_backward))
     return opened
 
 
@@ -200,3 +230,12 @@ def close_autocast(opened: Any) -> None:
     if opened.calibrating or (opened.enabled and opened.recipe.delayed()):
         return untraced("te.autocast of delayed scaling ends inside of compiled code", autocast.__exit__, opened, None)
     OPEN.stack.pop()
+
+
+def checkpointed(eager: Any, function: Any, args: tuple, use_reentrant: bool, tracker: Any, kwargs: dict) -> Any:
+    """te.checkpoint, traced: a graph computes again from values that it has, so scales need no memory of their own.
+    eager: itself."""
+    if tracker is not None:
+        why = "te.checkpoint(get_rng_state_tracker=...) rewinds generators that graphs do not see"
+        return untraced(why, eager, function, *args, use_reentrant=use_reentrant, get_rng_state_tracker=tracker, **kwargs)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -71,14 +71,9 @@ class ScaleStates:
         self._loaded = torch.empty(0, device="cpu")
 
     def fits(self, *asked: Any) -> bool:
-        """Whether state(*asked) remakes nothing that has numbers."""
+        """Whether state(*asked) makes nothing in the place of another state."""
         state = self._live.get(asked[-1])
-        return state.key == self._key(*asked) if state is not None else not self._loaded.numel()
-
-    @property
-    def known(self) -> bool:
-        """Whether there are numbers."""
-        return bool(self._live) or self._loaded.numel() > 0
+        return state is None or state.key == self._key(*asked)
 
     @staticmethod
     def _key(

@@ -2,9 +2,9 @@
 
 Compiled code runs no Python, so it cannot ask a pool for a scale, nor say that it was used. It reads scales[n] and takes
 maxima into amaxes[n], in place; both are a module's own and are found again under the same names. Plain Python around
-it does the rest: the outermost autocast brings all scales up to date where it begins, and the forward maxima into the
-histories where it ends. Backward maxima get there, and backward scales take their step, where the next one begins, or
-where somebody asks for the state.
+it does the rest, for all modules of the process: the outermost autocast brings their scales up to date where it begins,
+and the forward maxima into the histories where it ends. Backward maxima get there, and backward scales take their step,
+where the next one begins, or where somebody asks for the state. A step without maxima changes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from te_lite.ops.registry import makes_data
 
 if TYPE_CHECKING:
     from te_lite.quantize.delayed import Pools, ScaleState
@@ -36,12 +38,21 @@ class InGraph:
 
 
 class GraphScales:
-    """What compiled code has of a module's ScaleStates, fp32 [n] each, and `user`: the State of the autocast that it ran
-    under last, which it leaves here. ready: the scales are those that it is to use."""
+    """What compiled code has of a module's ScaleStates, fp32 [n] each.
+
+    user: the State of the newest autocast that the module may have run under; None: of none. ready: the scales are
+    those of an autocast like it. They are not where eager mode has states of another recipe or thread, which stay as
+    they are as long as nothing is compiled for the module.
+    """
+
+    forward_scales: Tensor
+    forward_amaxes: Tensor
+    backward_scales: Tensor
+    backward_amaxes: Tensor
 
     def __init__(self, states: Any, device: torch.device) -> None:
         """states: ScaleStates, see modules/scale_state.py."""
-        self.states, self.device, self.user, self.ready = states, device, None, True
+        self.states, self.device, self.user, self.ready = states, device, None, False
         self._held: list[Tensor] = []  # backward amaxes of earlier passes, which a graph may yet write to
         for direction, n in states.sizes.items():
             setattr(self, f"{direction}_scales", torch.ones(n, dtype=torch.float32, device=device))
@@ -49,31 +60,26 @@ class GraphScales:
         with _lock:
             _all.add(self)
 
-    def _state(self, user: Any, direction: str) -> ScaleState:
-        return self.states.state(*self._asked(user, direction))
+    def _state(self, direction: str) -> ScaleState:
+        return self.states.state(*self._asked(self.user, direction))
 
     def _asked(self, user: Any, direction: str) -> tuple:
         return user.recipe, user.group, self.device, user.one_pass.pools, direction
 
     def follow(self, user: Any, using: bool = False) -> None:
-        """Takes over the scales under `user`, a State. using: compiled code will use them. Where none does, states that
-        eager mode has under another recipe stay as they are."""
-        self.ready = using or self.user is not None
-        if not self.ready:
-            self.ready = all([self.states.fits(*self._asked(user, direction)) for direction in self.states.sizes])
-        if self.ready and (using or self.user is not None or self.states.known):
+        """Takes over the scales under `user`, a State. using: code for this module is being compiled."""
+        mine = self.user is not None and self.user.one_pass.pools is user.one_pass.pools
+        fit = [self.states.fits(*self._asked(user, direction)) for direction in self.states.sizes]
+        self.ready = using or mine or all(fit)
+        if self.ready:
+            self.user = user
             for direction in self.states.sizes:
-                setattr(self, f"{direction}_scales", self._state(user, direction).scale)
+                setattr(self, f"{direction}_scales", self._state(direction).scale)
 
     def collect(self, direction: str) -> None:
         """Brings the maxima into the history."""
-        if self.user.one_pass.captured:
-            raise RuntimeError(
-                "code that torch.compile made ran under DelayedScaling in the capture of a CUDA graph, whose replays "
-                "would not see new scales; capture the modules uncompiled, or use mode='reduce-overhead'"
-            )
         name, held = f"{direction}_amaxes", self._held if direction == "backward" else []
-        state, now = self._state(self.user, direction), getattr(self, name)
+        state, now = self._state(direction), getattr(self, name)
         state.pool.touched = True
         for amaxes in (now, *held):
             torch.maximum(state.history[0], amaxes, out=state.history[0])
@@ -108,7 +114,8 @@ def begin(user: Any) -> None:
 
 def _follow(user: Any) -> None:
     for one in _known():
-        one.follow(user)
+        if makes_data(one.device):
+            one.follow(user)
 
 
 def _known() -> list[GraphScales]:
