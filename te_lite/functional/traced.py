@@ -33,13 +33,14 @@ from te_lite.recipe import HighPrecision, Recipe
 class Kind:
     """What a compiled call is, but for its tensors: a value, so that modules that are alike share what is compiled.
 
-    fits: of each linear, whether `recipe` quantizes it. norm, activation: None where there is none.
+    fits: of each linear, whether `recipe` quantizes it. keep_original, recomputes: LinearPlan's. norm, activation: None where there is none.
     """
 
     recipe: Recipe
     dtype: torch.dtype
     fits: tuple[bool, ...]
     keep_original: bool
+    recomputes: tuple[bool, ...]
     norm: NormSpec | None
     activation: Activation | None
 
@@ -49,7 +50,8 @@ class Kind:
         recipe = self.recipe if self.fits[index] else HighPrecision()
         operands = operands_for(recipe, Site(index, self.dtype, tp, states.__getitem__, None))
         fprop, dgrad, wgrad = (Collective(Place(tp, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
-        return LinearPlan(operands, Unsplit(tp, (fprop, dgrad, wgrad)), WgradSink(), self.dtype, self.keep_original, compiled=True)
+        parallel, again = Unsplit(tp, (fprop, dgrad, wgrad)), self.recomputes[index]
+        return LinearPlan(operands, parallel, WgradSink(), self.dtype, self.keep_original, None, again, compiled=True)
 
 
 _kinds: dict[Kind, int] = {}

@@ -68,13 +68,13 @@ def _made(value: Any) -> Any:
 
 
 @constant
-def _number(recipe: Any, dtype: Any, shapes: Any, keep_original: bool, norm: Any, activation: Any) -> int:
-    """Of the Kind. shapes: of the weights."""
+def _number(recipe: Any, dtype: Any, shapes: Any, options: tuple, norm: Any, activation: Any) -> int:
+    """Of the Kind. shapes: of the weights. options: its keep_original and recomputes."""
     made = HighPrecision() if recipe is None else _made(recipe)
     fits = tuple([all(size % made.feature_multiple == 0 for size in shape) for shape in shapes])
     spec = None if norm is None else NormSpec(_made(norm[0]), *norm[1:])
     act = None if activation is None else built(activation[0], tuple([_made(one) for one in activation[1]]))
-    return number_of(Kind(made, dtype, fits, keep_original, spec, act))
+    return number_of(Kind(made, dtype, fits, *options, spec, act))
 
 
 def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims: int, recipe: Any) -> str:
@@ -149,8 +149,8 @@ def _computed(module: Any, inp: Tensor, params: list, recipe: Any) -> list[Tenso
         activation = module._act.name, tuple([_value(one) for one in module._act.parameters])
     first, linears_here = 2 * normed, len(module.gemm_names)
     shapes = tuple([tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]])
-    keeps = module.save_original_input
-    return linears(_number(recipe, _amp_dtype(inp), shapes, keeps, norm, activation), inp, *params)
+    options = module.save_original_input, module._recomputes
+    return linears(_number(recipe, _amp_dtype(inp), shapes, options, norm, activation), inp, *params)
 
 
 def _recomputed(state: State | None) -> str:

@@ -75,6 +75,10 @@ class ScaleStates:
         state = self._live.get(asked[-1])
         return state is None or state.key == self._key(*asked)
 
+    def holds(self, states: tuple[ScaleState, ...]) -> bool:
+        """Whether these are the live ones."""
+        return [*self._live.values()] == [*states]
+
     @staticmethod
     def _key(
         recipe: DelayedScaling, group: dist.ProcessGroup | None, device: torch.device, owner: Pools, direction: str

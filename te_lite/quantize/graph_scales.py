@@ -53,6 +53,7 @@ class GraphScales:
     def __init__(self, states: Any, device: torch.device) -> None:
         """states: ScaleStates, see modules/scale_state.py."""
         self.states, self.device, self.user, self.ready = states, device, None, False
+        self._made: tuple[ScaleState, ...] = ()  # forward, backward
         self._held: list[Tensor] = []  # backward amaxes of earlier passes, which a graph may yet write to
         for direction, n in states.sizes.items():
             setattr(self, f"{direction}_scales", torch.ones(n, dtype=torch.float32, device=device))
@@ -60,41 +61,37 @@ class GraphScales:
         with _lock:
             _all.add(self)
 
-    def _state(self, direction: str) -> ScaleState:
-        return self.states.state(*self._asked(self.user, direction))
-
-    def _asked(self, user: Any, direction: str) -> tuple:
-        return user.recipe, user.group, self.device, user.one_pass.pools, direction
-
     def follow(self, user: Any, using: bool = False) -> None:
         """Takes over the scales under `user`, a State. using: code for this module is being compiled."""
-        mine = self.user is not None and self.user.one_pass.pools is user.one_pass.pools
-        fit = [self.states.fits(*self._asked(user, direction)) for direction in self.states.sizes]
-        self.ready = using or mine or all(fit)
-        if self.ready:
-            self.user = user
-            for direction in self.states.sizes:
-                setattr(self, f"{direction}_scales", self._state(direction).scale)
+        pools, before, states = user.one_pass.pools, self.user, self.states
+        mine = before is not None and before.one_pass.pools is pools
+        same = mine and before.recipe == user.recipe and before.group is user.group and states.holds(self._made)
+        if not same:
+            asked = [(user.recipe, user.group, self.device, pools, direction) for direction in states.sizes]
+            self.ready = using or mine or all([states.fits(*given) for given in asked])
+            if not self.ready:
+                return
+            self._made = tuple([states.state(*given) for given in asked])
+        self.user = user
+        self.forward_scales, self.backward_scales = [state.scale for state in self._made]
 
-    def collect(self, direction: str) -> None:
-        """Brings the maxima into the history."""
-        name, held = f"{direction}_amaxes", self._held if direction == "backward" else []
-        state, now = self._state(direction), getattr(self, name)
-        state.pool.touched = True
-        for amaxes in (now, *held):
-            torch.maximum(state.history[0], amaxes, out=state.history[0])
-            amaxes.data.zero_()  # .data: a backward that comes later finds what it saved
-        if direction == "backward":
-            self._held = [amaxes for amaxes in held if amaxes._use_count() > 1]
-            if now._use_count() > 1:  # a graph holds it, which Python's own references do not count for
-                self._held.append(now)
-                setattr(self, name, torch.zeros_like(now))
+    def left(self, direction: str) -> tuple[ScaleState, list[Tensor]]:
+        """(the state, all maxima that compiled code may have left for it)."""
+        if direction == "forward":
+            return self._made[0], [self.forward_amaxes]
+        now, held = self.backward_amaxes, self._held
+        # A graph that waits for its backward holds its tensor; Python's own references do not count.
+        if held or now._use_count() > 1:
+            self._held = [amaxes for amaxes in (now, *held) if amaxes._use_count() > 1]
+            if now._use_count() > 1:
+                self.backward_amaxes = torch.zeros_like(now)
+        return self._made[1], [now, *held]
 
     def settle(self) -> None:
-        """Before somebody reads the state: all that compiled code has left."""
+        """Before somebody reads the state: what compiled code has left, and the step of the backward scales."""
         if self.user is not None:
             self.user.one_pass.pools.update("backward")
-            self.collect("forward")
+            collect(self.user.one_pass.pools, "forward")
 
 
 def compiling(scales: GraphScales, user: Any) -> None:
@@ -124,7 +121,18 @@ def _known() -> list[GraphScales]:
 
 
 def collect(pools: Pools, direction: str) -> None:
-    """What compiled code has left for states of these pools."""
+    """Brings the maxima that compiled code has left into the histories of these pools."""
+    rows, maxima, read = list[Tensor](), list[Tensor](), list[Tensor]()
     for one in _known():
         if one.user is not None and one.user.one_pass.pools is pools:
-            one.collect(direction)
+            state, left = one.left(direction)
+            state.pool.touched = True
+            left = [amaxes.data for amaxes in left]  # .data: a backward that comes later finds what it saved
+            for amaxes in left[1:]:
+                torch.maximum(left[0], amaxes, out=left[0])
+            rows.append(state.history[0])
+            maxima.append(left[0])
+            read += left
+    if rows:
+        torch._foreach_maximum_(rows, maxima)
+        torch._foreach_zero_(read)
