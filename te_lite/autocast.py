@@ -145,7 +145,7 @@ class autocast(ContextDecorator):
         if torch.compiler.is_dynamo_compiling():
             from te_lite.modules.compiled import close_autocast
 
-            return close_autocast(self)
+            return close_autocast(self, exc_type)
         stack = OPEN.stack
         state = stack.pop().state
         if state is None or exc_type is not None or (stack and any(outer.state is not None for outer in stack)):

@@ -97,12 +97,16 @@ def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims
     return ""
 
 
-def _refusal(module: Any, inp: Any, state: State | None, first: bool | None, quantized: bool) -> str:
+def _refusal(
+    module: Any, inp: Any, residual: Any, state: State | None, first: bool | None, quantized: bool
+) -> str:
     """Why a call cannot be compiled, "" if it can. quantized: outputs or gradients are to be."""
     if not isinstance(inp, Tensor) or isinstance(inp, QuantizedTensor):
         return "its input is not a plain tensor"
     if not inp.dim() or inp.shape[-1] != getattr(module, module._linear_names()[0][0][0]).shape[1]:
         return "its input has not the features of its weight"
+    if residual is not None and not _is_like_output(module, inp, residual):
+        return "its residual is not like its output"
     if any([isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False)]):
         return "its weights were made under quantized_model_init"
     if module.tp_size > 1:
@@ -133,6 +137,15 @@ def _refusal(module: Any, inp: Any, state: State | None, first: bool | None, qua
     return ""
 
 
+def _is_like_output(module: Any, inp: Tensor, residual: Any) -> bool:
+    if not isinstance(residual, Tensor) or isinstance(residual, QuantizedTensor):
+        return False
+    features = sum([getattr(module, name).shape[0] for name in module._linear_names()[-1][0]])
+    if residual.shape[:-1] != inp.shape[:-1] or residual.shape[-1] != features:
+        return False
+    return residual.dtype == _amp_dtype(inp) and residual.device == inp.device
+
+
 def _amp_dtype(inp: Tensor) -> torch.dtype:
     kind = inp.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
@@ -158,8 +171,8 @@ def _recomputed(state: State | None) -> str:
     what its first run followed, whose autocast is closed."""
     if not now.in_backward or replay.OPEN.frames:
         return ""
-    inside = bool(OPEN.stack) and OPEN.stack[-1].in_backward
-    if (state.recipe.stateless) if state is not None else (inside or not _quantized):
+    inside = OPEN.stack[-1].in_backward if OPEN.stack else not _quantized
+    if inside and (state is None or state.recipe.stateless):
         return ""
     return (
         "it is computed again by a checkpoint around compiled code, which does not carry its autocast: put the checkpoint "
@@ -176,12 +189,12 @@ def call(
 ) -> Any:
     """module(inp, ...), traced. eager: its forward, where it is not."""
     state = OPEN.stack[-1].state if OPEN.stack else module._default
-    why = _refusal(module, inp, state, first, fp8_output or fp8_grad)
-    again = _recomputed(state)
-    if again:
-        return untraced(again, _raise, f"{type(module).__name__}: {again}")
+    why = _refusal(module, inp, residual, state, first, fp8_output or fp8_grad)
     recipe = None if state is None else _value(state.recipe)
     if not why:
+        again = _recomputed(state)
+        if again:
+            return untraced(again, _raise, f"{type(module).__name__}: {again}")
         why = module._compiled_problem(inp.dtype, inp.device, inp.dim(), recipe)
     if why:
         options = (fp8_output, fp8_grad) if len(module.gemm_names) == 1 else ()
@@ -225,10 +238,11 @@ def open_autocast(opened: Any) -> Any:
     return opened
 
 
-def close_autocast(opened: Any) -> None:
+def close_autocast(opened: Any, exc_type: Any) -> None:
     """autocast.__exit__, traced."""
     if opened.calibrating or (opened.enabled and opened.recipe.delayed()):
-        return untraced("te.autocast of delayed scaling ends inside of compiled code", autocast.__exit__, opened, None)
+        why = "te.autocast of delayed scaling ends inside of compiled code"
+        return untraced(why, autocast.__exit__, opened, exc_type)
     OPEN.stack.pop()
 
 

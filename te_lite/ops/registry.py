@@ -39,7 +39,7 @@ def makes_data(device: torch.device) -> bool:
     return device.type != "meta" and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # others may have no data: fake, functional
 
 
 class Op:
@@ -59,7 +59,7 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         tensor = args[self.index]
-        if type(tensor) in _PLAIN and not (torch.compiler.is_compiling() or _modes() or _profiling()):
+        if type(tensor) in PLAIN and not (torch.compiler.is_compiling() or _modes() or _profiling()):
             if tensor.is_cuda:
                 return self.cuda(*args)
             if tensor.is_cpu and not torch.is_grad_enabled():  # an oracle is torch ops, which autograd would record
