@@ -107,7 +107,7 @@ class LinearPlan:
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     recompute: the input had better be computed and quantized again than kept, where what it is computed from is kept.
-    compiled: in a graph, which serves any number of tokens, and where what is to be done in backward may be done before.
+    compiled: in a graph of torch.compile, which serves any number of tokens.
     info: for the report, None where it shows no row. The rest follows from these.
     """
 

@@ -33,7 +33,8 @@ from te_lite.recipe import HighPrecision, Recipe
 class Kind:
     """What a compiled call is, but for its tensors: a value, so that modules that are alike share what is compiled.
 
-    fits: of each linear, whether `recipe` quantizes it. keep_original, recomputes: LinearPlan's. norm, activation: None where there is none.
+    fits: of each linear, whether `recipe` quantizes it. keep_original, recomputes: LinearPlan's. norm, activation: None
+    where there is none.
     """
 
     recipe: Recipe
@@ -67,10 +68,10 @@ def linears(number: int, x: Tensor, *params: Tensor | None) -> list[Tensor]:
     """[y], and norm(x) where the norm says so. params: those of the Function's forward; then, under delayed scaling,
     scales and amaxes for forward, the same for backward."""
     kind = list(_kinds)[number]
-    states = {}
+    states: dict[str, InGraph] = {}
     if kind.recipe.delayed():
-        *params, scales, amaxes, back_scales, back_amaxes = params  # type: ignore[assignment]
-        states = {"forward": InGraph(scales, amaxes), "backward": InGraph(back_scales, back_amaxes)}
+        held: Any = params[-4:]  # tensors
+        params, states = params[:-4], {"forward": InGraph(*held[:2]), "backward": InGraph(*held[2:])}
     plans, two = tuple([kind.plan(i, states) for i in range(len(kind.fits))]), len(kind.fits) == 2
     weights = (params[2], params[4]) if two else (params[0 if kind.norm is None else 2],)
     call = Call(plans, weights, (None,) * len(plans), torch.is_grad_enabled())  # type: ignore[arg-type]

@@ -56,6 +56,7 @@ class TeLiteModule(SpecModule):
 
     gemm_names: tuple[str, ...] = ("",)
     save_original_input = False
+    _graph_scales: GraphScales
     _default: State | None = None  # what a call follows where no autocast is open
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
@@ -296,8 +297,8 @@ class TeLiteModule(SpecModule):
     def _renewed(self) -> None:
         super()._renewed()
         self._planned = UNPLANNED
-        device = next(self.parameters(recurse=False)).device
-        known: GraphScales | None = self.__dict__.get("_graph_scales")
+        device = next(self.parameters()).device  # of children too: a parametrized weight's are there
+        known = self.__dict__.get("_graph_scales")
         if known is None or known.device != device:
             if known is not None:
                 known.settle()

@@ -68,13 +68,13 @@ def _made(value: Any) -> Any:
 
 
 @constant
-def _number(recipe: Any, dtype: Any, shapes: Any, options: tuple, norm: Any, activation: Any) -> int:
+def _number(recipe: Any, dtype: Any, shapes: Any, options: Any, norm: Any, activation: Any) -> int:
     """Of the Kind. shapes: of the weights. options: its keep_original and recomputes."""
     made = HighPrecision() if recipe is None else _made(recipe)
     fits = tuple([all(size % made.feature_multiple == 0 for size in shape) for shape in shapes])
     spec = None if norm is None else NormSpec(_made(norm[0]), *norm[1:])
     act = None if activation is None else built(activation[0], tuple([_made(one) for one in activation[1]]))
-    return number_of(Kind(made, dtype, fits, *options, spec, act))
+    return number_of(Kind(made, dtype, fits, options[0], options[1], spec, act))
 
 
 def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims: int, recipe: Any) -> str:
@@ -97,9 +97,7 @@ def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims
     return ""
 
 
-def _refusal(
-    module: Any, inp: Any, residual: Any, state: State | None, first: bool | None, quantized: bool
-) -> str:
+def _refusal(module: Any, inp: Any, residual: Any, state: State | None, first: bool | None, quantized: bool) -> str:
     """Why a call cannot be compiled, "" if it can. quantized: outputs or gradients are to be."""
     if not isinstance(inp, Tensor) or isinstance(inp, QuantizedTensor):
         return "its input is not a plain tensor"
@@ -175,8 +173,8 @@ def _recomputed(state: State | None) -> str:
     if inside and (state is None or state.recipe.stateless):
         return ""
     return (
-        "it is computed again by a checkpoint around compiled code, which does not carry its autocast: put the checkpoint "
-        "into what is compiled, or the autocast into what is checkpointed, or use te.checkpoint"
+        "it is computed again by a checkpoint around compiled code, which does not carry its autocast: put the "
+        "checkpoint into what is compiled, or the autocast into what is checkpointed, or use te.checkpoint"
     )
 
 
@@ -251,5 +249,7 @@ def checkpointed(eager: Any, function: Any, args: tuple, use_reentrant: bool, tr
     eager: itself."""
     if tracker is not None:
         why = "te.checkpoint(get_rng_state_tracker=...) rewinds generators that graphs do not see"
-        return untraced(why, eager, function, *args, use_reentrant=use_reentrant, get_rng_state_tracker=tracker, **kwargs)
+        return untraced(
+            why, eager, function, *args, use_reentrant=use_reentrant, get_rng_state_tracker=tracker, **kwargs
+        )
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -35,6 +35,6 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def untraced(reason: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs) as in eager mode, nothing in it compiled: one graph break, which `reason` explains. With
-    fullgraph=True it is an error that says so."""
+    """function(*args, **kwargs) as in eager mode, nothing in it compiled: one graph break, which `reason` explains.
+    With fullgraph=True that is an error."""
     return getattr(_left, _named(reason))(function, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Delayed scaling under torch.compile: the tensors that compiled code sees, and how they follow the pools.
 
-Compiled code runs no Python, so it cannot ask a pool for a scale, nor say that it was used. It reads scales[n] and takes
-maxima into amaxes[n], in place; both are a module's own and are found again under the same names. Plain Python around
+Compiled code runs no Python, so it cannot ask a pool for a scale, nor say that it was used. It reads scales[n] and
+takes maxima into amaxes[n], in place; both are a module's own and found again under the same names. Plain Python around
 it does the rest, for all modules of the process: the outermost autocast brings their scales up to date where it begins,
 and the forward maxima into the histories where it ends. Backward maxima get there, and backward scales take their step,
 where the next one begins, or where somebody asks for the state. A step without maxima changes nothing.
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 active = False  # code was compiled under delayed scaling: from then on autocasts come here
 _all: weakref.WeakSet[GraphScales] = weakref.WeakSet()
 _lock = threading.Lock()  # of _all: a thread may add to it while another goes through it
+
+
+def _awaits_backward(amaxes: Any) -> bool:
+    """Whether a graph holds it. Python holds a tensor once, however often."""
+    return amaxes._use_count() > 1
 
 
 class InGraph:
@@ -52,8 +57,9 @@ class GraphScales:
 
     def __init__(self, states: Any, device: torch.device) -> None:
         """states: ScaleStates, see modules/scale_state.py."""
-        self.states, self.device, self.user, self.ready = states, device, None, False
-        self._made: tuple[ScaleState, ...] = ()  # forward, backward
+        self.states, self.device, self.ready = states, device, False
+        self.user: Any = None
+        self.states_now: tuple[ScaleState, ...] = ()  # of `user`: forward, backward
         self._held: list[Tensor] = []  # backward amaxes of earlier passes, which a graph may yet write to
         for direction, n in states.sizes.items():
             setattr(self, f"{direction}_scales", torch.ones(n, dtype=torch.float32, device=device))
@@ -61,31 +67,31 @@ class GraphScales:
         with _lock:
             _all.add(self)
 
-    def follow(self, user: Any, using: bool = False) -> None:
-        """Takes over the scales under `user`, a State. using: code for this module is being compiled."""
+    def follow(self, user: Any, using: bool) -> bool:
+        """Whether states_now are from now on those under `user`, a State. using: code for it is being compiled."""
         pools, before, states = user.one_pass.pools, self.user, self.states
         mine = before is not None and before.one_pass.pools is pools
-        same = mine and before.recipe == user.recipe and before.group is user.group and states.holds(self._made)
+        same = mine and before.recipe == user.recipe and before.group is user.group and states.holds(self.states_now)
         if not same:
             asked = [(user.recipe, user.group, self.device, pools, direction) for direction in states.sizes]
             self.ready = using or mine or all([states.fits(*given) for given in asked])
             if not self.ready:
-                return
-            self._made = tuple([states.state(*given) for given in asked])
+                return False
+            self.states_now = tuple([states.state(*given) for given in asked])
         self.user = user
-        self.forward_scales, self.backward_scales = [state.scale for state in self._made]
+        return True
 
     def left(self, direction: str) -> tuple[ScaleState, list[Tensor]]:
         """(the state, all maxima that compiled code may have left for it)."""
         if direction == "forward":
-            return self._made[0], [self.forward_amaxes]
+            return self.states_now[0], [self.forward_amaxes]
         now, held = self.backward_amaxes, self._held
-        # A graph that waits for its backward holds its tensor; Python's own references do not count.
-        if held or now._use_count() > 1:
-            self._held = [amaxes for amaxes in (now, *held) if amaxes._use_count() > 1]
-            if now._use_count() > 1:
-                self.backward_amaxes = torch.zeros_like(now)
-        return self._made[1], [now, *held]
+        if held or _awaits_backward(now):
+            self._held = [amaxes for amaxes in (now, *held) if _awaits_backward(amaxes)]
+            if _awaits_backward(now):
+                with torch.inference_mode(False):
+                    self.backward_amaxes = torch.zeros_like(now)
+        return self.states_now[1], [now, *held]
 
     def settle(self) -> None:
         """Before somebody reads the state: what compiled code has left, and the step of the backward scales."""
@@ -99,20 +105,25 @@ def compiling(scales: GraphScales, user: Any) -> None:
     global active
     if not active:
         active = True
-        _follow(user)
-    scales.follow(user, using=True)
+        _follow(user, _known())
+    _follow(user, [scales], using=True)
 
 
 def begin(user: Any) -> None:
     """An outermost autocast of delayed scaling begins: `user` is its State."""
     user.one_pass.pools.update("backward")
-    _follow(user)
+    _follow(user, _known())
 
 
-def _follow(user: Any) -> None:
-    for one in _known():
-        if makes_data(one.device):
-            one.follow(user)
+def _follow(user: Any, those: list[GraphScales], using: bool = False) -> None:
+    those = [one for one in those if makes_data(one.device) and one.follow(user, using)]
+    if not those:
+        return
+    with torch.inference_mode(False):  # training may follow
+        # Copies: what a graph holds stays what it was, and begins where its memory does, which graphs are compiled for.
+        scales = torch._foreach_mul([state.scale for one in those for state in one.states_now], 1.0)
+    for one, forward, backward in zip(those, scales[::2], scales[1::2], strict=True):
+        one.forward_scales, one.backward_scales = forward, backward
 
 
 def _known() -> list[GraphScales]:

@@ -14,8 +14,21 @@ import te_lite as te
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.harness import FP8, RECIPES, leaf, under
 from tests.modules.test_compile import (
-    BF16, MODULES, WIDTH, assert_same, compiled, fresh_dynamo, graphs, linear, make, mlp, no_recompilation, state_of,
-    step, train, twins,
+    BF16,
+    MODULES,
+    WIDTH,
+    assert_same,
+    compiled,
+    fresh_dynamo,
+    graphs,
+    linear,
+    make,
+    mlp,
+    no_recompilation,
+    state_of,
+    step,
+    train,
+    twins,
 )  # fmt: skip
 
 __all__ = ["fresh_dynamo"]
@@ -243,7 +256,10 @@ def test_the_capture_of_a_cuda_graph_is_refused_under_delayed_scaling():
     call = compiled(net)
     for _ in range(3):
         once(call, x, "delayed")
-    with pytest.raises(Exception, match=REFUSED.format("capture of a CUDA graph")), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(Exception, match=REFUSED.format("capture of a CUDA graph")),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         once(call, x, "delayed")
 
 
