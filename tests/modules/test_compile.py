@@ -201,7 +201,8 @@ def test_inductor(recipe, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("recipe", ["delayed", "current"])  # for bf16 inductor has GEMMs of its own
 def test_reduce_overhead(recipe):
     eager, net = twins(mlp("cuda"))
     want = train(eager, eager, recipe, "cuda")

@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.utils.checkpoint
 from torch._dynamo.utils import counters
 
 import te_lite as te
+from te_lite.testing.distributed import launch
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.harness import FP8, RECIPES, leaf, under
 from tests.modules.test_compile import (
@@ -261,6 +263,10 @@ def test_the_capture_of_a_cuda_graph_is_refused_under_delayed_scaling():
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         once(call, x, "delayed")
+
+
+def test_blocks_that_fsdp_shards():
+    launch(Path(__file__).with_name("ranks_compile_fsdp.py"), ranks=2, timeout=120)
 
 
 def test_importing_te_lite_imports_no_compiler():
