@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from te_lite.arguments import flag
 from te_lite.ops.registry import capturing
-from te_lite.quantize import delayed, replay
+from te_lite.quantize import delayed, graph_scales, replay
 from te_lite.quantize.params import weight_quantizer
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.recipe import DelayedScaling, Recipe, as_recipe
@@ -119,6 +119,10 @@ class autocast(ContextDecorator):
             warn_once("autocast", f"calibrating=True does nothing: recipe {recipe.name!r} keeps no amaxes")
 
     def __enter__(self) -> autocast:
+        if torch.compiler.is_dynamo_compiling():
+            from te_lite.modules.compiled import open_autocast
+
+            return open_autocast(self)
         state, stack = None, OPEN.stack
         if self.enabled or self.calibrating:
             one_pass = None
@@ -126,19 +130,22 @@ class autocast(ContextDecorator):
                 if outer.state is not None:
                     one_pass = outer.state.one_pass
                     break
+            begins = one_pass is None
             if one_pass is None:
                 # A recomputed call, perhaps on autograd's thread, goes on with the pools of its first run.
                 pools = OPEN.pools
                 one_pass = Pass(replay.recall("pools", lambda: pools) if replay.OPEN.frames else pools)
             state = State(self.enabled, self.recipe, self.group, one_pass)
+            if begins and state.delayed and graph_scales.active:
+                graph_scales.begin(state)
         stack.append(Context(state, self.strict, torch._C._current_graph_task_id() != -1))
         return self
 
     def __exit__(self, exc_type: Any, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            from te_lite.ops.untraced import untraced
+            from te_lite.modules.compiled import close_autocast
 
-            return untraced(autocast.__exit__, self, exc_type)
+            return close_autocast(self, exc_type)
         stack = OPEN.stack
         state = stack.pop().state
         if state is None or exc_type is not None or (stack and any(outer.state is not None for outer in stack)):

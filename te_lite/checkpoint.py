@@ -56,6 +56,10 @@ def checkpoint(
     generators always are. tp_group is accepted and not needed. Other keywords go to `function`, except those of
     torch.utils.checkpoint (context_fn, determinism_check, debug, early_stop), which go there.
     """
+    if torch.compiler.is_dynamo_compiling():
+        from te_lite.modules.compiled import checkpointed
+
+        return checkpointed(checkpoint, function, args, use_reentrant, get_rng_state_tracker, kwargs)
     use_reentrant = flag("checkpoint", "use_reentrant", use_reentrant)
     if flag("checkpoint", "distribute_saved_activations", distribute_saved_activations):
         raise NotImplementedError(

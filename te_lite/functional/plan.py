@@ -124,15 +124,17 @@ class LinearPlan:
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     recompute: the input had better be computed and quantized again than kept, where what it is computed from is kept.
-    one_read: see one_read(). info: for the report, None where it shows no row. The rest follows from these.
+    one_read: see one_read(). compiled: in a graph of torch.compile, which serves any number of tokens.
+    info: for the report, None where it shows no row. The rest follows from these.
     """
 
     def __init__(
         self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
         keep_original: bool = False, info: PlanInfo | None = None, recompute: bool = False, one_read: bool = False,
+        compiled: bool = False,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
-        self.keep_original, self.info, self.one_read = keep_original, info, one_read
+        self.keep_original, self.info, self.one_read, self.compiled = keep_original, info, one_read, compiled
         self.tp = tp = parallel.tp
         fprop, dgrad, wgrad = operands.fprop, operands.dgrad, operands.wgrad
         self.x_is_wgrads = wgrad.b is fprop.a  # fprop and wgrad read the same quantized x
@@ -166,8 +168,8 @@ class LinearPlan:
 
     def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None) -> bool:
         """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where
-        it takes no more than the bytes that were saved. cached: what is used in its place."""
-        return self.w_in_bytes and cached is None and weight.numel() <= saved
+        it takes no more than the bytes that were saved, and in graphs. cached: what is used in its place."""
+        return self.w_in_bytes and cached is None and (self.compiled or weight.numel() <= saved)
 
 
 def one_read(before: LinearPlan, operands: GemmOperands, tp: TensorParallel) -> bool:

@@ -27,6 +27,7 @@ from te_lite.ops.registry import FakeTensor, capturing, makes_data
 from te_lite.overlap.userbuffers import UB_FLAGS
 from te_lite.parallel import TensorParallel, group_size
 from te_lite.quantize import replay
+from te_lite.quantize.graph_scales import GraphScales
 from te_lite.quantize.params import parameter_operand
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.tensor import QuantizedTensor
@@ -55,6 +56,7 @@ class TeLiteModule(SpecModule):
 
     gemm_names: tuple[str, ...] = ("",)
     save_original_input = False
+    _graph_scales: GraphScales
     _default: State | None = None  # what a call follows where no autocast is open
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
@@ -184,6 +186,18 @@ class TeLiteModule(SpecModule):
 
     # one call
 
+    def _linear_names(self) -> list[tuple[list[str], list[str]]]:
+        """Names of the parameters (weights, biases) of each linear: several where they are split."""
+        raise NotImplementedError
+
+    def _compiled_problem(self, *given: Any) -> str:
+        """compiled.problem(), called by dynamo: a method, for what is bound needs no guard."""
+        from te_lite.modules.compiled import problem
+
+        return problem(self, *given)
+
+    _compiled_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def _begin(
         self, inp: Tensor, weights: tuple[Tensor, ...], first: bool | None, fp8_output: bool, fp8_grad: bool,
         residual: Tensor | None, parts: tuple[Tensor, ...] = (),
@@ -274,20 +288,30 @@ class TeLiteModule(SpecModule):
 
     def get_extra_state(self) -> Tensor:
         """Delayed scaling's state as one fp32 tensor (empty when there is none); see modules/scale_state.py."""
+        self._graph_scales.settle()
         return self._scales.dump()
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state gave, of whatever recipe; it waits there until a recipe needs it."""
         self._scales.load(state)
+        self._graph_scales = GraphScales(self._scales, self._graph_scales.device)
         self._planned = UNPLANNED
 
     def _renewed(self) -> None:
         super()._renewed()
         self._planned = UNPLANNED
+        device = next(self.parameters()).device  # of children too: a parametrized weight's are there
+        known = self.__dict__.get("_graph_scales")
+        if known is None or known.device != device:
+            if known is not None:
+                known.settle()
+            self._graph_scales = GraphScales(self._scales, device)
         self.clear_caches()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._graph_scales.settle()
         state = self.__dict__ | {"_planned": UNPLANNED, "_scales": copy.copy(self._scales)}
+        del state["_graph_scales"]
         # Of this process; set_tensor_parallel_group() after loading.
         state.update(tp_group=None, _rng_tracker=None, _wgrad_hooks=[], _outstanding=replay.Outstanding())
         state["_caches"] = tuple(WeightCache() for _ in self.gemm_names)

@@ -101,13 +101,16 @@ class LayerNormMLP(TeLiteModule):
             return self.recompute_activation
         return free or recomputation_cost(self.hidden_size, self._act.glu) <= MOST_COST
 
+    def _linear_names(self) -> list[tuple[list[str], list[str]]]:
+        return [(["fc1_weight"], ["fc1_bias"]), (["fc2_weight"], ["fc2_bias"])]
+
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, *, residual: Tensor | None = None) -> Any:
         """x [..., hidden_size] -> y of the same shape; with return_bias (y, fc2_bias); with return_layernorm_output the
         norm's output comes last. is_first_microbatch and residual are Linear's."""
         if torch.compiler.is_dynamo_compiling():
-            from te_lite.ops.untraced import untraced
+            from te_lite.modules.compiled import call
 
-            return untraced(LayerNormMLP.forward, self, inp, is_first_microbatch, residual=residual)
+            return call(self, LayerNormMLP.forward, inp, is_first_microbatch, False, False, residual)
         moves = self.sequence_dim and self.sequence_parallel
         if moves:
             inp, residual = self._sequence_first(inp), self._sequence_first(residual)

@@ -95,6 +95,9 @@ class _OneLinear(TeLiteModule):
             self, self.parallel_mode, given["in_features"], out_features, given["init_method"], self.use_bias, parts
         )
 
+    def _linear_names(self) -> list[tuple[list[str], list[str]]]:
+        return [(self.weight_names, self.bias_names)]
+
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False,
         *, residual: Tensor | None = None,
@@ -108,9 +111,9 @@ class _OneLinear(TeLiteModule):
         the sum of a fused or ring reduce-scatter in the same pass, before the only rounding (with fp8_buf after it).
         """
         if torch.compiler.is_dynamo_compiling():
-            from te_lite.ops.untraced import untraced
+            from te_lite.modules.compiled import call
 
-            return untraced(_OneLinear.forward, self, inp, is_first_microbatch, fp8_output, fp8_grad, residual=residual)
+            return call(self, _OneLinear.forward, inp, is_first_microbatch, fp8_output, fp8_grad, residual)
         parts: tuple[Tensor, ...] = ()
         if len(self.weight_names) == 1:
             weight = getattr(self, self.weight_names[0])
@@ -122,8 +125,8 @@ class _OneLinear(TeLiteModule):
         moves = self.sequence_dim and self.sequence_parallel
         if moves:
             inp, residual = [self._sequence_first(t, fp8_output or fp8_grad) for t in (inp, residual)]
-        call = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad, residual, parts)
-        out, ln_out = self._compute(call, inp, weight, None if self.return_bias else bias, residual)
+        begun = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad, residual, parts)
+        out, ln_out = self._compute(begun, inp, weight, None if self.return_bias else bias, residual)
         return self._outputs(out, bias, ln_out) if moves or self.return_bias or ln_out is not None else out
 
 

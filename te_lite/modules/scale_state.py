@@ -70,6 +70,25 @@ class ScaleStates:
         self._live: dict[str, ScaleState] = {}
         self._loaded = torch.empty(0, device="cpu")
 
+    def fits(self, *asked: Any) -> bool:
+        """Whether state(*asked) makes nothing in the place of another state."""
+        state = self._live.get(asked[-1])
+        return state is None or state.key == self._key(*asked)
+
+    def holds(self, states: tuple[ScaleState, ...]) -> bool:
+        """Whether these are the live ones."""
+        return [*self._live.values()] == [*states]
+
+    @staticmethod
+    def _key(
+        recipe: DelayedScaling, group: dist.ProcessGroup | None, device: torch.device, owner: Pools, direction: str
+    ) -> PoolKey:
+        formats = recipe.fp8_format.value
+        fp8_max = (formats.max_fwd if direction == "forward" else formats.max_bwd) * 2.0**-recipe.margin
+        if not (recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1):
+            group = None
+        return PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device, owner)
+
     def state(
         self, recipe: DelayedScaling, group: dist.ProcessGroup | None, device: torch.device, owner: Pools,
         direction: str,
@@ -77,11 +96,7 @@ class ScaleStates:
         """The live state, remade when the recipe's numbers or the group changed, or the thread that runs the module.
         Where tensors have no data (meta, fake) one of its own, which leaves the live ones and what a checkpoint said
         alone."""
-        formats = recipe.fp8_format.value
-        fp8_max = (formats.max_fwd if direction == "forward" else formats.max_bwd) * 2.0**-recipe.margin
-        if not (recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1):
-            group = None
-        key = PoolKey(direction, recipe.amax_history_len, fp8_max, recipe.amax_compute_algo, group, device, owner)
+        key = self._key(recipe, group, device, owner, direction)
         if not makes_data(device):
             return ScaleState(key._replace(direction="none"), self.sizes[direction])
         state = self._live.get(direction)

@@ -88,7 +88,7 @@ def _eager(function: Callable[P, T]) -> Callable[P, T]:
         if torch.compiler.is_dynamo_compiling():
             from te_lite.ops.untraced import untraced
 
-            return untraced(function, *args, **kwargs)
+            return untraced("te_lite's linear verbs run their collectives in Python", function, *args, **kwargs)
         return function(*args, **kwargs)
 
     return run

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from te_lite.ops.cublaslt import TENSOR, UNSCALED, product
 from te_lite.ops.flops import counts_product
 from te_lite.ops.recorder import OPEN
-from te_lite.ops.registry import FakeTensor, Op, register, unwatched
+from te_lite.ops.registry import PLAIN, Op, register, unwatched
 
 FP8_ALIGNMENT = 16  # bytes, cuBLAS's rule for the leading dimensions of fp8 operands and of its output
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -29,7 +29,7 @@ Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 
 def placed(t: Maybe) -> Maybe:
     """t, as it lies, where cuBLAS and the tensor-copy unit can read it: on a GPU at a multiple of 16 bytes."""
-    return t if t is None or not t.is_cuda or type(t) is FakeTensor or t.data_ptr() % 16 == 0 else t.clone()
+    return t if t is None or not t.is_cuda or type(t) not in PLAIN or t.data_ptr() % 16 == 0 else t.clone()
 
 
 def check_fp8(a: Tensor, b: Tensor) -> None:

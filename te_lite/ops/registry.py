@@ -40,7 +40,7 @@ def makes_data(device: torch.device) -> bool:
 
 
 _OPS: dict[torch._ops.OpOverload, Op] = {}
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # others may have no data: fake, functional
 
 
 class Op:
@@ -60,7 +60,7 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         tensor = args[self.index]
-        if type(tensor) in _PLAIN and not (torch.compiler.is_compiling() or _modes() or _profiling()):
+        if type(tensor) in PLAIN and not (torch.compiler.is_compiling() or _modes() or _profiling()):
             if tensor.is_cuda:
                 return self.cuda(*args)
             if tensor.is_cpu and not torch.is_grad_enabled():  # an oracle is torch ops, which autograd would record

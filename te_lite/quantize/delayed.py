@@ -28,7 +28,7 @@ from torch import Tensor
 from te_lite.ops.delayed import FP32_MAX, delayed_update
 from te_lite.ops.recorder import OPEN
 from te_lite.ops.registry import capturing, makes_data
-from te_lite.quantize import replay
+from te_lite.quantize import graph_scales, replay
 from te_lite.watch import all_reduce_max
 
 
@@ -216,6 +216,8 @@ class Pools:
         A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
         """
         captured = capturing()
+        if graph_scales.active and not self.held:
+            graph_scales.collect(self, direction)
         for pool in () if self.held else tuple(self.pools):
             # Under a FakeTensorMode fake scales would take the place of real ones.
             if pool.touched and pool.key.direction == direction and makes_data(pool.key.device):

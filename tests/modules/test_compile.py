@@ -1,6 +1,5 @@
-"""torch.compile: each module runs as in eager mode, whole, between what is compiled before and after it."""
+"""torch.compile(fullgraph=True) of every module and recipe: the bits of eager mode, in gradients and states too."""
 
-import contextlib
 import copy
 import functools
 
@@ -9,7 +8,6 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils import checkpoint as torch_checkpoint
 
 import te_lite as te
 from te_lite.compat.convert import convert_to_float8_training
@@ -18,7 +16,8 @@ from te_lite.testing.numerics import assert_bitwise_equal
 from tests.harness import RECIPES, delayed_state, leaf, under
 
 BF16 = torch.bfloat16
-WIDTH, STEPS = 32, 4
+WIDTH, STEPS = 32, 10
+no_recompilation = torch._dynamo.config.patch(error_on_recompile=True)
 
 
 @pytest.fixture(autouse=True)
@@ -30,242 +29,301 @@ def fresh_dynamo():
 
 
 def linear(device, **options):
-    return te.Linear(WIDTH, WIDTH, params_dtype=BF16, device=device, **options)
+    return te.Linear(WIDTH, 48, params_dtype=BF16, device=device, **options)
 
 
-def quantized(device):
-    with te.quantized_model_init(recipe="current"):
-        return linear(device)
+def norm_linear(device, **options):
+    return te.LayerNormLinear(WIDTH, 48, params_dtype=BF16, device=device, **options)
+
+
+def mlp(device, **options):
+    return te.LayerNormMLP(WIDTH, 64, **({"activation": "swiglu", "params_dtype": BF16, "device": device} | options))
 
 
 def converted(device):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=BF16, device=device))
+    model = nn.Sequential(nn.Linear(WIDTH, 48, dtype=BF16, device=device))
     assert convert_to_float8_training(model, tokens=None).converted
     return model[0]
 
 
-def norm_linear(device):
-    options = {"return_layernorm_output": True, "return_bias": True, "params_dtype": BF16, "device": device}
-    return te.LayerNormLinear(WIDTH, WIDTH, **options)
+def both_outputs(device):
+    return norm_linear(device, return_layernorm_output=True, return_bias=True, normalization="RMSNorm")
 
 
-def mlp(device, **options):
-    return te.LayerNormMLP(WIDTH, 64, activation="swiglu", params_dtype=BF16, device=device, **options)
+def clamped(device):
+    return mlp(device, activation="clamped_swiglu", activation_params={"limit": 0.7}, recompute_activation=True)
 
 
-KINDS = {
-    "Linear": linear,
-    "Linear return_bias": functools.partial(linear, return_bias=True),
-    "Linear split": functools.partial(linear, parameters_split=("q", "k")),
-    "Linear delay_wgrad": functools.partial(linear, delay_wgrad_compute=True),
-    "quantized": quantized,
+MODULES = {"Linear": linear, "LayerNormLinear": norm_linear, "LayerNormMLP": mlp}
+OPTIONS = {
+    "split": functools.partial(linear, parameters_split=("q", "k")),
+    "no bias": functools.partial(linear, bias=False),
+    "original": functools.partial(linear, save_original_input=True),
     "converted": converted,
-    "LayerNormLinear": norm_linear,
-    "LayerNormMLP": mlp,
-    "LayerNormMLP checkpoint": functools.partial(mlp, checkpoint=True),
+    "both outputs": both_outputs,
+    "zero-centred": functools.partial(norm_linear, zero_centered_gamma=True, eps=1e-3),
+    "clamped": clamped,
+    "checkpoint": functools.partial(mlp, checkpoint=True),
 }
+FEW = ("bf16", "delayed", "current", "rowwise_with_gw_hp")
+ALL = [(kind, recipe) for kind in MODULES for recipe in RECIPES]
+TABLE = ALL + [(kind, recipe) for kind in OPTIONS for recipe in FEW if (kind, recipe) != ("original", "delayed")]
 
 
-def total(out):
+def make(kind, device):
+    return (MODULES | OPTIONS)[kind](device)
+
+
+def values(out):
     """All outputs of a module in one tensor, so that each of them has a gradient."""
-    return sum(out[1:], start=out[0]) if isinstance(out, tuple) else out
+    parts = out if isinstance(out, tuple) else (out,)
+    return torch.cat([part.expand(*parts[0].shape[:-1], part.shape[-1]) for part in parts], dim=-1)
 
 
-class Around(nn.Module):
-    """The module between operations of torch, whose bits do not depend on who runs them."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x, **options):
-        return total(self.module(x * 2, **options)) * 0.5
+def state_of(net):
+    return {
+        f"{name} state": part.get_extra_state().clone()
+        for name, part in net.named_modules()
+        if isinstance(part, (te.Linear, te.LayerNormLinear, te.LayerNormMLP)) and not isinstance(part, nn.Linear)
+    }
 
 
-def train(net, call, recipe, device, options=({},) * STEPS, read_only=False):
-    """What STEPS steps leave: outputs, gradients, parameters, scales."""
+def step(net, call, i, recipe, device, shape=(48,)):
+    """Step i: other magnitudes each time, an input and a gradient that are not contiguous; between forward and backward
+    others fill memory that is free with nan, and the caller its own input."""
+    torch.manual_seed(i)
+    x = leaf(torch.randn(WIDTH, *shape, dtype=BF16) * 3 ** (i % 5), device)
+    net.zero_grad()
+    given = x.movedim(0, -1)
+    with under(recipe):
+        y = values(call(given))
+    junk = [torch.full((n, 64), torch.nan, dtype=BF16, device=device) for n in (16, 32, 48, 48, 64)]
+    dy = torch.randn(y.shape[-1], *shape).to(y).movedim(0, -1)
+    result = {f"{i} y": y.detach().clone()}
+    y.backward(dy)
+    del junk
+    grads = {"x": x} | dict(net.named_parameters())
+    return result | {f"{i} d{name}": p.grad.clone() for name, p in grads.items() if p.grad is not None}
+
+
+def train(net, call, recipe, device, steps=STEPS, shape=(48,)):
+    """What the steps leave. The state is looked at after some of them, which must not change what follows."""
     results = {}
-    for i, given in enumerate(options):
-        torch.manual_seed(i)
-        x = leaf(torch.randn(48, WIDTH, dtype=BF16) * 3**i, device)
-        dy = torch.randn(48, WIDTH, dtype=BF16).to(device)
-        net.zero_grad()
-        with under(recipe):
-            y = call(x, **given)
-        y.backward(dy)
-        for part in net.modules():
-            if getattr(part, "delay_wgrad_compute", False):
-                part.backward_dw()
-        results |= {f"{i} y": y.detach(), f"{i} dx": x.grad}
-        results |= {f"{i} {name}": p.grad.clone() for name, p in net.named_parameters()}
+    for i in range(steps):
+        results |= step(net, call, i, recipe, device, shape)
         with torch.no_grad():
             for p in net.parameters():
-                if not read_only:
+                if p.grad is not None:
                     p.add_(p.grad, alpha=-0.01)
-    for name, part in net.named_modules():
-        if isinstance(part, (te.Linear, te.LayerNormLinear, te.LayerNormMLP)) and not isinstance(part, nn.Linear):
-            results |= {f"{name} {key}": value for key, value in delayed_state(part).items()}
-    return results
+        if i % 4 == 2:
+            results |= {f"{i} {name}": value for name, value in state_of(net).items()}
+    return results | state_of(net)
 
 
 def assert_same(got, want):
-    assert got.keys() == want.keys()
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
     for name in want:
         assert_bitwise_equal(name, got[name], want[name])
 
 
-def breaks():
-    return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+def twins(made):
+    return made, copy.deepcopy(made)
 
 
-no_recompilation = torch._dynamo.config.patch(error_on_recompile=True)
+def graphs():
+    return counters["stats"]["unique_graphs"]
 
 
-def recipes_of(kind):
-    if kind == "quantized":
-        return ["current"]
-    return RECIPES if kind in ("Linear", "LayerNormMLP") else ["bf16", "delayed", "current"]
-
-
-TABLE = [(kind, recipe) for kind in KINDS for recipe in recipes_of(kind)]
+def compiled(net, backend="aot_eager", **options):
+    return torch.compile(net, backend=backend, fullgraph=True, **options)
 
 
 @pytest.mark.parametrize("device", device_params())
 @pytest.mark.parametrize("kind, recipe", TABLE)
-def test_training_has_the_bits_of_eager_mode(kind, recipe, device):
-    """Between compiled operations, over steps, without compiling again; two graphs are left of one function."""
-    nets = [Around(KINDS[kind](device))]
-    nets.append(copy.deepcopy(nets[0]))
-    want = train(nets[0], nets[0], recipe, device)
+def test_ten_steps(kind, recipe, device):
+    """One graph, compiled once; all outputs, gradients, histories and scales."""
+    eager, net = twins(make(kind, device))
+    want = train(eager, eager, recipe, device)
     with no_recompilation:
-        got = train(nets[1], torch.compile(nets[1], backend="aot_eager"), recipe, device)
-    assert_same(got, want)
-    assert breaks()[1] == 2
-    assert len(counters["graph_break"]) == 1, list(counters["graph_break"])
-    assert "te_lite's linears and its autocast are not traced" in next(iter(counters["graph_break"]))
+        assert_same(train(net, compiled(net), recipe, device), want)
+    assert graphs() == 1
+    if kind in MODULES:
+        assert set(want) >= {f"9 d{name}" for name, _ in net.named_parameters()}
+        assert recipe != "delayed" or want[" state"].numel()
+
+
+class Model(nn.Module):
+    """Modules between operations of torch: one is used twice, a residual is added, an output has two readers."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.first = norm_linear(device, return_layernorm_output=True, name="first")
+        self.back = te.Linear(48, WIDTH, params_dtype=BF16, device=device, name="back")
+        self.blocks = nn.ModuleList([mlp(device, name=f"block {i}") for i in range(2)])
+        self.norm = te.RMSNorm(WIDTH, params_dtype=BF16, device=device)
+
+    def forward(self, x):
+        y, normed = self.first(x * 2)
+        x = self.back(y.relu()) + normed
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x, residual=x)
+        return self.norm(x).clone()
 
 
 @pytest.mark.parametrize("device", device_params())
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_module_alone_and_in_evaluation(kind, recipe, device):
-    """torch.compile(module), then the same under no_grad and inference_mode: one break, the bits of eager mode."""
-    if recipe not in recipes_of(kind):
-        pytest.skip("one recipe has that format")
-    module = KINDS[kind](device)
-    module.eval()
-    x = torch.randn(48, WIDTH, dtype=BF16, device=device)
-    compiled = torch.compile(module, backend="eager")
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), under(recipe):
-            want = total(module(x))
-            torch._dynamo.reset()
-            counters.clear()
-            assert_bitwise_equal(mode.__name__, total(compiled(x)).clone(), want.clone())
-            assert breaks() == (1 + (kind == "converted"), 0)  # a forward that calls a forward
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "current"])
-def test_inductor(recipe):
-    nets = [Around(mlp("cpu"))]
-    nets.append(copy.deepcopy(nets[0]))
-    want = train(nets[0], nets[0], recipe, "cpu")
-    compiled = torch.compile(nets[1])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_whole_model(recipe, device):
+    eager, net = twins(Model(device))
+    want = train(eager, eager, recipe, device, 4, (2, 24))
     with no_recompilation:
-        assert_same(train(nets[1], compiled, recipe, "cpu"), want)
-    x = torch.randn(48, WIDTH, dtype=BF16)
-    with torch.no_grad(), under(recipe):
-        assert_bitwise_equal("evaluation", compiled(x), nets[0](x))
+        assert_same(train(net, compiled(net), recipe, device, 4, (2, 24)), want)
+    assert graphs() == 1
 
 
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
-def test_is_first_microbatch(kind):
-    """Each of its values is compiled once."""
-    options = [{"is_first_microbatch": i % 2 == 0} for i in range(STEPS)]
-    nets = [Around(KINDS[kind]("cpu"))]
-    nets.append(copy.deepcopy(nets[0]))
-    want = train(nets[0], nets[0], "current", "cpu", options)
-    compiled = torch.compile(nets[1], backend="aot_eager")
-    assert_same(train(nets[1], compiled, "current", "cpu", options), want)
+@pytest.mark.parametrize("device", device_params())
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_inductor(recipe, device):
+    """It plans memory and orders operations by itself. What surrounds te_lite here has the same bits in any order."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = mlp(device)
+            self.linear = linear(device)
+
+        def forward(self, x):
+            return self.linear(self.block(x * 2) * 0.5)
+
+    eager, net = twins(Around())
+    want = train(eager, eager, recipe, device)
+    with no_recompilation:
+        assert_same(train(net, compiled(net, "inductor"), recipe, device), want)
 
 
-def test_residual_and_quantized_outputs():
-    """Arguments that only some forwards have reach them."""
-    module, x = linear("cpu"), torch.randn(48, WIDTH, dtype=BF16)
-    compiled = torch.compile(module, backend="aot_eager")
-    with torch.no_grad(), under("current"):
-        assert_bitwise_equal("residual", compiled(x, residual=x), module(x, residual=x))
-        got = compiled(x, fp8_output=True)
-        assert isinstance(got, te.QuantizedTensor)
-        assert_bitwise_equal("fp8_output", got.dequantize(), module(x, fp8_output=True).dequantize())
-    block = mlp("cpu")
-    with torch.no_grad():
-        compiled = torch.compile(block, backend="aot_eager")
-        assert_bitwise_equal("residual of an MLP", compiled(x, residual=x), block(x, residual=x))
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("recipe", ["delayed", "current"])  # for bf16 inductor has GEMMs of its own
+def test_reduce_overhead(recipe):
+    eager, net = twins(mlp("cuda"))
+    want = train(eager, eager, recipe, "cuda")
+    assert_same(train(net, compiled(net, "inductor", mode="reduce-overhead"), recipe, "cuda"), want)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_frozen_parameters(kind, recipe):
+    """Whichever parameters and input ask for a gradient, just these get theirs."""
+    eager, net = twins(make(kind, "cpu"))
+    call = compiled(net)
+    for frozen in [*dict(net.named_parameters()), "x"]:
+        results = []
+        for module, run in ((eager, eager), (net, call)):
+            torch.manual_seed(0)
+            x = torch.randn(48, WIDTH, dtype=BF16).requires_grad_(frozen != "x")
+            for name, p in module.named_parameters():
+                p.grad = None
+                p.requires_grad_(name != frozen)
+            with under(recipe):
+                y = run(x)
+            y.backward(torch.randn_like(y))
+            grads = {"x": x} | dict(module.named_parameters())
+            results.append({"y": y.detach()} | {n: p.grad for n, p in grads.items() if p.grad is not None})
+        assert frozen not in results[1]
+        assert_same(results[1], results[0])
+    assert_same(state_of(net), state_of(eager))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_input_may_change_before_backward(recipe):
+    """By .data, which leaves no trace: what eager mode does not read again compiled code does not read either."""
+    eager, net = twins(linear("cpu"))
+    results = []
+    for module, run in ((eager, eager), (net, compiled(net, "inductor"))):
+        torch.manual_seed(0)
+        x = leaf(torch.randn(48, WIDTH, dtype=BF16))
+        with under(recipe):
+            y = run(x)
+        x.data.fill_(torch.nan)
+        y.backward(torch.randn_like(y))
+        results.append({"dx": x.grad, "dw": module.weight.grad, "db": module.bias.grad})
+    if recipe not in ("bf16", "rowwise_with_gw_hp"):  # there x itself is kept
+        assert results[0]["dw"].isfinite().all()
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_evaluation_and_amp(kind, recipe):
+    """Evaluations record maxima and take no step; torch.amp chooses the dtype."""
+    eager, net = twins(make(kind, "cpu"))
+    call = compiled(net)
+    x = torch.randn(48, WIDTH)
+    results = []
+    for module, run in ((eager, eager), (net, call)):
+        found = []
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode(), under(recipe):
+                found.append(run(x.to(BF16)).detach().clone())
+            found += state_of(module).values()
+        with torch.amp.autocast("cpu", BF16), under(recipe):
+            y = run(x)
+        y.sum().backward()
+        found += [y.detach(), *[p.grad for p in module.parameters()]]
+        results.append({str(i): value for i, value in enumerate(found)})
+    assert_same(results[1], results[0])
+
+
+def test_delayed_scaling_through_checkpoints_copies_and_eager_steps():
+    """Compiled and eager steps follow each other; states are loaded and modules copied between them."""
+    eager, net = twins(mlp("cpu"))
+    call, old = compiled(net), torch.empty(0)
+    want: dict = {}
+    got: dict = {}
+    for i in range(8):
+        if i == 4:
+            assert not torch.equal(old, eager.get_extra_state())
+            eager.load_state_dict(copy.deepcopy(eager.state_dict()) | {"_extra_state": old})
+            net.load_state_dict(copy.deepcopy(net.state_dict()) | {"_extra_state": old})
+        if i == 6:
+            eager, net = copy.deepcopy(eager), copy.deepcopy(net)
+            call = compiled(net)
+        want |= step(eager, eager, i, "delayed", "cpu")
+        got |= step(net, net if i in (2, 5) else call, i, "delayed", "cpu")
+        if i == 1:
+            old = eager.get_extra_state().clone()
+    assert_same(got | state_of(net), want | state_of(eager))
+
+
+def test_several_passes_before_their_backward():
+    """Each pass has its own maxima, of which one step is taken together. A second call in a pass is refused."""
+    eager, net = twins(linear("cpu"))
+    call = compiled(net)
+    for run in (eager, call):
+        for i in range(3):
+            outputs = []
+            for _ in range(2):
+                with under("delayed"):
+                    outputs.append(run(torch.randn(48, WIDTH, dtype=BF16)))
+            for j, y in enumerate(outputs):
+                y.backward(torch.full_like(y, 1 + (2 * i + 3 * j) % 5))  # maxima 1, 4, then 3, 1, then 5, 3
+    assert delayed_state(eager)["history_bwd"][-6:, 0].tolist() == [1, 4, 3, 1, 5, 3]
+    assert delayed_state(net)["history_bwd"][-4:, 0].tolist() == [0, 4, 3, 5]
+    with under("delayed"):
+        outputs = [call(torch.randn(48, WIDTH, dtype=BF16)) for _ in range(2)]
+    outputs[1].sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs[0].sum().backward()
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_norms_are_compiled(kind, dtype):
-    """A norm alone is traced: no graph break, and with aot_eager the bits of eager mode."""
-    norm = getattr(te, kind)(WIDTH, params_dtype=dtype, device="cpu")
+def test_norms(kind, dtype):
+    eager, net = twins(getattr(te, kind)(WIDTH, params_dtype=dtype, device="cpu"))
     results = []
-    for call in (norm, torch.compile(norm, backend="aot_eager", fullgraph=True)):
+    for module, run in ((eager, eager), (net, compiled(net))):
         torch.manual_seed(0)
-        norm.zero_grad()
         x = torch.randn(48, WIDTH, dtype=dtype).requires_grad_()
-        y = call(x)
+        y = run(x)
         y.backward(torch.randn(48, WIDTH, dtype=dtype))
-        results.append({"y": y.detach(), "dx": x.grad} | {n: p.grad.clone() for n, p in norm.named_parameters()})
+        results.append({"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in module.named_parameters()})
     assert_same(results[1], results[0])
-    assert breaks()[0] == 0
-
-
-@pytest.mark.parametrize("recipe", [*RECIPES])
-def test_an_autocast_inside_the_compiled_function(recipe):
-    """Bits and scales of eager mode, delayed scaling's step taken once; nothing is compiled again at each step, but by
-    torch 2.11, which guards the autocast object itself."""
-    nets = [Around(mlp("cpu"))]
-    nets.append(copy.deepcopy(nets[0]))
-
-    def inside(net, x):
-        with under(recipe):
-            return net(x) * 2
-
-    want = train(nets[0], functools.partial(inside, nets[0]), None, "cpu")
-    with contextlib.nullcontext() if torch.__version__ < (2, 12) else no_recompilation:
-        compiled = torch.compile(functools.partial(inside, nets[1]), backend="aot_eager")
-        assert_same(train(nets[1], compiled, None, "cpu"), want)
-
-
-CHECKPOINTS = {
-    "te": functools.partial(te.checkpoint, use_reentrant=False),
-    "te reentrant": te.checkpoint,
-    "torch": functools.partial(torch_checkpoint.checkpoint, use_reentrant=False),
-}
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_a_checkpoint_inside_the_compiled_function(how, recipe):
-    if how == "torch" and recipe == "delayed":
-        pytest.skip("needs te.checkpoint, compiled or not")
-    nets = [Around(mlp("cpu"))]
-    nets.append(copy.deepcopy(nets[0]))
-
-    def inside(net, x):
-        return CHECKPOINTS[how](net, x) * 2
-
-    want = train(nets[0], lambda x: nets[0](x) * 2, recipe, "cpu")
-    with no_recompilation:
-        compiled = torch.compile(functools.partial(inside, nets[1]), backend="aot_eager")
-        assert_same(train(nets[1], compiled, recipe, "cpu"), want)
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "current"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "quantized"])
-def test_fullgraph_is_refused(kind, recipe):
-    module = KINDS[kind]("cpu")
-    compiled = torch.compile(module, backend="eager", fullgraph=True)
-    with under(recipe), pytest.raises(Exception, match="te_lite's linears and its autocast are not traced"):
-        compiled(torch.randn(48, WIDTH, dtype=BF16))

@@ -1,0 +1,87 @@
+"""The modules' functions as torch.compile sees them: calls in dynamo's graph, into which the compiler behind it looks.
+
+dynamo writes a call of `linears` into its graph and reads nothing of it. AOTAutograd then runs it on tensors without
+data, forward and backward, as eager mode would, and sees te_lite's ops. So it must be a pure function of its arguments.
+To be imported where dynamo traces: it imports dynamo, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_lite.functional.layernorm_linear import LayerNormLinearFunction
+from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
+from te_lite.functional.linear import Call, LinearFunction
+from te_lite.functional.norm import NormSpec
+from te_lite.functional.parallel import Unsplit
+from te_lite.functional.plan import LinearPlan, WgradSink, one_read
+from te_lite.ops.activation import Activation
+from te_lite.overlap.collective import Collective
+from te_lite.overlap.exchange import Place
+from te_lite.parallel import TensorParallel
+from te_lite.quantize.graph_scales import InGraph
+from te_lite.quantize.quantizer import Site, operands_for
+from te_lite.recipe import HighPrecision, Recipe
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a compiled call is, but for its tensors: a value, so that modules that are alike share what is compiled.
+
+    fits: of each linear, whether `recipe` quantizes it. keep_original: LinearPlan's. recomputes: the module's answers
+    to _recomputes(False) and _recomputes(True). norm, activation: None
+    where there is none.
+    """
+
+    recipe: Recipe
+    dtype: torch.dtype
+    fits: tuple[bool, ...]
+    keep_original: bool
+    recomputes: tuple[bool, ...]
+    norm: NormSpec | None
+    activation: Activation | None
+
+    def plan(self, index: int, states: Mapping[str, InGraph], before: LinearPlan | None) -> LinearPlan:
+        """Of the linear of that index, on one rank, its gradient autograd's. states: of delayed scaling. before: of the
+        linear before it."""
+        tp = TensorParallel()
+        recipe = self.recipe if self.fits[index] else HighPrecision()
+        operands = operands_for(recipe, Site(index, self.dtype, tp, states.__getitem__, None))
+        fprop, dgrad, wgrad = (Collective(Place(tp, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
+        parallel, once = Unsplit(tp, (fprop, dgrad, wgrad)), before is not None and one_read(before, operands, tp)
+        again = before is not None and self.recomputes[once and bool(operands.fprop.a.format.label)]
+        return LinearPlan(operands, parallel, WgradSink(), self.dtype, self.keep_original, None, again, once, True)
+
+
+_kinds: dict[Kind, int] = {}
+
+
+def number_of(kind: Kind) -> int:
+    """As `linears` takes it: the graph holds constants, of which a number is one."""
+    return _kinds.setdefault(kind, len(_kinds))
+
+
+@torch.compiler.allow_in_graph
+def linears(number: int, x: Tensor, *params: Tensor | None) -> list[Tensor]:
+    """[y], and norm(x) where the norm says so. params: those of the Function's forward; then, under delayed scaling,
+    scales and amaxes for forward, the same for backward."""
+    kind = list(_kinds)[number]
+    states: dict[str, InGraph] = {}
+    if kind.recipe.delayed():
+        held: Any = params[-4:]  # tensors
+        params, states = params[:-4], {"forward": InGraph(*held[:2]), "backward": InGraph(*held[2:])}
+    plans: tuple[LinearPlan, ...] = ()
+    for i in range(len(kind.fits)):
+        plans += (kind.plan(i, states, plans[-1] if plans else None),)
+    two = len(plans) == 2
+    weights = (params[2], params[4]) if two else (params[0 if kind.norm is None else 2],)
+    call = Call(plans, weights, (None,) * len(plans), torch.is_grad_enabled())  # type: ignore[arg-type]
+    function: Any = LinearFunction if kind.norm is None else LayerNormMLPFunction if two else LayerNormLinearFunction
+    args = call, *(part for part in (kind.norm, kind.activation) if part is not None), x, *params
+    out = function.apply(*args) if call.grad else function.forward(None, *args)
+    return [out] if isinstance(out, Tensor) else [part for part in out if part is not None]
