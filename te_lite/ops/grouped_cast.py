@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from te_lite.ops import grouped_cast_kernels as kernels
-from te_lite.ops.block_cast import BLOCK, E4M3, MX_BLOCK, _cast_ref, dequantize_blocks_ref
+from te_lite.ops.block_cast import BLOCK, E4M3, _cast_ref
 from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref
 from te_lite.ops.grouped_layout import capacity, spans
 from te_lite.ops.launch import launch
@@ -127,6 +127,46 @@ _amax_op = register(
     "group_amax(Tensor x, Tensor? layout, Tensor(a!)? by_group, Tensor(b!)? by_row, Tensor(c!)? by_col) -> ()",
     cpu=_amax_ref,
     cuda=_amax_cuda,
+)
+
+
+def group_rows(x: Tensor, layout: Tensor | None, pow2: bool, col_amax: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(E4M3 as x, inverse scales fp32, one a row; fp32 [G, C]: largest |x| of each group's columns, where `col_amax`).
+
+    One launch and one read, of at most MOST_COLUMNS (ops/row_kernels.py) columns.
+    """
+    shape, empty = shape_of(x, layout), x.new_empty
+    row, row_scale = empty(x.shape, dtype=E4M3), empty(x.shape[:-1], dtype=torch.float32)
+    amax = x.new_zeros((shape.groups, shape.cols), dtype=torch.float32) if col_amax else None
+    _rows_op(x, layout, pow2, row, row_scale, amax)
+    return row, row_scale, amax
+
+
+def _rows_ref(x, layout, pow2, row, row_scale, col_amax):
+    shape, v = shape_of(x, layout), x.reshape(-1, x.shape[-1]).float()
+    by_row = torch.zeros_like(row_scale)
+    _amax_ref(x, layout, None, by_row, col_amax)
+    scale = scale_from_amax_ref(by_row.view(-1), 448.0, 0.0, pow2)
+    for first, end, *_ in shape.spans(layout):
+        part = scale[first:end]
+        row_scale.view(-1)[first:end] = 1.0 / part
+        row.view(-1, shape.cols)[first:end] = saturate_(v[first:end] * part[:, None], 448.0).to(E4M3)
+
+
+def _rows_cuda(x, layout, pow2, row, row_scale, col_amax):
+    shape = shape_of(x, layout)
+    rows = kernels.WEIGHT_ROWS if layout is None else kernels.TOKEN_ROWS
+    programs = shape.groups * -(-shape.per_group // rows) if layout is None else shape.padded // rows
+    block_n = triton.next_power_of_2(shape.cols)
+    constants = (pow2, rows, block_n, triton.next_power_of_2(shape.groups))
+    tensors, warps = (x, layout, row, row_scale, col_amax), min(16, max(4, block_n // 1024))
+    launch(kernels.group_row_kernel, programs, (), tensors, shape.numbers(), constants, warps)
+
+
+_rows_op = register(
+    "group_rows(Tensor x, Tensor? layout, bool pow2, Tensor(a!) row, Tensor(b!) row_scale, Tensor(c!)? col_amax) -> ()",
+    cpu=_rows_ref,
+    cuda=_rows_cuda,
 )
 
 
@@ -251,97 +291,4 @@ _blocks_op = register(
     "Tensor(b!)? row_scale, Tensor(c!)? col, Tensor(d!)? col_scale) -> ()",
     cpu=_blocks_ref,
     cuda=_blocks_cuda,
-)
-
-
-class MX(NamedTuple):
-    """What `group_mx` wrote; None where it was not asked for."""
-
-    row_values: Tensor | None  # as x
-    col: Tensor | None  # E4M3, as x
-    col_scale: Tensor | None  # E8M0 in uint8 [P/32, C]
-    col_values: Tensor | None  # as x
-
-
-def group_mx(x: Tensor, layout: Tensor | None, *, row: bool = False, col: bool = False, values: bool = False) -> MX:
-    """MX blocks of 32 along each group's rows and columns; one read, one launch.
-
-    row: what the blocks along rows hold, in x's dtype (exact in bf16 above 2^-126). col: the data and scales of the
-    blocks along columns, or with `values` what they hold. Nothing is transposed.
-    """
-    shape = shape_of(x, layout)
-    kept, scales = col and not values, -(-shape.padded // MX_BLOCK) * (shape.groups if shape.per_group else 1)
-    out = MX(
-        torch.empty_like(x) if row else None,
-        x.new_empty(x.shape, dtype=E4M3) if kept else None,
-        x.new_empty((scales, shape.cols), dtype=torch.uint8) if kept else None,
-        torch.empty_like(x) if col and values else None,
-    )
-    _mx_op(x, layout, *out)
-    return out
-
-
-def _mx_spans(shape: Shape, layout: Tensor | None) -> list[tuple[int, int, int]]:
-    """(first row, end, first row of scales) of each group."""
-    if layout is not None:
-        return [(first, end, out0 // MX_BLOCK) for first, end, out0, _ in shape.spans(layout)]
-    blocks = -(-shape.padded // MX_BLOCK)
-    return [(first, end, g * blocks) for g, (first, end, *_) in enumerate(shape.spans(layout))]
-
-
-def _mx_ref(x, layout, row_values, col, col_scale, col_values):
-    shape, v = shape_of(x, layout), x.reshape(-1, x.shape[-1]).float()
-    rule = (True, 0.0, True, torch.finfo(x.dtype).max)
-    for first, end, block in _mx_spans(shape, layout):
-        if row_values is not None:
-            q, stored = _cast_ref(v[first:end], (1, MX_BLOCK), *rule)
-            values = dequantize_blocks_ref(q, stored, 1, MX_BLOCK, x.dtype)
-            row_values.view(-1, shape.cols)[first:end] = values
-        if col is not None or col_values is not None:
-            q, stored = _cast_ref(v[first:end], (MX_BLOCK, 1), *rule)
-            if col is not None:
-                col.view(-1, shape.cols)[first:end] = q
-                col_scale[block : block + len(stored)] = stored
-            if col_values is not None:
-                values = dequantize_blocks_ref(q, stored, MX_BLOCK, 1, x.dtype)
-                col_values.view(-1, shape.cols)[first:end] = values
-
-
-def _mx_cuda(x, layout, *out):
-    shape, config = shape_of(x, layout), kernels.MX_CONFIG
-    constants, programs = (PLAIN, *shape.constants(config)), shape.programs(config)
-    launch(kernels.group_mx_kernel, programs, (), (x, layout, *out), shape.numbers(), constants, config.num_warps)
-
-
-_mx_op = register(
-    "group_mx(Tensor x, Tensor? layout, Tensor(a!)? row_values, Tensor(b!)? col, Tensor(c!)? col_scale, "
-    "Tensor(d!)? col_values) -> ()",
-    cpu=_mx_ref,
-    cuda=_mx_cuda,
-)
-
-
-def _mx_values_ref(data: Tensor, layout: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    out, shape = data.new_empty(data.shape, dtype=dtype), shape_of(data, layout)
-    for first, end, block in _mx_spans(shape, layout):
-        part = slice(block, block - (first - end) // MX_BLOCK)
-        q = data.view(-1, shape.cols)[first:end]
-        out.view(-1, shape.cols)[first:end] = dequantize_blocks_ref(q, scale[part], MX_BLOCK, 1, dtype)
-    return out
-
-
-def _mx_values_cuda(data: Tensor, layout: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    out, shape, config = data.new_empty(data.shape, dtype=dtype), shape_of(data, layout), kernels.MX_VALUES_CONFIG
-    constants, programs = shape.constants(config), shape.programs(config)
-    tensors = (data, layout, scale, out)
-    launch(kernels.group_mx_values_kernel, programs, (), tensors, shape.numbers(), constants, config.num_warps)
-    return out
-
-
-# What the blocks along columns of `group_mx` hold, in `dtype`; data and scale are its col and col_scale.
-group_mx_values = register(
-    "group_mx_values(Tensor data, Tensor? layout, Tensor scale, ScalarType dtype) -> Tensor",
-    cpu=_mx_values_ref,
-    cuda=_mx_values_cuda,
-    fake=lambda data, layout, scale, dtype: data.new_empty(data.shape, dtype=dtype),
 )

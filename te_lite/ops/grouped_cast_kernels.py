@@ -14,6 +14,7 @@ from te_lite.ops.row_kernels import _max_into
 
 GROUP_AMAX_CONFIG = Config(32, 256, 4)
 VECTOR_AMAX_CONFIG = Config(16, 128, 1)
+WEIGHT_ROWS, TOKEN_ROWS = 64, 16  # a program of group_row_kernel; tokens are fewer
 CAST_CONFIG = Config(128, 64, 4, registers=96)
 BLOCK_CONFIG = Config(128, 128, 8)
 MX_CONFIG = Config(32, 64, 1)
@@ -111,6 +112,33 @@ def group_cast_kernel(
             w = tiles.to_fp8_words([part * c for part in v], E5M2)
             out = col + group.to(tl.int64) * group_stride
             tiles.store_words(out, w, out0, n0, n0, out0 + end - m0, cols, padded)
+
+
+@triton.jit
+def group_row_kernel(
+    x, layout, row, row_scale, col_amax, groups, per_group, cols,
+    POW2: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One read of x: E4M3 by row, a scale a row, its inverse to row_scale; col_amax [G, cols] as group_amax_kernel's
+    by_col. A program does ROWS rows, whole ones, BLOCK_N >= cols."""
+    begin()
+    group, m0, end, _ = place(layout, groups, tl.program_id(0), per_group, ROWS, GROUPS)
+    if group < groups:
+        n = tl.arange(0, BLOCK_N)
+        known = n < cols
+        most = tl.zeros([BLOCK_N], tl.int32)
+        for m in range(m0, tl.minimum(m0 + ROWS, end)):
+            at = m.to(tl.int64) * cols
+            v = tl.load(x + at + n, mask=known, other=0.0).to(tl.float32)
+            bits = tiles.magnitude_bits(v)
+            if col_amax is not None:
+                most = tl.maximum(most, bits)
+            a = tl.minimum(tl.max(bits), 0x7F800000).to(tl.float32, bitcast=True)
+            s = scale_of(a, 0.0, 448.0, _FLOAT_MAX, POW2)
+            tl.store(row_scale + m, tl.div_rn(1.0, s))
+            tl.store(row.to(tl.pointer_type(tl.uint8)) + at + n, tiles.to_fp8_bytes(v * s, False), mask=known)
+        if col_amax is not None:
+            _max_into(col_amax + group.to(tl.int64) * cols, most, n, known)
 
 
 @triton.jit
