@@ -35,6 +35,8 @@ from te_lite.diagnostics.report import overlap_report as overlap_report
 from te_lite.diagnostics.statistics import collect_statistics as collect_statistics
 from te_lite.functional.transfers import Handle as Handle
 from te_lite.modules.base import free_caches as free_caches
+from te_lite.modules.grouped_linear import GroupedLinear as GroupedLinear
+from te_lite.modules.grouped_mm import scaled_grouped_mm as scaled_grouped_mm
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP as LayerNormMLP
 from te_lite.modules.linear import Linear as Linear

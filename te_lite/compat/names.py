@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from te_lite import arguments, recipe
 from te_lite.autocast import autocast
+from te_lite.modules.grouped_linear import GroupedLinear
 from te_lite.modules.layernorm_linear import LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP
 from te_lite.modules.linear import Linear
@@ -33,7 +34,6 @@ INSTEAD = {
     "te_lite TransformerLayer": "build it from te.LayerNormLinear, torch's attention, te.Linear and te.LayerNormMLP",
     "te_lite DotProductAttention": _ATTENTION,
     "te_lite MultiheadAttention": _ATTENTION,
-    "te_lite GroupedLinear": "use one te.Linear for each group",
     "te_lite make_graphed_callables": "use torch.cuda.make_graphed_callables (docs/how-to/cuda-graphs.md)",
     "te_lite is_fp8_available": "use te.check_recipe_support('current')",
     "te_lite is_mxfp8_available": "use te.check_recipe_support('mxfp8')",
@@ -89,7 +89,7 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 vars(recipe)["__getattr__"] = missing("te_lite.recipe", _RECIPES)
-_classes: tuple[Any, ...] = (*_RECIPES.values(), autocast, Linear, LayerNormLinear, LayerNormMLP, _Norm)
+_classes: tuple[Any, ...] = (*_RECIPES.values(), autocast, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, _Norm)
 for _class in _classes:
     if "__init__" in vars(_class):
         _class.__init__ = named(_class.__init__)

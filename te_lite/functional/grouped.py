@@ -1,8 +1,8 @@
 """A linear for each group of tokens: forward and backward of te.scaled_grouped_mm and GroupedLinear.
 
-    y[m]  = x[m] @ w[g]^T + bias[g]                            for the tokens m of group g
-    dx[m] = dy[m] @ w[g]
-    dw[g] = sum over its tokens of dy[m]^T x[m],  dbias[g] = sum over its tokens of dy[m]
+y[m]  = x[m] @ w[g]^T + bias[g]                            for the tokens m of group g
+dx[m] = dy[m] @ w[g]
+dw[g] = sum over its tokens of dy[m]^T x[m],  dbias[g] = sum over its tokens of dy[m]
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ class Wgrad(NamedTuple):
     dtype: torch.dtype
 
     def operands(self) -> tuple[Any, ...]:
-        """As the GEMM takes them: dy, x, layout, their scales, and how they are scaled."""
+        """As ops/grouped_gemm.py takes them: dy, x, layout, their scales, and how they are scaled."""
         x = wgrad_input(self.rule, self.x, self.layout, self.dtype)
         return self.dy.data, x.data, self.layout, self.dy.scale, x.scale, self.rule.wgrad_scaling
 
     def __call__(self, dtype: torch.dtype) -> Tensor:
         """dw[G, N, K] in dtype."""
         rule = self.rule
-        inner_first = rule.wgrad_scaling == "none"
-        return group_wgrad(*self.operands(), dtype, inner_first, rule.fast[2])
+        return group_wgrad(*self.operands(), dtype, rule.wgrad_scaling == "none", rule.fast[2])
 
 
 class GroupedCall(NamedTuple):
@@ -53,7 +52,8 @@ class GroupedCall(NamedTuple):
 
     grad: a backward may follow. weights: quantized ones to use, by row and for dgrad. given: under delayed scaling the
     scales of "x", "w", "dy", when they are used. sink: what becomes of the weight gradient, in place of its value.
-    after: what follows backward. note: of replay.Outstanding, to be held as long as the call's graph.
+    after: what follows backward. note: of replay.Outstanding, to be held as long as the call's graph. original: x
+    itself is kept for wgrad, and quantized again. fresh: raises where the weights were written to since forward.
     """
 
     rule: Rule
@@ -63,6 +63,8 @@ class GroupedCall(NamedTuple):
     sink: Callable[[Wgrad], Tensor | None] | None = None
     after: Callable[[], None] | None = None
     note: Any = None
+    original: bool = False
+    fresh: Callable[[], None] | None = None
 
 
 def _given(call: GroupedCall, name: str) -> Given | None:
@@ -77,8 +79,10 @@ class GroupedFunction(torch.autograd.Function):
         rule = call.rule
         need_x, need_w = call.grad and x.requires_grad, call.grad and w.requires_grad
         layout = group_layout(offs, x.shape[0])
-        by_row, kept = quantize_tokens(rule, x, layout, False, True, need_w, _given(call, "x"))
+        by_row, kept = quantize_tokens(rule, x, layout, False, True, need_w and not call.original, _given(call, "x"))
         assert by_row is not None
+        if need_w and call.original:
+            kept = Operand(x)
         if call.weights is None:
             of_w, seed = quantize_weights(rule, w, need_x, _given(call, "w"))
         else:
@@ -87,11 +91,8 @@ class GroupedFunction(torch.autograd.Function):
         scales = by_row.scale, of_w.scale
         y = group_product(by_row.data, of_w.data, layout, *scales, scaling, bias, x.dtype, False, fast)
         if call.grad:
-            kept_w = (None, None)
-            if need_x and call.weights is not None:
-                kept_w = call.weights[1]
+            kept_w = call.weights[1] if need_x and call.weights is not None else (None, None)
             data, scale = (None, None) if kept is None else kept
-            # w is saved where it is quantized again, or where no quantized one is there
             again = w if need_x and call.weights is None else None
             ctx.save_for_backward(layout, data, scale, again, seed if need_x else None, *kept_w)
             ctx.call, ctx.needs, ctx.dtypes = call, (need_x, need_w), (x.dtype, w.dtype)
@@ -105,14 +106,21 @@ class GroupedFunction(torch.autograd.Function):
         layout, data, scale, again, seed, *of_w = ctx.saved_tensors
         dy = dy.to(ctx.dtypes[0]).contiguous()
         dx = dw = db = None
+        by_row: Any = None
+        by_col: Any = None
         if need_x or need_w:
             by_row, by_col = quantize_tokens(rule, dy, layout, True, need_x, need_w, _given(call, "dy"))
         if need_x:
+            if call.fresh is not None and call.weights is None:
+                call.fresh()
             w = Operand(*of_w) if call.weights is not None else weights_for_dgrad(rule, again, seed)
             given = (by_row.data, w.data, layout, by_row.scale, w.scale, rule.scaling, None, ctx.dtypes[0])
             dx = group_product(*given, rule.inner_first, rule.fast[1])
         if need_w:
-            wgrad = Wgrad(rule, by_col, Operand(data, scale), layout, ctx.dtypes[0])
+            x: Any = (
+                quantize_tokens(rule, data, layout, False, False, True)[1] if call.original else Operand(data, scale)
+            )
+            wgrad = Wgrad(rule, by_col, x, layout, ctx.dtypes[0])
             dw = wgrad(ctx.dtypes[1]) if call.sink is None else call.sink(wgrad)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
             db = group_sums(dy, layout).to(ctx.bias_dtype)

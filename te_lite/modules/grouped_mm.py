@@ -37,7 +37,9 @@ def check_offs(owner: str, offs: Any, device: torch.device, groups: int | None =
 def _check(x: Any, w: Any, offs: Any, bias: Any) -> None:
     shapes = [f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, Tensor) else type(t).__name__ for t in (x, w)]
     if not isinstance(x, Tensor) or not isinstance(w, Tensor) or x.dim() != 2 or w.dim() not in (2, 3):
-        raise TypeError(f"{_NAME} got {shapes[0]} and {shapes[1]}: must be tensors [M, K] and [G, K, N], or two matrices")
+        raise TypeError(
+            f"{_NAME} got {shapes[0]} and {shapes[1]}: must be tensors [M, K] and [G, K, N], or two matrices"
+        )
     if x.shape[1] != w.shape[-2]:
         raise ValueError(
             f"{_NAME} got {shapes[0]} and {shapes[1]}: the last dimension of the first is the last but one of the "
@@ -128,6 +130,7 @@ def scaled_grouped_mm(
 def _second_form(rule: Rule, dy_t: Tensor, x: Tensor, offs: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (dy_t.requires_grad or x.requires_grad):
         raise NotImplementedError(
-            f"{_NAME} of two matrices, a weight gradient, has no gradient; call it under torch.no_grad(), or detach both"
+            f"{_NAME} of two matrices, a weight gradient, has no gradient; call it under torch.no_grad(), or "
+            "detach both"
         )
     return grouped_wgrad(rule, dy_t.mT.contiguous(), x.contiguous(), offs.contiguous())

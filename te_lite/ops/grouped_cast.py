@@ -1,10 +1,10 @@
-"""Casts of all groups in one launch: tokens x[M, C] in the groups of a layout (ops/grouped_layout.py), or weights [G, N, C].
+"""Casts of all groups in one launch: tokens x[M, C] in the groups of a layout, or weights [G, N, C].
 
 Each group is cast as if it were a matrix of its own: with a scale of its own, or with one for each of its rows and
 columns, or in blocks that start where it starts. Rows lie as in x. Columns of tokens are [C, P], P = capacity(M, G):
 group g's begin at its padded start, zeros follow its tokens. Columns of weights are [G, C, N].
 
-In what follows `groups` is the layout, or for weights None, and x is [G, N, C].
+`layout` is that of ops/grouped_layout.py; for weights it is None, and x is [G, N, C].
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def group_cast(
 
     scale: fp32 [G], or amax: fp32 [G], from which it follows as in current scaling: the inverse scales, fp32 [G], are
     then those of both layouts. Or row_scale: fp32, one a row, and col_scale: fp32 [G, C], of which no inverse is made.
-    amax_out: fp32 [G], becomes the larger of itself and each group's amax.
+    amax_out: fp32 [G], any stride, becomes the larger of itself and each group's amax.
     """
     shape = shape_of(x, layout)
     by_group = scale is not None or amax is not None
@@ -213,11 +213,11 @@ def _group_cast_ref(x, layout, scale, amax, row_scale, col_scale, eps, pow2, row
 
 def _group_cast_cuda(x, layout, scale, amax, row_scale, col_scale, eps, pow2, row, col, scale_inv, amax_out):
     shape, config = shape_of(x, layout), kernels.CAST_CONFIG
-    tensors = (x, layout, scale, amax, row_scale, col_scale, row, col, scale_inv, amax_out)
-    numbers = (eps, *shape.numbers(), shape.padded, shape.stride)
+    tensors = (x, layout, scale, amax, row_scale, col_scale, row, col, scale_inv)
+    numbers = (eps, *shape.numbers(), shape.padded, shape.stride, 0 if amax_out is None else amax_out.stride(0))
     constants = (FP8_MAX[(col if row is None else row).dtype], pow2, PLAIN, *shape.constants(config))
-    programs = shape.programs(config)
-    launch(kernels.group_cast_kernel, programs, (), tensors, numbers, constants, config.num_warps, config.registers)
+    kernel, programs = kernels.group_cast_kernel, shape.programs(config)
+    launch(kernel, programs, (amax_out,), tensors, numbers, constants, config.num_warps, config.registers)
 
 
 _cast_op = register(

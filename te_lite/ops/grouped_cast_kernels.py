@@ -73,16 +73,17 @@ def _group_scale(scale, amax, scale_inv, group, first, eps, FP8_MAX: tl.constexp
     return s
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["amax_out"])
 def group_cast_kernel(
-    x, layout, scale, amax, row_scale, col_scale, row, col, scale_inv, amax_out,
-    eps, groups, per_group, cols, padded, group_stride,
+    amax_out, x, layout, scale, amax, row_scale, col_scale, row, col, scale_inv,
+    eps, groups, per_group, cols, padded, group_stride, amax_stride,
     FP8_MAX: tl.constexpr, POW2: tl.constexpr, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One read of x: fp8 by row [rows, cols] and by column [cols, padded], group g's from col + g * group_stride on.
 
-    scale or amax [G]: a group's; or row_scale [rows] and col_scale [G, cols]. amax_out [G]: raised to each group's.
+    scale or amax [G]: a group's; or row_scale [rows] and col_scale [G, cols]. amax_out [G], amax_stride apart: raised
+    to each group's.
     """
     begin()
     E5M2: tl.constexpr = FP8_MAX == _E5M2_MAX
@@ -96,12 +97,12 @@ def group_cast_kernel(
             starts = m0 == tl.load(layout + group)
         s = _group_scale(scale, amax, scale_inv, group, starts & (n0 == 0), eps, FP8_MAX, POW2)
         if amax_out is not None:
-            tiles.record_amax(amax_out + group, tl.max(tiles.largest_of(v)))
+            tiles.record_amax(amax_out + group * amax_stride, tl.max(tiles.largest_of(v)))
         if row is not None:
             factors = (s, s, s, s)
             if row_scale is not None:
                 m = m0 + tl.arange(0, BLOCK_M // 4) * 4
-                factors = [tl.load(row_scale + m + r, mask=m + r < end, other=1.0)[:, None] for r in (0, 1, 2, 3)]
+                factors = [tl.load(row_scale + m + r, mask=m + r < end, other=1.0)[:, None] for r in (0, 1, 2, 3)]  # type: ignore[assignment]
             q = [tiles.to_fp8_bytes(v[r] * factors[r], E5M2) for r in (0, 1, 2, 3)]
             tiles.store_quarters(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n0, end, cols, cols)
         if col is not None:
@@ -127,7 +128,7 @@ def group_row_kernel(
         n = tl.arange(0, BLOCK_N)
         known = n < cols
         most = tl.zeros([BLOCK_N], tl.int32)
-        for m in range(m0, tl.minimum(m0 + ROWS, end)):
+        for m in tl.range(m0, tl.minimum(m0 + ROWS, end)):
             at = m.to(tl.int64) * cols
             v = tl.load(x + at + n, mask=known, other=0.0).to(tl.float32)
             bits = tiles.magnitude_bits(v)

@@ -1,11 +1,12 @@
-"""Grouped GEMMs: the products of a linear for each group of tokens, from the layout (ops/grouped_layout.py) on the device.
+"""Grouped GEMMs: the products of a linear for each group of tokens, of which a layout on the device tells.
 
     group_product   y[m] = a[m] @ b[g]^T for the tokens m of group g: fprop and dgrad
     group_wgrad     dw[g] = sum over the tokens m of group g of dy[m]^T x[m]
 
-Operands: high precision, or fp8 with inverse scales in fp32, of which `scaling` says those of a: "group" [G]; "rows",
-one a row; "blocks" of 128 along the inner dimension. Those of b: [G] or one a row under "group" and "rows". Data lie
-with the inner dimension last; in high precision `inner_first` says that they lie the other way.
+The layout is ops/grouped_layout.py's. Operands: high precision, or fp8 with inverse scales in fp32, of which `scaling`
+says those of a: "group" [G]; "rows", one a row; "blocks" of 128 along the inner dimension. Those of b: [G] or one a row
+under "group" and "rows". Data lie with the inner dimension last; in high precision `inner_first` says that they lie the
+other way.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _strides(scale: Tensor | None, scaling: str, is_a: bool) -> tuple[int, int, 
     if scale is None:
         return 0, 0, 0
     if scaling == "blocks":
-        return (0, *scale.stride()) if is_a else (scale.stride(0), scale.stride(1), scale.stride(2))
+        return (0, scale.stride(0), scale.stride(1)) if is_a else (scale.stride(0), scale.stride(1), scale.stride(2))
     if is_a:
         return (0, 1, 0) if scaling == "rows" else (1, 0, 0)
     return (scale.stride(0), 1, 0) if scale.dim() == 2 else (1, 0, 0)
@@ -322,7 +323,9 @@ def _wgrad_flops(a: Any, b: Any, layout: Any, inner_first: bool) -> int:
 
 
 register_flop_formula(group_wgrad.overload.overloadpacket)(
-    lambda a, b, layout, a_scale, b_scale, scaling, dtype, inner_first, *_, **__: _wgrad_flops(a, b, layout, inner_first)
+    lambda a, b, layout, a_scale, b_scale, scaling, dtype, inner_first, *_, **__: _wgrad_flops(
+        a, b, layout, inner_first
+    )
 )
 register_flop_formula(group_wgrad_accumulate_.overload.overloadpacket)(
     lambda outs, a, b, layout, a_s, b_s, scaling, inner_first, *_, **__: _wgrad_flops(a, b, layout, inner_first)

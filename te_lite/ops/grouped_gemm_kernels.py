@@ -46,8 +46,8 @@ def _load(source, row, col, rows, cols, stride, TMA: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _write(out, acc, row, col, rows, cols, ADD: tl.constexpr):
-    """out[row :, col :] = acc, or += acc, within rows x cols; a quarter of the columns after the other, since of a whole
-    tile the addresses and what is added to would not fit into registers."""
+    """out[row :, col :] = acc, or += acc, within rows x cols; a quarter of the columns after the other: the addresses
+    of a whole tile, and what is added to, would not fit into registers."""
     Q: tl.constexpr = acc.shape[1] // 4
     m, n = tl.arange(0, acc.shape[0]), tl.arange(0, Q)
     halves = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0], 2, 2 * Q]), [0, 2, 1]))

@@ -86,8 +86,9 @@ def _layout_cuda(offs: Tensor, rows: int) -> Tensor:
     return out
 
 
-# The layout of groups that end at offs, int32 [G], of x with `rows` rows. Ends that decrease, are negative or lie beyond
-# x: ValueError on the CPU; on a GPU, where nobody waits for them, no row is in any group and `fill_rest_` gives nan.
+# The layout of groups that end at offs, int32 [G], of x with `rows` rows. Ends that decrease, are negative or lie
+# beyond x: ValueError on the CPU; on a GPU, where nobody waits for them, no row is in any group and `fill_rest_` gives
+# nan.
 group_layout = register(
     "group_layout(Tensor offs, int rows) -> Tensor",
     cpu=group_layout_ref,

@@ -23,7 +23,6 @@ from te_lite.ops.grouped_mx import group_mx, group_mx_values
 from te_lite.ops.row_cast import vector_scales
 from te_lite.ops.row_kernels import MOST_COLUMNS
 
-
 E4M3 = torch.float8_e4m3fn
 
 
@@ -78,8 +77,8 @@ def rule_of(recipe: Any) -> Rule:
         return Rule("rows", E4M3, E4M3, each, each, each, (True, False, False), recipe.high_precision_wgrad)
     if not (recipe.float8_current_scaling() or recipe.float8_block_scaling()):
         raise NotImplementedError(
-            f"recipe {recipe.name!r} for a grouped linear: its quantizers know no groups; use one of 'bf16', 'delayed', "
-            "'current', 'rowwise', 'rowwise_with_gw_hp', 'blockwise', 'mxfp8', or a te.Linear for each expert"
+            f"recipe {recipe.name!r} for a grouped linear: its quantizers know no groups; use one of 'bf16', "
+            "'delayed', 'current', 'rowwise', 'rowwise_with_gw_hp', 'blockwise', 'mxfp8', or one te.Linear an expert"
         )
     gemms = recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad
     fprop, dgrad, wgrad = (not gemm.use_split_accumulator for gemm in gemms)
@@ -117,6 +116,7 @@ def quantize_tokens(
     """
     how = rule.dy if grad else rule.x
     plain = Operand(x)
+    made: Any
     if rule.kind == "none":
         return plain if row else None, plain if col else None
     if rule.kind == "mx":
@@ -225,5 +225,3 @@ def wgrad_input(rule: Rule, x: Operand, layout: Tensor, dtype: torch.dtype) -> O
     data, scale = x
     assert scale is not None
     return Operand(group_mx_values(data, layout, scale, dtype))
-
-
