@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from te_lite.functional.saved import backward_method, forward_method, without_amp
 from te_lite.ops.grouped_gemm import group_product, group_wgrad
 from te_lite.ops.grouped_layout import group_layout, group_sums
 from te_lite.quantize.grouped import (
@@ -74,7 +74,7 @@ def _given(call: GroupedCall, name: str) -> Given | None:
 class GroupedFunction(torch.autograd.Function):
     """y[M, N] of x[M, K], w[G, N, K], bias[G, N] or None, offs int32 [G]: the module docstring."""
 
-    @staticmethod
+    @forward_method
     def forward(ctx: Any, call: GroupedCall, x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor) -> Tensor:
         rule = call.rule
         need_x, need_w = call.grad and x.requires_grad, call.grad and w.requires_grad
@@ -99,8 +99,7 @@ class GroupedFunction(torch.autograd.Function):
             ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
-    @staticmethod
-    @once_differentiable
+    @backward_method
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, rule, (need_x, need_w) = ctx.call, ctx.call.rule, ctx.needs
         layout, data, scale, again, seed, *of_w = ctx.saved_tensors
@@ -129,6 +128,7 @@ class GroupedFunction(torch.autograd.Function):
         return None, dx, dw, db, None
 
 
+@without_amp
 def grouped_wgrad(rule: Rule, dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
     """dw[G, N, K] of dy[M, N] and x[M, K], quantized as in the backward of GroupedFunction."""
     layout = group_layout(offs, x.shape[0])

@@ -128,7 +128,8 @@ def group_row_kernel(
         n = tl.arange(0, BLOCK_N)
         known = n < cols
         most = tl.zeros([BLOCK_N], tl.int32)
-        for m in tl.range(m0, tl.minimum(m0 + ROWS, end)):
+        for i in tl.range(0, tl.minimum(ROWS, end - m0)):
+            m = m0 + i
             at = m.to(tl.int64) * cols
             v = tl.load(x + at + n, mask=known, other=0.0).to(tl.float32)
             bits = tiles.magnitude_bits(v)

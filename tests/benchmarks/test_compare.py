@@ -7,10 +7,7 @@ import pytest
 from benchmarks import compare, report, result_files
 
 WHO = {"shape": "8b", "candidate": "te_lite", "recipe": "bf16", "error": None}
-ROWS = [
-    WHO | {"module": m, "gpu_us": us, "wall_us": 2 * us}
-    for m, us in (("Linear", 100.0), ("LayerNormMLP", 200.0))
-]
+ROWS = [WHO | {"module": m, "gpu_us": us, "wall_us": 2 * us} for m, us in (("Linear", 100.0), ("LayerNormMLP", 200.0))]
 
 
 def files(folder, old, new, name="modules", other=None):
