@@ -92,14 +92,16 @@ class GroupedLinear(TeLiteModule):
         def names(what: str, one: bool) -> list[str]:
             return [what] if one else [f"{what}{i}" for i in range(count)]
 
-        def each(weight: Tensor) -> None:
-            for part in weight if one_weight else (weight,):
-                init(part)
-
         self.weight_names, self.bias_names = names("weight", one_weight), names("bias", one_bias)
         shape: tuple[int, ...]
         shape, lead = ((count, n, k), 1) if one_weight else ((n, k), 0)
-        spec = ParamSpec(shape, each, None if split is None else split + lead, True, late_grad=late)
+        spec = ParamSpec(
+            shape,
+            partial(_each, init) if one_weight else init,
+            None if split is None else split + lead,
+            True,
+            late_grad=late,
+        )
         self._add_params(dict.fromkeys(self.weight_names, spec), True)
         if self.use_bias:
             shape, lead = ((count, n), 1) if one_bias else ((n,), 0)
@@ -285,6 +287,11 @@ class GroupedLinear(TeLiteModule):
     def extra_repr(self) -> str:
         sizes = f"gemms={self.num_gemms}, in={self.in_features}, out={self.out_features}"
         return f"{sizes}, mode={self.parallel_mode}, tp_size={self.tp_size}"
+
+
+def _each(init: Init, weight: Tensor) -> None:
+    for part in weight:
+        init(part)
 
 
 def _check_versions(weights: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:

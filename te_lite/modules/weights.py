@@ -187,6 +187,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.sizes = [part.shape[0] for part in parts]
+        ctx.set_materialize_grads(False)
         first = parts[0]
         end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
         for part in parts:  # neighbours in memory may still be allocations of their own
@@ -198,8 +199,8 @@ class _Join(torch.autograd.Function):
         return empty.set_(first.untyped_storage(), first.storage_offset(), shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.split(ctx.sizes)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * len(ctx.sizes) if grad is None else grad.split(ctx.sizes)
 
 
 def join(parts: tuple[Tensor, ...]) -> Tensor:
