@@ -28,6 +28,8 @@ from te_lite.compat.contexts import quantized_model_init as quantized_model_init
 from te_lite.compat.convert import ConversionReport as ConversionReport
 from te_lite.compat.convert import convert_to_float8_training as convert_to_float8_training
 from te_lite.compat.names import missing as _missing
+from te_lite.compat.padding import Fp8Padding as Fp8Padding
+from te_lite.compat.padding import Fp8Unpadding as Fp8Unpadding
 from te_lite.compat.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from te_lite.compat.state import plain_state_dict as plain_state_dict
 from te_lite.diagnostics.report import format_report as format_report

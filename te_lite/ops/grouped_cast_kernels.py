@@ -15,7 +15,7 @@ from te_lite.ops.row_kernels import _max_into
 GROUP_AMAX_CONFIG = Config(32, 256, 4)
 VECTOR_AMAX_CONFIG = Config(16, 128, 1)
 WEIGHT_ROWS, TOKEN_ROWS = 64, 16  # a program of group_row_kernel; tokens are fewer
-CAST_CONFIG = Config(128, 64, 4, registers=96)
+CAST_CONFIG = Config(128, 64, 4, registers=104)
 BLOCK_CONFIG = Config(128, 128, 8)
 MX_CONFIG = Config(32, 64, 1)
 MX_VALUES_CONFIG = Config(32, 256, 4)  # a tile is as high as a block

@@ -19,7 +19,7 @@ MISSING = [
     ("TransformerLayer", "te.LayerNormMLP"),
     ("DotProductAttention", "scaled_dot_product_attention"),
     ("MultiheadAttention", "scaled_dot_product_attention"),
-    ("GroupedLinear", "te.Linear"),
+    ("GroupedLiner", "GroupedLinear"),
     ("make_graphed_callables", "torch.cuda.make_graphed_callables"),
     ("fp8", "te_lite.fp8_autocast"),
     ("is_mxfp8_available", "te.check_recipe_support('mxfp8')"),
