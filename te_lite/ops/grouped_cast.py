@@ -19,7 +19,7 @@ from torch import Tensor
 from te_lite.ops import grouped_cast_kernels as kernels
 from te_lite.ops.block_cast import BLOCK, E4M3, _cast_ref
 from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref
-from te_lite.ops.grouped_layout import capacity, spans
+from te_lite.ops.grouped_layout import capacity, lanes, spans
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
 from te_lite.ops.source import Form
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
         return rows * -(-self.cols // config.block_n)
 
     def constants(self, config: Any) -> tuple[int, int, int]:
-        return config.block_m, config.block_n, triton.next_power_of_2(self.groups)
+        return config.block_m, config.block_n, lanes(self.groups)
 
     def spans(self, layout: Tensor | None) -> list[tuple[int, int, int, int]]:
         """As ops/grouped_layout.py's."""
@@ -158,7 +158,7 @@ def _rows_cuda(x, layout, pow2, row, row_scale, col_amax):
     rows = kernels.WEIGHT_ROWS if layout is None else kernels.TOKEN_ROWS
     programs = shape.groups * -(-shape.per_group // rows) if layout is None else shape.padded // rows
     block_n = triton.next_power_of_2(shape.cols)
-    constants = (pow2, rows, block_n, triton.next_power_of_2(shape.groups))
+    constants = (pow2, rows, block_n, lanes(shape.groups))
     tensors, warps = (x, layout, row, row_scale, col_amax), min(16, max(4, block_n // 1024))
     launch(kernels.group_row_kernel, programs, (), tensors, shape.numbers(), constants, warps)
 

@@ -37,7 +37,7 @@ def _read(x, m0, n0, end, cols, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def group_amax_kernel(
     x, layout, by_group, by_row, by_col, groups, per_group, cols,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
@@ -73,7 +73,7 @@ def _group_scale(scale, amax, scale_inv, group, first, eps, FP8_MAX: tl.constexp
     return s
 
 
-@triton.jit(do_not_specialize_on_alignment=["amax_out"])
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["amax_out"])
 def group_cast_kernel(
     amax_out, x, layout, scale, amax, row_scale, col_scale, row, col, scale_inv,
     eps, groups, per_group, cols, padded, group_stride, amax_stride,
@@ -115,7 +115,7 @@ def group_cast_kernel(
             tiles.store_words(out, w, out0, n0, n0, out0 + end - m0, cols, padded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def group_row_kernel(
     x, layout, row, row_scale, col_amax, groups, per_group, cols,
     POW2: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
@@ -143,7 +143,7 @@ def group_row_kernel(
             _max_into(col_amax + group.to(tl.int64) * cols, most, n, known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def group_block_kernel(
     x, layout, row, row_scale, col, col_scale,
     eps, groups, per_group, cols, padded, group_stride, row_scale_m, row_scale_n, col_scale_m, col_scale_n, square_g,
@@ -198,7 +198,7 @@ def _mx_values(v, s, stored):
     return q.to(tl.float32) * _mx_inverse(stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def group_mx_kernel(
     x, layout, row_values, col, col_scale, col_values, groups, per_group, cols,
     FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
@@ -234,7 +234,7 @@ def group_mx_kernel(
                 tiles.store_quarters(col_values, values, m0, n0, n0, end, cols, cols)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def group_mx_values_kernel(
     data, layout, scale, out, groups, per_group, cols,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,

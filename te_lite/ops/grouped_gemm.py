@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -24,7 +23,7 @@ from te_lite.ops import grouped_gemm_kernels as kernels
 from te_lite.ops.block_cast import BLOCK
 from te_lite.ops.gemm import FP8, placed
 from te_lite.ops.grouped_gemm_kernels import GemmConfig
-from te_lite.ops.grouped_layout import PAD, capacity, ends, fill_rest_, padded_ends, spans
+from te_lite.ops.grouped_layout import PAD, capacity, ends, fill_rest_, lanes, padded_ends, spans
 from te_lite.ops.launch import sm_count
 from te_lite.ops.registry import register
 
@@ -115,7 +114,7 @@ def _start(kernel: Any, config: GemmConfig, tiles: int, device: torch.device, *a
 
 def _source(data: Tensor, block: tuple[int, int], tma: bool) -> Any:
     """What a kernel reads tiles from: a matrix, or its descriptor."""
-    data = data.reshape(-1, data.shape[-1])
+    data = placed(data).reshape(-1, data.shape[-1]) if tma else data.reshape(-1, data.shape[-1])
     return TensorDescriptor(data, list(data.shape), list(data.stride()), list(block)) if tma else data
 
 
@@ -151,7 +150,7 @@ def triton_product(
         layout, groups, n, k, a.stride(0), b.stride(1), b.shape[1],
         *_strides(a_scale, scaling, True), *_strides(b_scale, scaling, False),
         tma, inner_first, _applied(scaling), BLOCK if scaling == "blocks" else 1, bk if kind == "exact" else 0,
-        triton.next_power_of_2(groups), m, bn, bk, config.group_m,
+        lanes(groups), m, bn, bk, config.group_m,
     )  # fmt: skip
     fill_rest_(out, layout)
     return out

@@ -85,7 +85,7 @@ def _swizzle(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return first + inside % height, inside // height
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def rows_kernel(
     a, b, a_scale, b_scale, bias, out, layout,
     groups, n, k, lda, ldb, b_rows, a_scale_g, a_scale_m, a_scale_k, b_scale_g, b_scale_n, b_scale_k,
@@ -131,7 +131,7 @@ def rows_kernel(
             _write(out, acc, m0, n0, end, n, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def groups_kernel(
     a, b, a_scale, b_scale, out, layout,
     groups, n, k, lda, ldb, out_g, a_scale_g, a_scale_n, a_scale_m, b_scale_g, b_scale_k, b_scale_m,

@@ -31,6 +31,11 @@ def capacity(rows: int, groups: int) -> int:
     return (rows // PAD + groups) * PAD
 
 
+def lanes(groups: int) -> int:
+    """Of the vectors in which kernels find a tile's group; few different ones, for each is a kernel of its own."""
+    return max(16, triton.next_power_of_2(groups))
+
+
 def padded_ends(layout: Tensor) -> Tensor:
     """int32 [G]: the padded groups' ends."""
     return layout[1, 1:-1]
@@ -60,7 +65,7 @@ def group_layout_ref(offs: Tensor, rows: int) -> Tensor:
     return torch.stack([torch.cat([zero, offs, last]), torch.cat([zero, padded, zero])]).int()
 
 
-@triton.jit(do_not_specialize_on_alignment=["offs"])
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["offs"])
 def _layout_kernel(offs, out, groups, rows, GROUPS: tl.constexpr, PADDED: tl.constexpr, NAN: tl.constexpr):
     begin()
     i = tl.arange(0, GROUPS)
@@ -81,7 +86,7 @@ def _layout_kernel(offs, out, groups, rows, GROUPS: tl.constexpr, PADDED: tl.con
 def _layout_cuda(offs: Tensor, rows: int) -> Tensor:
     groups = offs.shape[0]
     out = offs.new_empty((2, groups + 2))
-    constants = (max(2, triton.next_power_of_2(groups)), PAD, _NAN_BITS)
+    constants = (lanes(groups), PAD, _NAN_BITS)
     launch(_layout_kernel, 1, (offs,), (out,), (groups, rows), constants, 4)
     return out
 
@@ -124,7 +129,7 @@ def fill_rest_ref_(y: Tensor, layout: Tensor) -> None:
     y[int(layout[0, -1]) :] = layout[1, -1:].view(torch.float32).to(y.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _fill_kernel(y, layout, groups, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     begin()
     first = tl.load(layout + groups + 1)
@@ -159,7 +164,7 @@ def group_sums_ref(x: Tensor, layout: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _sums_kernel(x, layout, out, groups, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     begin()
     blocks = tl.cdiv(cols, BLOCK_N)

@@ -58,7 +58,7 @@ def test_products(form, kind, a, tmp_path):
     if form == "rows":
         types |= {"b_rows": "i32"} | ({"a_scale_k": "i32", "b_scale_n": "i32"} if kind == "blocks" else {})
         steps = {"a_scale_m": 1, "b_scale_n": 1, "a_scale_k": 0, "b_scale_k": 1 if kind == "blocks" else 0}
-        constants |= steps | {"INNER_FIRST": kind == "16", "B_BLOCK": 128 if kind == "blocks" else 1, "GROUPS": 8}
+        constants |= steps | {"INNER_FIRST": kind == "16", "B_BLOCK": 128 if kind == "blocks" else 1, "GROUPS": 16}
         found = [compiled(K.rows_kernel, types, constants, config.num_warps, config.num_stages)]
     else:
         types |= {"out_g": "i64"} | ({"a_scale_m": "i32", "b_scale_m": "i32"} if kind == "blocks" else {})
@@ -85,7 +85,7 @@ SIZES = dict.fromkeys(("groups", "per_group", "cols", "padded", "group_stride"),
 def test_casts(row, col, tokens, tmp_path):
     base = {"x": "*bf16"} | ({"layout": "*i32"} if tokens else {})
     outputs = ({"row": "*fp8e4nv"} if row else {}) | ({"col": "*fp8e4nv"} if col else {})
-    blocks = {"FORM": Form("plain"), "POW2": True, "GROUPS": 8}
+    blocks = {"FORM": Form("plain"), "POW2": True, "GROUPS": 16}
 
     def tile(config):
         return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
@@ -102,7 +102,7 @@ def test_casts(row, col, tokens, tmp_path):
     mx = {"row_values": "*bf16"} if row else {}
     mx |= {"col_values": "*bf16"} if col else {}
     types = {**base, **mx, **dict.fromkeys(("groups", "per_group", "cols"), "i32")}
-    found.append(compiled(C.group_mx_kernel, types, {"FORM": Form("plain"), "GROUPS": 8} | tile(C.MX_CONFIG), 1))
+    found.append(compiled(C.group_mx_kernel, types, {"FORM": Form("plain"), "GROUPS": 16} | tile(C.MX_CONFIG), 1))
     for kernel in found:
         ptx = kernel.asm["ptx"]
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and re.search(r"ld\.global\S*\.v4\.b32", ptx)
