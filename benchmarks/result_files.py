@@ -32,6 +32,8 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "overlap_gemms": _GEMM,
     "overlap_played": ("played", *_GEMM),
     "peers": ("shape", "module", "recipe", "call", "candidate"),
+    "grouped": ("section", "split", "what", "candidate"),
+    "grouped_kernels": ("split", "what", "candidate"),
     "llama": ("library", "recipe", "compiled"),
 }
 # gpu_check.py runs them only where --stages names them: two need other libraries, one its time.

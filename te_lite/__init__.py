@@ -29,6 +29,8 @@ from te_lite.compat.convert import ConversionReport as ConversionReport
 from te_lite.compat.convert import convert_to_float8_training as convert_to_float8_training
 from te_lite.compat.graphs import make_graphed_callables as make_graphed_callables
 from te_lite.compat.names import missing as _missing
+from te_lite.compat.padding import Fp8Padding as Fp8Padding
+from te_lite.compat.padding import Fp8Unpadding as Fp8Unpadding
 from te_lite.compat.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from te_lite.compat.state import plain_state_dict as plain_state_dict
 from te_lite.diagnostics.report import format_report as format_report
@@ -37,6 +39,8 @@ from te_lite.diagnostics.statistics import collect_statistics as collect_statist
 from te_lite.functional.transfers import Handle as Handle
 from te_lite.modules.attention import DotProductAttention as DotProductAttention
 from te_lite.modules.base import free_caches as free_caches
+from te_lite.modules.grouped_linear import GroupedLinear as GroupedLinear
+from te_lite.modules.grouped_mm import scaled_grouped_mm as scaled_grouped_mm
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP as LayerNormMLP
 from te_lite.modules.linear import Linear as Linear

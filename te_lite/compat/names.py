@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from te_lite import arguments, recipe
 from te_lite.autocast import autocast
+from te_lite.modules.grouped_linear import GroupedLinear
 from te_lite.modules.layernorm_linear import LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP
 from te_lite.modules.linear import Linear
@@ -31,7 +32,6 @@ INSTEAD = {
     "te_lite fp8": "use te_lite.fp8_autocast, te_lite.fp8_model_init, te_lite.FP8GlobalStateManager",
     "te_lite TransformerLayer": "use te.LayerNormLinear, te.DotProductAttention, te.Linear, te.LayerNormMLP",
     "te_lite MultiheadAttention": "use te.DotProductAttention between te.LayerNormLinear and te.Linear",
-    "te_lite GroupedLinear": "use one te.Linear for each group",
     "te_lite is_fp8_available": "use te.check_recipe_support('current')",
     "te_lite is_mxfp8_available": "use te.check_recipe_support('mxfp8')",
     **{f"te_lite {name}": f"use te.recipe.{name}" for name, value in _RECIPES.items() if isinstance(value, type)},
@@ -86,7 +86,7 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 vars(recipe)["__getattr__"] = missing("te_lite.recipe", _RECIPES)
-_classes: tuple[Any, ...] = (*_RECIPES.values(), autocast, Linear, LayerNormLinear, LayerNormMLP, _Norm)
+_classes: tuple[Any, ...] = (*_RECIPES.values(), autocast, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, _Norm)
 for _class in _classes:
     if "__init__" in vars(_class):
         _class.__init__ = named(_class.__init__)

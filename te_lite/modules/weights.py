@@ -201,6 +201,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.sizes = [part.shape[0] for part in parts]
+        ctx.set_materialize_grads(False)
         first = parts[0]
         end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
         for part in parts:  # neighbours in memory may still be allocations of their own
@@ -212,8 +213,8 @@ class _Join(torch.autograd.Function):
         return empty.set_(first.untyped_storage(), first.storage_offset(), shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.split(ctx.sizes)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * len(ctx.sizes) if grad is None else grad.split(ctx.sizes)
 
 
 def join(parts: tuple[Tensor, ...]) -> Tensor:
@@ -241,19 +242,25 @@ class WeightCache:
     def clear(self) -> None:
         # (key, the tensors that it was made of, weak so that a computed one can be freed, the quantized weight): one
         # value, which other threads replace.
-        self._kept: tuple[tuple | None, tuple[weakref.ref[Tensor], ...], QTensor | None] = None, (), None
+        self._kept: tuple[tuple | None, tuple[weakref.ref[Tensor], ...], Any] = None, (), None
 
     def get(self, first: bool, weight: Tensor, parts: tuple[Tensor, ...], operands: GemmOperands) -> QTensor:
         """The quantized weight to use, quantized now when `first` or when the kept one is stale; both layouts, each as
         its GEMM takes it (where fprop and dgrad differ in format too, by row alone). parts: what it is joined from."""
         quantizer, for_dgrad = operands.fprop.b, operands.dgrad.b
+        return self.reuse(
+            first, parts, (quantizer, for_dgrad), lambda: _quantized(weight.detach(), quantizer, for_dgrad)
+        )
+
+    def reuse(self, first: bool, parts: tuple[Tensor, ...], what: Any, make: Callable[[], Any]) -> Any:
+        """make(), which quantizes the parts, or what it gave before; as get(). what: how it quantizes."""
         tracked = not any(part.is_inference() for part in parts)  # or it has no version
         written = [(part._version, isinstance(part, FakeTensor) or part.data_ptr()) for part in parts if tracked]
-        key = written, quantizer, for_dgrad, torch.is_inference_mode_enabled()
+        key = written, what, torch.is_inference_mode_enabled()
         kept, of, q = self._kept
         same = tracked and [id(ref()) for ref in of] == [id(part) for part in parts]
         if q is None or first or not same or kept != key:
-            q = _quantized(weight.detach(), quantizer, for_dgrad)
+            q = make()
             self._kept = key, tuple([weakref.ref(part) for part in parts]), q
         return q
 

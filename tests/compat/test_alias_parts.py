@@ -12,7 +12,6 @@ from te_lite.compat.alias import (
     contexts,
     distributed,
     optimizers,
-    padding,
     permutation,
     recipes,
     rope,
@@ -248,14 +247,14 @@ def test_padding():
     x = torch.randn(sum(sizes), 4, requires_grad=True)
     for recipe, padded in (("bf16", [16, 0, 16, 48]), ("mxfp8", [32, 0, 32, 64])):
         with te.autocast(recipe=recipe):
-            rows, now = padding.Fp8Padding(4)(x, sizes)
-            back = padding.Fp8Unpadding(4)(rows, sizes)
+            rows, now = te.Fp8Padding(4)(x, sizes)
+            back = te.Fp8Unpadding(4)(rows, sizes)
         assert now == padded and rows.shape == (sum(padded), 4) and torch.equal(back, x)
         assert torch.equal(rows[:3], x[:3]) and not rows[3 : padded[0]].any()
         assert torch.equal(torch.autograd.grad(rows.sum(), x)[0], torch.ones_like(x))
-    assert padding.Fp8Padding(2, align_size=8)(x[:16], [8, 8])[0].data_ptr() == x.data_ptr()
-    with pytest.raises(ValueError, match="num_gemms=3"):
-        padding.Fp8Padding(3)(x, sizes)
+    assert te.Fp8Padding(2, align_size=8)(x[:16], [8, 8])[0].data_ptr() == x.data_ptr()
+    with pytest.raises(ValueError, match="3 groups"):
+        te.Fp8Padding(3)(x, sizes)
 
 
 @pytest.mark.parametrize("adam_w", [False, True])

@@ -18,7 +18,7 @@ MISSING = [
     ("common", "te_lite.recipe"),
     ("TransformerLayer", "te.LayerNormMLP"),
     ("MultiheadAttention", "te.DotProductAttention"),
-    ("GroupedLinear", "te.Linear"),
+    ("GroupedLiner", "GroupedLinear"),
     ("fp8", "te_lite.fp8_autocast"),
     ("is_mxfp8_available", "te.check_recipe_support('mxfp8')"),
     ("quantized_model", "quantized_model_init"),

@@ -39,6 +39,7 @@ CALLS = {
     "Linear": lambda **kw: te.Linear(64, 64, device="cpu", **kw),
     "LayerNormLinear": lambda **kw: te.LayerNormLinear(64, 64, device="cpu", **kw),
     "LayerNormMLP": lambda **kw: te.LayerNormMLP(64, 64, device="cpu", **kw),
+    "GroupedLinear": lambda **kw: te.GroupedLinear(2, 64, 64, device="cpu", **kw),
     "LayerNorm": lambda **kw: te.LayerNorm(64, device="cpu", **kw),
     "RMSNorm": lambda **kw: te.RMSNorm(64, device="cpu", **kw),
     "checkpoint": lambda **kw: te.checkpoint(torch.sin, torch.randn(3), **kw),
@@ -98,6 +99,7 @@ def test_flags_take_none_and_numpy(name, flag, one_rank):
     CALLS[name](**{flag: None})
     CALLS[name](**{flag: np.False_})
     refused = flag == "strict" and name != "autocast"  # for want of userbuffers
+    refused |= name == "GroupedLinear" and flag.startswith("ub_")
     if flag not in ("distribute_saved_activations", "with_amax_reduction") and not refused:
         CALLS[name](**{flag: np.True_})
 

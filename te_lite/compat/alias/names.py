@@ -28,12 +28,11 @@ _UB = "initialize_ub destroy_ub UserBufferQuantizationMode"
 
 # (module below transformer_engine, where its names stand, the names; "a=b": te_lite's b under the name a).
 # "": te_lite has no such class; building one raises NotImplementedError, asking isinstance is False.
-# "te_lite?": te_lite's own, where it has them by now; else as "".
 TABLE = (
     ("common.recipe", f"{_ALIAS}.recipes", _RECIPES),
     ("pytorch", "te_lite", f"Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm DotProductAttention {_UB}"),
     ("pytorch", "te_lite", "CudaRNGStatesTracker QuantizedTensor"),
-    ("pytorch", "te_lite?", "GroupedLinear make_graphed_callables"),
+    ("pytorch", "te_lite", "GroupedLinear make_graphed_callables"),
     ("pytorch", "", "TransformerLayer MultiheadAttention"),
     ("pytorch", f"{_ALIAS}.contexts", _CONTEXTS),
     ("pytorch", f"{_ALIAS}.support", _SUPPORT),
@@ -46,9 +45,9 @@ TABLE = (
     ("pytorch.fp8", f"{_ALIAS}.support", _SUPPORT),
     ("pytorch.distributed", f"{_ALIAS}.distributed", f"checkpoint {_RECOMPUTE}"),
     ("pytorch.distributed", "te_lite", "CudaRNGStatesTracker"),
-    ("pytorch.graph", "te_lite?", "make_graphed_callables"),
+    ("pytorch.graph", "te_lite", "make_graphed_callables"),
     ("pytorch.module", "te_lite", f"Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm {_UB}"),
-    ("pytorch.module", "te_lite?", "GroupedLinear"),
+    ("pytorch.module", "te_lite", "GroupedLinear"),
     ("pytorch.module.base", "te_lite", _UB),
     ("pytorch.module.base", "te_lite.modules.base", "TransformerEngineBaseModule=TeLiteModule"),
     ("pytorch.module.base", f"{_ALIAS}.distributed", "get_dummy_wgrad"),
@@ -57,7 +56,7 @@ TABLE = (
     ("pytorch.module.layernorm_mlp", "te_lite", "LayerNormMLP"),
     ("pytorch.module.layernorm", "te_lite", "LayerNorm"),
     ("pytorch.module.rmsnorm", "te_lite", "RMSNorm"),
-    ("pytorch.module.grouped_linear", "te_lite?", "GroupedLinear"),
+    ("pytorch.module.grouped_linear", "te_lite", "GroupedLinear"),
     ("pytorch.transformer", "", "TransformerLayer"),
     ("pytorch.attention", "te_lite", "DotProductAttention"),
     ("pytorch.attention", "", "MultiheadAttention InferenceParams"),
@@ -88,8 +87,8 @@ TABLE = (
     ("pytorch.router", f"{_ALIAS}.router", "fused_moe_aux_loss"),
     ("pytorch.permutation", f"{_ALIAS}.permutation", _MOE),
     ("pytorch", f"{_ALIAS}.permutation", _MOE),
-    ("pytorch", f"{_ALIAS}.padding", "Fp8Padding Fp8Unpadding"),
-    ("pytorch.module", f"{_ALIAS}.padding", "Fp8Padding Fp8Unpadding"),
+    ("pytorch", "te_lite", "Fp8Padding Fp8Unpadding"),
+    ("pytorch.module", "te_lite", "Fp8Padding Fp8Unpadding"),
     ("pytorch", f"{_ALIAS}.cross_entropy", "parallel_cross_entropy"),
     ("pytorch.utils", f"{_ALIAS}.support", "is_bf16_compatible=is_bf16_available get_device_compute_capability"),
 )  # fmt: skip

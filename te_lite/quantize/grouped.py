@@ -1,0 +1,227 @@
+"""How a recipe quantizes the operands of a grouped linear: every group as if it were a linear of its own.
+
+    recipe                scales
+    current, delayed      one for a group's tokens, one for an expert's weight (Transformer Engine's: each of its GEMMs
+                          has quantizers of its own; an expert with outliers leaves the others alone)
+    rowwise               x and dy: a token's; w: an output row's; for wgrad a column's within its group
+    rowwise_with_gw_hp    as rowwise; w in dgrad one an expert; wgrad unquantized
+    blockwise             1 x 128, w 128 x 128; for wgrad 128 x 1 within a group, counted from its first token
+    mxfp8                 1 x 32, for wgrad and of w in dgrad 32 x 1, likewise; multiplied in high precision
+
+A Rule says this in plain constants, which a trace of torch.compile holds. Scale formulas: docs/background/numerics.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_lite.ops.grouped_cast import group_amax, group_blocks, group_cast, group_rows, group_vector_amax
+from te_lite.ops.grouped_mx import group_mx, group_mx_values
+from te_lite.ops.row_cast import vector_scales
+from te_lite.ops.row_kernels import MOST_COLUMNS
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Scaling(NamedTuple):
+    """Of one operand: powers of two only, the least amax that is believed."""
+
+    pow2: bool = False
+    eps: float = 0.0
+
+
+class Rule(NamedTuple):
+    """kind: "none", "group" (a scale for each), "rows", "blocks", "mx". forward, backward: fp8 types. x, w, dy: how
+    each is scaled. fast: whether fprop, dgrad, wgrad accumulate fast. hp_wgrad: wgrad is not quantized, and dgrad takes
+    w with one scale an expert. delayed: scales are given."""
+
+    kind: str = "none"
+    forward: torch.dtype = E4M3
+    backward: torch.dtype = E4M3
+    x: Scaling = Scaling()
+    w: Scaling = Scaling()
+    dy: Scaling = Scaling()
+    fast: tuple[bool, bool, bool] = (False, False, False)
+    hp_wgrad: bool = False
+    delayed: bool = False
+
+    @property
+    def scaling(self) -> str:
+        """As ops/grouped_gemm.py calls it."""
+        return "none" if self.kind == "mx" else self.kind
+
+    @property
+    def inner_first(self) -> bool:
+        """Whether dgrad and wgrad read their operands as they lie, not a transposed copy."""
+        return self.scaling == "none"
+
+    @property
+    def wgrad_scaling(self) -> str:
+        return "none" if self.hp_wgrad else self.scaling
+
+
+def rule_of(recipe: Any) -> Rule:
+    """The rule of a recipe. NotImplementedError for one of the caller's own."""
+    if not recipe.is_fp8:
+        return Rule()
+    if recipe.mxfp8():
+        return Rule("mx")
+    if recipe.delayed():
+        format = recipe.fp8_format
+        return Rule("group", format.forward_dtype, format.backward_dtype, fast=(True, False, False), delayed=True)
+    if recipe._kind == "rowwise":
+        each = Scaling(recipe.use_power_2_scales)
+        return Rule("rows", E4M3, E4M3, each, each, each, (True, False, False), recipe.high_precision_wgrad)
+    if not (recipe.float8_current_scaling() or recipe.float8_block_scaling()):
+        raise NotImplementedError(
+            f"recipe {recipe.name!r} for a grouped linear: its quantizers know no groups; use one of 'bf16', "
+            "'delayed', 'current', 'rowwise', 'rowwise_with_gw_hp', 'blockwise', 'mxfp8', or one te.Linear an expert"
+        )
+    gemms = recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad
+    fprop, dgrad, wgrad = (not gemm.use_split_accumulator for gemm in gemms)
+    given = recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad
+    x, w, dy = (Scaling(one.power_2_scale, one.amax_epsilon) for one in given)
+    kind = "group" if recipe.float8_current_scaling() else "blocks"
+    format = recipe.fp8_format
+    return Rule(kind, format.forward_dtype, format.backward_dtype, x, w, dy, (fprop, dgrad, wgrad))
+
+
+class Operand(NamedTuple):
+    """Data of a GEMM, and its inverse scales, None in high precision."""
+
+    data: Tensor
+    scale: Tensor | None = None
+
+
+class Given(NamedTuple):
+    """Delayed scaling's: the scales, fp32 [G], and where amaxes are recorded, fp32 [G]; None: nowhere."""
+
+    scale: Tensor
+    amax: Tensor | None
+
+
+Maybe = Operand | None
+
+
+def quantize_tokens(
+    rule: Rule, x: Tensor, layout: Tensor, grad: bool, row: bool, col: bool, given: Given | None = None
+) -> tuple[Maybe, Maybe]:
+    """(x[M, K] for fprop or dgrad where `row`, for wgrad where `col`). grad: it is dy.
+
+    For wgrad: columns as ops/grouped_cast.py writes them; of mxfp8 the data and scales along columns, unless it is dy,
+    whose values are given at once.
+    """
+    how = rule.dy if grad else rule.x
+    plain = Operand(x)
+    made: Any
+    if rule.kind == "none":
+        return plain if row else None, plain if col else None
+    if rule.kind == "mx":
+        made = group_mx(x, layout, row=row, col=col, values=grad)
+        data = made.col_values if grad else made.col
+        return (
+            None if made.row_values is None else Operand(made.row_values),
+            None if data is None else Operand(data, made.col_scale),
+        )
+    if rule.hp_wgrad:
+        by_row = quantize_tokens(rule._replace(hp_wgrad=False), x, layout, grad, row, False)[0] if row else None
+        return by_row, plain if col else None
+    if rule.kind == "rows":
+        return _vectors(x, layout, how.pow2, row, col)
+    if rule.kind == "blocks":
+        made = group_blocks(x, layout, square=False, row=row, col=col, pow2=how.pow2, eps=how.eps)
+    else:
+        scaled: Any = {"amax": group_amax(x, layout)} if given is None else {"scale": given[0], "amax_out": given[1]}
+        dtype = rule.backward if grad else rule.forward
+        made = group_cast(x, layout, dtype, row=row, col=col, pow2=how.pow2, eps=how.eps, **scaled)
+    return _operands(made)
+
+
+def _operands(made: Any) -> tuple[Maybe, Maybe]:
+    row = None if made.row is None else Operand(made.row, made.row_scale)
+    return row, None if made.col is None else Operand(made.col, made.col_scale)
+
+
+def _vectors(x: Tensor, layout: Tensor | None, pow2: bool, row: bool, col: bool) -> tuple[Maybe, Maybe]:
+    """A scale a row for the rows, a scale a column of each group for the columns."""
+    by_row = by_col = None
+    if row and x.shape[-1] <= MOST_COLUMNS:
+        data, inverse, amax = group_rows(x, layout, pow2, col)
+        by_row = Operand(data, inverse)
+    else:
+        row_amax, amax = group_vector_amax(x, layout, row)
+        if row_amax is not None:
+            scale, inverse = vector_scales(row_amax, 0.0, pow2)
+            by_row = Operand(_row_only(group_cast(x, layout, E4M3, row=True, col=False, row_scale=scale)), inverse)
+    if col:
+        by_col = columns_of(x, layout, amax, pow2)
+    return by_row, by_col
+
+
+def _row_only(made: Any) -> Tensor:
+    return made.row
+
+
+def columns_of(x: Tensor, layout: Tensor | None, amax: Any, pow2: bool) -> Operand:
+    """Columns with a scale each, from their amax, fp32 [G, C]."""
+    scale, inverse = vector_scales(amax, 0.0, pow2)
+    data: Any = group_cast(x, layout, E4M3, row=False, col=True, col_scale=scale).col
+    return Operand(data, inverse)
+
+
+def quantize_weights(rule: Rule, w: Tensor, col: bool, given: Given | None = None) -> tuple[Operand, Tensor | None]:
+    """(w[G, N, K] for fprop, the seed from which weights_for_dgrad goes on where `col`, None if it needs none)."""
+    how = rule.w
+    if rule.kind == "none":
+        return Operand(w), None
+    if rule.kind == "mx":
+        values: Any = group_mx(w, None, row=True).row_values
+        return Operand(values), None
+    if rule.kind == "blocks":
+        made = group_blocks(w, None, square=True, row=True, col=False, pow2=how.pow2, eps=how.eps)
+        return Operand(_row_only(made), made.row_scale), None
+    if rule.kind == "rows":
+        if w.shape[-1] <= MOST_COLUMNS:
+            data, inverse, amax = group_rows(w, None, how.pow2, col and not rule.hp_wgrad)
+            return Operand(data, inverse), amax
+        by_row: Any = _vectors(w, None, how.pow2, True, False)[0]
+        return by_row, None
+    if given is not None:
+        made = group_cast(w, None, rule.forward, row=True, col=False, scale=given.scale, amax_out=given.amax)
+        return Operand(_row_only(made), made.row_scale), given.scale
+    seed = group_amax(w, None)
+    made = group_cast(w, None, rule.forward, row=True, col=False, amax=seed, pow2=how.pow2, eps=how.eps)
+    return Operand(_row_only(made), made.row_scale), seed
+
+
+def weights_for_dgrad(rule: Rule, w: Tensor, seed: Tensor | None) -> Operand:
+    """w[G, N, K] for dgrad: [G, K, N], or where rule.inner_first as it lies. seed: quantize_weights's."""
+    how = rule.w
+    if rule.kind == "none":
+        return Operand(w)
+    made: Any
+    if rule.kind == "mx":
+        made = group_mx(w, None, col=True, values=True)
+        return Operand(made.col_values)
+    if rule.kind == "blocks":
+        made = group_blocks(w, None, square=True, row=False, col=True, pow2=how.pow2, eps=how.eps)
+    elif rule.kind == "rows" and not rule.hp_wgrad:
+        return columns_of(w, None, group_vector_amax(w, None, False)[1] if seed is None else seed, how.pow2)
+    elif rule.delayed:
+        made = group_cast(w, None, rule.forward, row=False, col=True, scale=seed)
+    else:
+        amax = group_amax(w, None) if seed is None else seed
+        made = group_cast(w, None, rule.forward, row=False, col=True, amax=amax, pow2=how.pow2, eps=how.eps)
+    return Operand(made.col, made.col_scale)
+
+
+def wgrad_input(rule: Rule, x: Operand, layout: Tensor, dtype: torch.dtype) -> Operand:
+    """What quantize_tokens kept of x for wgrad, as the GEMM reads it."""
+    if rule.kind != "mx":
+        return x
+    data, scale = x
+    assert scale is not None
+    return Operand(group_mx_values(data, layout, scale, dtype))

@@ -1,0 +1,89 @@
+"""Weight gradients of te.GroupedLinear: added to main_grad wherever it lies, or computed later."""
+
+import pytest
+import torch
+
+import te_lite as te
+from tests.modules.test_grouped_linear import BF16, GROUPS, RECIPES, SIZES, K, N, data, equal, made, step
+from tests.ops.paths import DEVICES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("single", [False, True])
+def test_main_grad(single, recipe, device):
+    """Added in fp32 to what is there; of buffers in either order, and of any."""
+    x, dy = data()
+    want = torch.stack(step(made(device, bias=False), x, dy, recipe=recipe)[2:])
+    for way in ("one buffer", "reversed", "apart"):
+        module = made(device, bias=False, fuse_wgrad_accumulation=True, single_grouped_weight=single)
+        start = torch.randn(GROUPS, N, K)
+        block = (start.flip(0) if way == "reversed" else start).clone().to(device)
+        grads = list(block.unbind())[:: -1 if way == "reversed" else 1]
+        if way == "apart":
+            grads = [grad.clone() for grad in grads]
+        if single:
+            module.weight.main_grad = torch.stack(grads)
+        else:
+            for weight, grad in zip(module.parameters(), grads, strict=True):
+                weight.main_grad = grad
+        for weight in module.parameters():
+            weight.grad_added_to_main_grad = False
+        got = step(module, x, dy, recipe=recipe)
+        assert all(weight.grad_added_to_main_grad for weight in module.parameters())
+        assert len(got) == 2 + len(list(module.parameters())), "a dummy for Megatron's hooks"
+        main = torch.stack([p.main_grad for p in module.parameters()]).view(GROUPS, N, K).cpu()
+        bound = 2.0**-8 * want.abs() + 2.0**-20 * (start.abs() + 1)  # want is rounded to bf16, main_grad is not
+        assert ((main - start - want).abs() <= bound).all(), way
+    with pytest.raises(RuntimeError, match="main_grad"):
+        step(made(device, fuse_wgrad_accumulation=True), x, dy, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weight_gradients_that_wait(fused, recipe):
+    x, dy = data()
+    want = step(made(bias=False), x, dy, recipe=recipe)
+    module = made(bias=False, delay_wgrad_compute=True, fuse_wgrad_accumulation=fused)
+    if fused:
+        for weight in module.parameters():
+            weight.main_grad = torch.zeros(N, K)
+    called = []
+    module.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
+    x_own, dy_own = x.clone(), dy.clone()
+    leaf = x_own.requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = module(leaf, SIZES)
+    y.backward(dy_own)
+    with torch.no_grad():
+        x_own.zero_()
+        dy_own.zero_()
+    assert all(weight.grad is None for weight in module.parameters()) and module.need_backward_dw()
+    module.backward_dw()
+    grads = [weight.main_grad.to(BF16) if fused else weight.grad for weight in module.parameters()]
+    equal(grads, want[2:])
+    assert called == [1]
+    with pytest.raises(RuntimeError, match="no stored weight gradient"):
+        module.backward_dw()
+
+
+def test_fp8_padding():
+    """As Transformer Engine's callers use it; the results are those without."""
+    x, dy = data()
+    module = made(bias=False)
+    want = step(module, x, dy, recipe="rowwise")
+    for align, sizes in ((None, (16, 0, 144, 16)), (128, (128, 0, 256, 128))):
+        pad, unpad = te.Fp8Padding(GROUPS, align), te.Fp8Unpadding(GROUPS, align)
+        leaf = x.clone().requires_grad_()
+        padded, wide = pad(leaf, SIZES)
+        assert tuple(wide) == sizes and padded.shape[0] == sum(sizes)
+        module.zero_grad()
+        with te.autocast(recipe="rowwise"):
+            y = unpad(module(padded, wide), SIZES)
+        y.backward(dy)
+        equal([y.detach(), leaf.grad, *(p.grad for p in module.parameters())], want)
+        assert pad(padded, wide) == (padded, wide) and unpad(padded, wide) is padded
+    with te.autocast(recipe="mxfp8"):
+        assert te.Fp8Padding(2)(x, (6, 130))[1] == [32, 160]
+    with pytest.raises(ValueError, match="together 135"):
+        te.Fp8Padding(GROUPS)(x, (5, 0, 130, 0))
