@@ -26,8 +26,9 @@ def vector_amax(source: Source, row: bool, col: bool, op: Callable[..., None] | 
 
     Only M or N of them when the other is not wanted. nan counts as inf. op: the oracle, in its place.
     """
-    out = source.x.new_zeros((source.rows * row + source.cols * col,), dtype=torch.float32)
-    by_row, by_col = out[: source.rows] if row else None, out[source.rows * row :] if col else None
+    rows = source.rows if row else 0
+    out = source.x.new_zeros((rows + source.cols if col else rows,), dtype=torch.float32)
+    by_row, by_col = out[:rows] if row else None, out[rows:] if col else None
     (op or _vector_amax_op)(*source.flat, by_row, by_col)
     return out
 

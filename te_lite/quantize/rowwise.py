@@ -79,7 +79,7 @@ class Rows(Quantizer):
         if not (col or bias_grad) and source.cols <= MOST_COLUMNS:
             q.row, q.row_scale = row_cast(source, 0.0, self.pow2)
             return q, None
-        amax, rows = vector_amax(source, row, col), source.rows * row
+        amax, rows = vector_amax(source, row, col), source.rows if row else 0
         if col and self.amax_group is not None:
             all_reduce_max("amax of columns", amax[rows:], self.amax_group)
         row_scale = col_scale = sums = None
