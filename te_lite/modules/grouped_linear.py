@@ -127,7 +127,8 @@ class GroupedLinear(TeLiteModule):
         if torch.compiler.is_dynamo_compiling():
             from te_lite.ops.untraced import untraced
 
-            return untraced(GroupedLinear.forward, self, inp, m_splits, is_first_microbatch)
+            why = "te.GroupedLinear runs in Python; te.scaled_grouped_mm is compiled"
+            return untraced(why, GroupedLinear.forward, self, inp, m_splits, is_first_microbatch)
         state, recomputes = self._state()
         weights = tuple([getattr(self, name) for name in self.weight_names])
         grad, device = torch.is_grad_enabled(), inp.device if isinstance(inp, Tensor) else None

@@ -17,7 +17,6 @@ from te_lite.testing.numerics import assert_bitwise_equal
 from tests.harness import FP8, RECIPES, leaf, under
 from tests.modules.test_compile import (
     BF16,
-    MODULES,
     WIDTH,
     assert_same,
     compiled,

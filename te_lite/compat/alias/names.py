@@ -138,11 +138,10 @@ def fill(module: ModuleType) -> None:
     values: dict[str, Any] = {}
     for where, entry in MODULES[full]:
         name, _, own = entry.partition("=")
-        source = import_module(where.rstrip("?")) if where else None
-        if source is None or (where.endswith("?") and not hasattr(source, name)):
-            values[name] = _no_class(f"transformer_engine.pytorch.{name}")
+        if where:
+            values[name] = getattr(import_module(where), own or name)
         else:
-            values[name] = getattr(source, own or name)
+            values[name] = _no_class(f"transformer_engine.pytorch.{name}")
     vars(module).update(values, __all__=sorted(values), __getattr__=functools.partial(_missing, full))
     if full == "transformer_engine":
         module.__version__ = VERSION  # type: ignore[attr-defined]
