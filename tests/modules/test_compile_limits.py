@@ -136,8 +136,8 @@ def test_a_checkpoint_inside(how, recipe, backend):
 
 
 def test_what_torch_keeps_on_disk_is_found_by_all_that_a_graph_depends_on(monkeypatch):
-    """torch keeps graphs with a checkpoint on disk by their constants, and looks there in every process. The activation
-    and the recipe are none of the tensors' affair; nor is what te_lite makes of them, which another version may change."""
+    """torch keeps graphs with a checkpoint on disk by their constants, and looks there in every process. Tensors do not
+    tell activations and recipes apart, nor what another te_lite makes of them."""
     x = torch.randn(48, WIDTH, dtype=BF16)
     recipes = [te.recipe.Float8CurrentScaling(use_power_2_scales=power) for power in (False, True)]
     for recipe, activation in itertools.product(recipes, ("swiglu", "geglu")):
