@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -58,19 +62,35 @@ class Kind:
         return LinearPlan(operands, parallel, WgradSink(), self.dtype, self.keep_original, None, again, once, True)
 
 
-_kinds: dict[Kind, int] = {}
+_kinds: dict[str, Kind] = {}
 
 
-def number_of(kind: Kind) -> int:
-    """As `linears` takes it: the graph holds constants, of which a number is one."""
-    return _kinds.setdefault(kind, len(_kinds))
+@cache
+def _sources() -> str:
+    """A digest of te_lite's source."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return sha256(b"".join([file.read_bytes() for file in files])).hexdigest()
+
+
+@cache
+def _process() -> str:
+    return uuid4().hex
+
+
+def name_of(kind: Kind) -> str:
+    """As `linears` takes it. torch keeps on disk what it compiled, by such constants of a graph: the name is that of no
+    other Kind, in no process, and of no other te_lite. What a recipe of others means is known in its process alone."""
+    own = type(kind.recipe).__module__ == HighPrecision.__module__ and not kind.recipe.custom()
+    name = f"{kind} {_sources()} {'' if own else _process()}"
+    _kinds[name] = kind
+    return name
 
 
 @torch.compiler.allow_in_graph
-def linears(number: int, x: Tensor, *params: Tensor | None) -> list[Tensor]:
+def linears(name: str, x: Tensor, *params: Tensor | None) -> list[Tensor]:
     """[y], and norm(x) where the norm says so. params: those of the Function's forward; then, under delayed scaling,
     scales and amaxes for forward, the same for backward."""
-    kind = list(_kinds)[number]
+    kind = _kinds[name]
     states: dict[str, InGraph] = {}
     if kind.recipe.delayed():
         held: Any = params[-4:]  # tensors

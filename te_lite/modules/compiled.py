@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_lite.autocast import OPEN, Context, Pass, State, autocast
 from te_lite.functional.norm import NormSpec
-from te_lite.functional.traced import Kind, linears, number_of
+from te_lite.functional.traced import Kind, linears, name_of
 from te_lite.modules.checks import check_input
 from te_lite.modules.plans import build_plans
 from te_lite.ops import now
@@ -68,13 +68,13 @@ def _made(value: Any) -> Any:
 
 
 @constant
-def _number(recipe: Any, dtype: Any, shapes: Any, options: Any, norm: Any, activation: Any) -> int:
+def _name(recipe: Any, dtype: Any, shapes: Any, options: Any, norm: Any, activation: Any) -> str:
     """Of the Kind. shapes: of the weights. options: its keep_original and recomputes."""
     made = HighPrecision() if recipe is None else _made(recipe)
     fits = tuple([all(size % made.feature_multiple == 0 for size in shape) for shape in shapes])
     spec = None if norm is None else NormSpec(_made(norm[0]), *norm[1:])
     act = None if activation is None else built(activation[0], tuple([_made(one) for one in activation[1]]))
-    return number_of(Kind(made, dtype, fits, options[0], options[1], spec, act))
+    return name_of(Kind(made, dtype, fits, options[0], options[1], spec, act))
 
 
 def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims: int, recipe: Any) -> str:
@@ -161,7 +161,7 @@ def _computed(module: Any, inp: Tensor, params: list, recipe: Any) -> list[Tenso
     first, linears_here = 2 * normed, len(module.gemm_names)
     shapes = tuple([tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]])
     options = module.save_original_input, (module._recomputes(False), module._recomputes(True))
-    return linears(_number(recipe, _amp_dtype(inp), shapes, options, norm, activation), inp, *params)
+    return linears(_name(recipe, _amp_dtype(inp), shapes, options, norm, activation), inp, *params)
 
 
 def _recomputed(state: State | None) -> str:

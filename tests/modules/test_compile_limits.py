@@ -1,6 +1,7 @@
 """torch.compile: what is compiled again, what is refused by name, and checkpoints inside and around compiled code."""
 
 import functools
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,25 @@ def test_a_checkpoint_inside(how, recipe, backend):
     with no_recompilation:
         call = compiled(lambda x: INSIDE[how](net, x), backend)
         assert_same(train(net, call, recipe, "cpu", 3), want)
+
+
+def test_what_torch_keeps_on_disk_is_found_by_all_that_a_graph_depends_on(monkeypatch):
+    """torch keeps graphs with a checkpoint on disk by their constants, and looks there in every process. Tensors do not
+    tell activations and recipes apart, nor what another te_lite makes of them."""
+    x = torch.randn(48, WIDTH, dtype=BF16)
+    recipes = [te.recipe.Float8CurrentScaling(use_power_2_scales=power) for power in (False, True)]
+    for recipe, activation in itertools.product(recipes, ("swiglu", "geglu")):
+        torch._dynamo.reset()
+        net = mlp("cpu", activation=activation)
+        call = compiled(lambda x, net=net: te.checkpoint(net, x), "inductor")
+        with under(recipe):
+            assert_bitwise_equal(activation, call(x).detach(), net(x).detach())
+    from te_lite.functional import traced
+
+    (kind, *_) = traced._kinds.values()
+    name = traced.name_of(kind)
+    monkeypatch.setattr(traced, "_sources", lambda: "another te_lite")
+    assert traced.name_of(kind) != name
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])

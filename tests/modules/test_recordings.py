@@ -12,12 +12,12 @@ from te_lite.testing.numerics import assert_bitwise_equal
 
 BF16 = torch.bfloat16
 MAKE = {
-    "Linear": lambda **o: te.Linear(256, 384, **o),
-    "no bias": lambda **o: te.Linear(256, 384, bias=False, **o),
-    "split": lambda **o: te.Linear(256, 384, parameters_split=("q", "k", "v"), **o),
-    "LayerNormLinear": lambda **o: te.LayerNormLinear(256, 384, normalization="RMSNorm", **o),
-    "LayerNormMLP": lambda **o: te.LayerNormMLP(256, 384, activation="swiglu", **o),
-    "recomputing": lambda **o: te.LayerNormMLP(256, 384, activation="swiglu", recompute_activation=True, **o),
+    "Linear": lambda **o: te.Linear(512, 1024, **o),
+    "no bias": lambda **o: te.Linear(512, 1024, bias=False, **o),
+    "split": lambda **o: te.Linear(512, 1024, parameters_split=("q", "k", "v"), **o),
+    "LayerNormLinear": lambda **o: te.LayerNormLinear(512, 1024, normalization="RMSNorm", **o),
+    "LayerNormMLP": lambda **o: te.LayerNormMLP(512, 1024, activation="swiglu", **o),
+    "recomputing": lambda **o: te.LayerNormMLP(512, 1024, activation="swiglu", recompute_activation=True, **o),
 }
 RECIPES = ["bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp"]
 STEPS = 7  # the first compiles, later ones record and replay
@@ -62,7 +62,7 @@ def compare(kind, recipe, shape, monkeypatch, *, main_grads=False, frozen=(), fi
         for p in made.parameters():
             p.main_grad = torch.randn(p.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     generator = torch.Generator("cuda").manual_seed(hash(shape) & 255)
-    features = 256 if "MLP" in type(module).__name__ else 384
+    features = 512 if "MLP" in type(module).__name__ else 1024
     for i in range(STEPS):
         scale = 2.0 ** (i - 3)
         x = torch.randn(*shape, device="cuda", dtype=BF16, generator=generator) * scale
@@ -80,7 +80,7 @@ def compare(kind, recipe, shape, monkeypatch, *, main_grads=False, frozen=(), fi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(64, 256), (2, 24, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 512), (2, 24, 512)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", MAKE)
 def test_bits_of_replays(kind, recipe, shape, monkeypatch):
@@ -91,7 +91,7 @@ def test_bits_of_replays(kind, recipe, shape, monkeypatch):
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise", "rowwise"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_main_grad(kind, recipe, monkeypatch):
-    compare(kind, recipe, (64, 256), monkeypatch, main_grads=True)
+    compare(kind, recipe, (64, 512), monkeypatch, main_grads=True)
 
 
 @pytest.mark.gpu
@@ -99,14 +99,14 @@ def test_main_grad(kind, recipe, monkeypatch):
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_what_is_frozen(kind, recipe, frozen, monkeypatch):
-    compare(kind, recipe, (64, 256), monkeypatch, frozen=frozen)
+    compare(kind, recipe, (64, 512), monkeypatch, frozen=frozen)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 def test_cached_weights(kind, recipe, monkeypatch):
-    compare(kind, recipe, (64, 256), monkeypatch, first=True)
+    compare(kind, recipe, (64, 512), monkeypatch, first=True)
 
 
 @pytest.mark.gpu
@@ -116,10 +116,10 @@ def test_a_replay_reads_what_is_there_now():
     module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
     for i in range(12):
         tokens = (64, 64, 64, 128)[i % 4]
-        x, dy = (torch.randn(tokens, n, device="cuda", dtype=BF16) for n in (256, 384))
+        x, dy = (torch.randn(tokens, n, device="cuda", dtype=BF16) for n in (512, 1024))
         if i % 5 == 4:
-            module.weight.data = torch.randn(384, 256, device="cuda", dtype=BF16)
-            module.weight.main_grad = torch.randn(384, 256, device="cuda")
+            module.weight.data = torch.randn(1024, 512, device="cuda", dtype=BF16)
+            module.weight.main_grad = torch.randn(1024, 512, device="cuda")
         before = module.weight.main_grad.clone()
         y = module(x)
         torch.testing.assert_close(y, torch.nn.functional.linear(x, module.weight, module.bias), rtol=2e-2, atol=0.3)
