@@ -37,9 +37,8 @@ from te_lite.recipe import HighPrecision, Recipe
 class Kind:
     """What a compiled call is, but for its tensors: a value, so that modules that are alike share what is compiled.
 
-    fits: of each linear, whether `recipe` quantizes it. keep_original: LinearPlan's. recomputes: the module's answers
-    to _recomputes(False) and _recomputes(True). norm, activation: None
-    where there is none.
+    fits: of each linear, whether `recipe` quantizes it. keep_original: LinearPlan's. recomputes: the module's
+    _recomputes. norm, activation: None where there is none.
     """
 
     recipe: Recipe

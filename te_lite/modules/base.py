@@ -56,6 +56,8 @@ class TeLiteModule(SpecModule):
 
     gemm_names: tuple[str, ...] = ("",)
     save_original_input = False
+    # LinearPlan's recompute, of a linear that follows another: where it takes time, where it takes about none.
+    _recomputes = False, False
     _graph_scales: GraphScales
     _default: State | None = None  # what a call follows where no autocast is open
 
@@ -135,10 +137,6 @@ class TeLiteModule(SpecModule):
         return DelayedWgrads(
             sink, last and not tp.gathers_grad, index == 0 and self._outer_input and not tp.gathers_input
         )
-
-    def _recomputes(self, free: bool) -> bool:
-        """LinearPlan's recompute, of a linear that follows another. free: it costs about no time."""
-        return False
 
     def need_backward_dw(self) -> bool:
         """True when weight gradients wait for backward_dw()."""

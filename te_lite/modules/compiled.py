@@ -160,7 +160,7 @@ def _computed(module: Any, inp: Tensor, params: list, recipe: Any) -> list[Tenso
         activation = module._act.name, tuple([_value(one) for one in module._act.parameters])
     first, linears_here = 2 * normed, len(module.gemm_names)
     shapes = tuple([tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]])
-    options = module.save_original_input, (module._recomputes(False), module._recomputes(True))
+    options = module.save_original_input, module._recomputes
     return linears(_name(recipe, _amp_dtype(inp), shapes, options, norm, activation), inp, *params)
 
 

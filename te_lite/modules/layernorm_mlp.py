@@ -88,6 +88,8 @@ class LayerNormMLP(TeLiteModule):
         self.checkpoint = checkpoint
         asked = flag("LayerNormMLP", "recompute_activation", recompute_activation)
         self.recompute_activation = None if recompute_activation is None else asked
+        cheap = recomputation_cost(hidden_size, act.glu) <= MOST_COST
+        self._recomputes = (cheap, True) if recompute_activation is None else (asked, asked)
         self.hidden_size = hidden_size
         wide = ffn_hidden_size * (2 if act.glu else 1)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:
@@ -95,11 +97,6 @@ class LayerNormMLP(TeLiteModule):
         init2 = output_layer_init_method or init_method
         add_linear(self, modes[0], hidden_size, wide, init_method, bias, {"fc1_": wide})
         add_linear(self, modes[1], ffn_hidden_size, hidden_size, init2, bias, {"fc2_": hidden_size})
-
-    def _recomputes(self, free: bool) -> bool:
-        if self.recompute_activation is not None:
-            return self.recompute_activation
-        return free or recomputation_cost(self.hidden_size, self._act.glu) <= MOST_COST
 
     def _linear_names(self) -> list[tuple[list[str], list[str]]]:
         return [(["fc1_weight"], ["fc1_bias"]), (["fc2_weight"], ["fc2_bias"])]

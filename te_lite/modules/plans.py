@@ -95,5 +95,5 @@ def _build_plan(
     info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)
     parallel = parallel_linear(tp, exchanges)
     sink, once = module._sinks[index], before is not None and one_read(before, operands, tp)
-    recompute = before is not None and module._recomputes(once and bool(operands.fprop.a.format.label))
+    recompute = before is not None and module._recomputes[once and bool(operands.fprop.a.format.label)]
     return LinearPlan(operands, parallel, sink, dtype, module.save_original_input, info, recompute, once)
