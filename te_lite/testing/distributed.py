@@ -1,6 +1,5 @@
-"""Ranks for tests: torchrun on a free port, a time limit, and every rank's log when something fails."""
+"""Ranks for tests: on a free port, a time limit, and every rank's log when something fails."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,8 +10,9 @@ from typing import Any
 
 import torch
 
+from te_lite.testing.forked import end_with_parent
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-PR_SET_PDEATHSIG = 1  # of Linux
 LOG_TAIL = 60  # lines of each rank's log shown on failure
 
 
@@ -79,15 +79,12 @@ def _logs(folder: Path) -> str:
     return "\n".join(parts) or "(no rank wrote anything)"
 
 
-def end_with_parent() -> None:
-    """In a child: SIGTERM when its parent dies, on which torchrun ends its ranks. Else they would stay on the GPUs."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def launch(
-    script: str | Path, *args: str, ranks: int, timeout: float = 300.0, env: dict[str, str] | None = None
-) -> str:
-    """Run `script` on `ranks` processes of this host under torchrun; returns what rank 0 printed.
+    script: str | Path, *args: str, ranks: int, timeout: float = 300.0, env: dict[str, str] | None = None,
+    torchrun: bool = False,
+) -> str:  # fmt: skip
+    """Run `script` on `ranks` processes of this host; returns what rank 0 printed. They are forked, see forked.py, or
+    started by torchrun: slower by an import of torch a rank.
 
     Raises AssertionError with the tail of every rank's log when a rank fails, or when `timeout` seconds pass
     (then all ranks are ended first, so a hang costs a bounded time).
@@ -95,12 +92,10 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="te_lite_ranks_") as name:
         folder = Path(name)
         # --standalone takes a free port; redirects keep the ranks' outputs apart.
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-            *("--redirects=3", f"--log-dir={folder}", str(script), *args),
-        ]
+        options = ("--standalone", f"--nproc-per-node={ranks}", "--redirects=3", f"--log-dir={folder}")
+        starter = ("torch.distributed.run", *options) if torchrun else ("te_lite.testing.forked", str(ranks), name)
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", *starter, str(script), *args],
             env=_environment(env),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -310,7 +310,7 @@ def test_a_sample_of_ranks_is_the_slowest_ranks(monkeypatch):
 def test_timeline_has_every_gemm_and_copy_of_every_rank(tmp_path):
     pytest.importorskip("matplotlib")
     options = ("--device", "cpu", "--shape", "64", "64", "128", "--warmup", "1", "--out", str(tmp_path))
-    launch(ROOT / "benchmarks" / "timeline.py", *options, ranks=2, timeout=120)
+    launch(ROOT / "benchmarks" / "timeline.py", *options, ranks=2, timeout=120, env={"TE_LITE_NVTX": "1"})
     rows = json.loads((tmp_path / "timeline.json").read_text())["rows"]
     assert all(row["begin_us"] < row["end_us"] for row in rows), [r for r in rows if r["begin_us"] >= r["end_us"]]
     once = dict.fromkeys([f"{layer} {gemm}" for layer in ("fc1", "fc2") for gemm in ("fprop", "dgrad", "wgrad")], 1)

@@ -1,5 +1,6 @@
 """te_lite tune: what it measures is what a run with "auto" finds."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -25,32 +26,23 @@ def test_a_run_finds_what_was_measured(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "overlap.json").read_text()) == measured
 
 
-def test_a_linear_with_a_bias_is_another_gemm(tmp_path: Path) -> None:
-    """Its forward exchanges are timed anew, as those of modules with bias=True would be. Of dgrads only fc2's, which
-    then makes no gradient of h.
+def test_biases_residuals_and_narrow_sums_are_other_problems(tmp_path: Path) -> None:
+    """Biases: of forwards, as those of modules with bias=True would be, and fc2's dgrad, which then makes no gradient
+    of h. Residuals: of proj's and fc2's forward. Narrow sums: of those and of the dgrads that scatter.
     """
     env = {"TE_LITE_CACHE": str(tmp_path)}
     args = (*SIZES, "--tokens", "32", "--recipes", "bf16")
-    launch(SCRIPT, *args, ranks=2, timeout=120, env=env)
-    without = json.loads((tmp_path / "overlap.json").read_text())
-    launch(SCRIPT, *args, "--bias", ranks=2, timeout=120, env=env)
-    both = json.loads((tmp_path / "overlap.json").read_text())
-    new = [problem for problem in both if problem not in without]
-    assert without.items() <= both.items() and len(new) == 5
-    assert sum("of a gradient" in problem for problem in without) == 1 and not any("gradient" in p for p in new)
-    assert sum("bias True" in problem for problem in both) == 4 and not any("bias True" in p for p in without)
-
-
-def test_residuals_and_narrow_sums_are_other_problems(tmp_path: Path) -> None:
-    """Residuals: of proj's and fc2's forward. Narrow sums: of those and of the dgrads that scatter."""
-    env = {"TE_LITE_CACHE": str(tmp_path)}
-    args = (*SIZES, "--tokens", "32", "--recipes", "bf16")
-    kept = []
-    for options in ((), ("--residual",), ("--residual", "--fp8-buf")):
+    kept: list[dict] = []
+    for options in ((), ("--bias",), ("--residual",), ("--residual", "--fp8-buf")):
         launch(SCRIPT, *args, *options, ranks=2, timeout=120, env=env)
-        kept.append(json.loads((tmp_path / "overlap.json").read_text()).keys())
-    without, residual, narrow = kept
-    new = residual - without
+        kept.append(json.loads((tmp_path / "overlap.json").read_text()))
+    assert all(before.items() <= after.items() for before, after in itertools.pairwise(kept))
+    without, bias, residual, narrow = (set(measured) for measured in kept)
+    new = bias - without
+    assert len(new) == 5
+    assert sum("of a gradient" in problem for problem in without) == 1 and not any("gradient" in p for p in new)
+    assert sum("bias True" in problem for problem in bias) == 4 and not any("bias True" in p for p in without)
+    new = residual - bias
     assert len(new) == 2 and all("scatter" in problem and "and residual" in problem for problem in new)
     assert len(narrow - residual) == 4 and all("narrow scatter" in problem for problem in narrow - residual)
 

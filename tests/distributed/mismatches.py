@@ -137,6 +137,7 @@ def mismatch_in_backward(device) -> None:
     calls = [pair.forward(pair.batch(i, m)) for i, m in enumerate((200, 400))]
     said("backward mismatch", lambda: [pair.backward(call) for call in (reversed(calls) if victim() else calls)])
     te.destroy_ub()
+    dist.barrier()
 
 
 def refused_alone(device) -> None:
@@ -149,6 +150,7 @@ def refused_alone(device) -> None:
 
     said("refused alone", forward)
     te.destroy_ub()
+    dist.barrier()
 
 
 def mismatch_over_capacity(device) -> None:
@@ -156,10 +158,12 @@ def mismatch_over_capacity(device) -> None:
     pair = make(COLUMN, device)
     said("collective mismatch", until_it_fails(lambda: step(pair, 208 if victim() else 200)))
     te.destroy_ub()
+    dist.barrier()
 
 
 def mismatch_of_capacity(device) -> None:
     """One call fits, the other does not: one waits in the arena, one for torch.distributed."""
     pair = make(COLUMN, device)
-    said("collective mismatch", until_it_fails(lambda: step(pair, 200 if victim() else 8)))
+    said("capacity mismatch", until_it_fails(lambda: step(pair, 200 if victim() else 8)))
     te.destroy_ub()
+    dist.barrier()

@@ -263,10 +263,7 @@ def mpi(device) -> None:
 FAULTS: dict[str, tuple[Callable, ...]] = {
     "survived": (arguments, mapping, gemm_fails, mismatch, order, left, unnoticed),
     "late": (late,),
-    "mismatch_over_capacity": (mismatch_over_capacity,),
-    "mismatch_of_capacity": (mismatch_of_capacity,),
-    "mismatch_in_backward": (mismatch_in_backward,),
-    "refused_alone": (refused_alone,),
+    "mismatches_over_capacity": (mismatch_over_capacity, mismatch_of_capacity, mismatch_in_backward, refused_alone),
     "mismatched_recipes": (recipes,),
     "fails_before_a_collective": (fails_before_an_amax, fails_while_auto_measures),
     "killed_in_forward": (lambda device: killed(device, "forward"),),

@@ -11,8 +11,8 @@ TP4 = [("bulk", "pipeline"), ("ring_exchange", "auto"), ("fused",)]
 RECIPES = 8
 
 
-def run(script, ranks, device, *args, timeout=400.0):
-    return launch(HERE / script, "--device", device, *args, ranks=ranks, timeout=timeout).splitlines()
+def run(script, ranks, device, *args, timeout=400.0, **how):
+    return launch(HERE / script, "--device", device, *args, ranks=ranks, timeout=timeout, **how).splitlines()
 
 
 def check_matrix(ranks, device, methods):
@@ -25,7 +25,7 @@ def check_matrix(ranks, device, methods):
 @pytest.mark.slow
 @pytest.mark.parametrize("device", rank_device_params(2))
 def test_matrix_tp2(device):
-    """Every module x recipe x method, 20 iterations each, with delays, poison and shared buffers."""
+    """Every module x recipe x method, 12 or 20 iterations each, with delays, poison and shared buffers."""
     fused = ("fused",) if device == "cuda" else ()
     check_matrix(2, device, ("bulk", "pipeline", "ring_exchange", "auto", *fused))
 
@@ -81,7 +81,7 @@ def test_checks_of_two(device, suite):
 
 @pytest.mark.parametrize("device", rank_device_params(4))
 def test_groups(device):
-    lines = run("run_overlap_checks.py", 4, device, "--suite", "groups")
+    lines = run("run_overlap_checks.py", 4, device, "--suite", "groups", torchrun=True)
     assert [line.split(":")[0] for line in lines] == [
         "parts_of_the_world",
         "two_groups_at_once",

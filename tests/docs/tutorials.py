@@ -59,7 +59,7 @@ def run_command(line: str, folder: Path) -> str:
     while "=" in words[0]:
         name, _, env[name] = words.pop(0).partition("=")
     assert words[:2] == ["torchrun", "--nproc-per-node"], f"{line}: tutorials start torchrun --nproc-per-node only"
-    return launch(folder / words[3], *words[4:], ranks=int(words[2]), env=env)
+    return launch(folder / words[3], *words[4:], ranks=int(words[2]), env=env, torchrun=True)
 
 
 def run_session(session: list[Block]) -> list[str]:

@@ -26,9 +26,9 @@ def read_log(folder: Path) -> dict:
     return json.loads((folder / "log.json").read_text())
 
 
-def train_ranks(folder: Path, *args: str, ranks: int = 2) -> tuple[dict, str]:
-    """The log and what rank 0 printed, of a run under torchrun."""
-    printed = launch(TRAIN, *TINY, *outputs(folder), *args, ranks=ranks, timeout=TIMEOUT)
+def train_ranks(folder: Path, *args: str, ranks: int = 2, torchrun: bool = False) -> tuple[dict, str]:
+    """The log and what rank 0 printed, of a run on several ranks."""
+    printed = launch(TRAIN, *TINY, *outputs(folder), *args, ranks=ranks, timeout=TIMEOUT, torchrun=torchrun)
     return read_log(folder), printed
 
 

@@ -49,8 +49,15 @@ def train_alone(change: Callable[[torch.nn.Module], None]) -> list[float]:
     return trainer.run(lambda *_: None).losses
 
 
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[float], list[list[float]]]:
+    """Losses at tp 1, and those of REORDERINGS reordered runs."""
+    others = [train_alone(lambda model, seed=seed: reorder(model, seed)) for seed in range(REORDERINGS)]
+    return train_alone(lambda model: None), others
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
-def test_tp_sizes_agree_step_by_step(sequence_parallel: bool) -> None:
+def test_tp_sizes_agree_step_by_step(sequence_parallel: bool, alone) -> None:
     """|loss_tp2 - loss_tp1| <= FACTOR * noise + 2 ulp at every step.
 
     A tp-2 run computes the same function as tp 1 with sums in another order, so its honest error is what another
@@ -60,10 +67,9 @@ def test_tp_sizes_agree_step_by_step(sequence_parallel: bool) -> None:
     extra = ("--sequence-parallel",) if sequence_parallel else ()
     script = Path(__file__).with_name("ranks_train.py")
     ranks = json.loads(launch(script, *ARGS, "--tp", "2", *extra, ranks=2, timeout=TIMEOUT))
-    reference = train_alone(lambda model: None)
+    reference, others = alone
     noise = [0.0] * STEPS
-    for seed in range(REORDERINGS):
-        other = train_alone(lambda model, seed=seed: reorder(model, seed))
+    for other in others:
         assert other != reference, "a reordered model rounds elsewhere; equal losses mean it was not reordered"
         noise = [max(n, abs(a - b)) for n, a, b in zip(noise, other, reference, strict=True)]
     bounds = [FACTOR * max(noise[: step + 1]) + 2 * ULP for step in range(STEPS)]

@@ -34,20 +34,28 @@ def _small(*shape: int) -> Tensor:
     return torch.randint(-2, 3, shape).float()
 
 
+MANY = 4000  # elements; the interpreter is slow
+
+
 def _sources(m: int, n: int) -> dict[str, S.Source]:
-    """Only products of small integers and powers of two: one right result, in fp8 too."""
+    """Only products of small integers and powers of two: one right result, in fp8 too. Of many tiles one for each way
+    to read them."""
     x, h, dy = _small(m, n), _small(m, 2 * n), _small(m, n)
     mean, rstd = torch.randint(-1, 2, (m,)).float(), 2.0 ** torch.randint(-1, 2, (m,))
     gamma, beta = torch.randint(1, 3, (n,)).bfloat16(), torch.randint(-1, 2, (n,)).bfloat16()
-    return {
+    sources = {
         "plain": S.plain(x.bfloat16()),
-        "relu": S.act(x.half(), Activation.of("relu")),
         "sreglu": S.act(h, Activation.of("sreglu")),
+        "dreglu": S.dact(dy.bfloat16(), h.bfloat16(), Activation.of("reglu")),
+        "layernorm": S.norm(x, mean, rstd, gamma, beta),
+    }
+    if m * n > MANY:
+        return sources
+    return sources | {
+        "relu": S.act(x.half(), Activation.of("relu")),
         "clamped_swiglu": S.act(h, CLAMPED),
         "drelu": S.dact(dy, x, Activation.of("relu")),
-        "dreglu": S.dact(dy.bfloat16(), h.bfloat16(), Activation.of("reglu")),
         "dclamped_swiglu": S.dact(dy, h, CLAMPED),
-        "layernorm": S.norm(x, mean, rstd, gamma, beta),
         "rmsnorm zero centered": S.norm(x, None, rstd, torch.zeros(n), None, zero_centered=True),
     }
 
@@ -134,15 +142,15 @@ def test_interpreted_activation_of_a_gradient(shape):
         assert torch.equal(hp.hp, want.hp) and torch.equal(hp.bias_grad, want.bias_grad), name
 
 
-WORDS = [Shape(130, 80, "several tiles along both"), Shape(3, 304, "fewer rows than a word has"), Shape(260, 64, "pad")]
+WORDS = [Shape(130, 80, "several tiles along both"), Shape(3, 80, "fewer rows than a word has"), Shape(260, 64, "pad")]
 
 
 @only_interpreted
 @pytest.mark.parametrize("row", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", WORDS, ids=lambda s: s.why)
-def test_interpreted_words(shape, dtype, row, monkeypatch):
+def test_interpreted_words(shape, row, monkeypatch):
     monkeypatch.setattr(cast_kernels, "FEW", 0)
+    dtype = (torch.bfloat16, torch.float16)[(WORDS.index(shape) + row) % 2]
     source = S.plain(_small(shape.m, shape.n).to(dtype))
     assert words_fit(source)
     for given in ({"scale": torch.tensor([2.0])}, {"amax": torch.tensor([1.0, 448.0])}):
@@ -160,7 +168,9 @@ def test_interpreted_words(shape, dtype, row, monkeypatch):
 
 
 @only_interpreted
-@pytest.mark.parametrize("shape", [*SHAPES, Shape(300, 150, "many tiles along m")], ids=lambda s: s.why)
+@pytest.mark.parametrize(
+    "shape", [*(s for s in SHAPES if s.n < 300), Shape(300, 70, "many tiles")], ids=lambda s: s.why
+)
 def test_interpreted_last_tile_first(shape):
     """With partial maxima, and for a norm, tiles are taken from the last row of them on: no bit changes."""
     for name, source in _sources(shape.m, shape.n).items():
