@@ -185,6 +185,9 @@ int cuMemSetAccess(void* address, size_t bytes, const int* access, size_t count)
   if (count != 1 || access[0] != 1 || access[2] != 3) return 1;
   return mprotect(address, bytes, PROT_READ | PROT_WRITE);
 }
+int cuMemsetD8Async(void* address, unsigned char value, size_t bytes, void*) {
+  return std::memset(address, value, bytes), needs_init("cuMemsetD8Async");
+}
 int cuMemHostAlloc(void** address, size_t bytes, unsigned) {
   return give("cuMemHostAlloc", address, std::malloc(bytes));
 }
