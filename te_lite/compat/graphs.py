@@ -62,7 +62,15 @@ def make_graphed_callables(
     delay_wgrad_compute; a call raises ValueError for inputs unlike the sample, RuntimeError for parameters that were
     replaced and for backwards out of order.
     """
-    if _reuse_graph_input_output_buffers or capture_time_hooks is not None:
+    caches = flag(
+        NAME, *_given("cache_quantized_params", cache_quantized_params, "fp8_weight_caching", fp8_weight_caching)
+    )
+    observes = flag(NAME, *_given("calibrating", calibrating, "fp8_calibrating", fp8_calibrating))
+    unused = flag(NAME, "allow_unused_input", allow_unused_input)
+    retain = flag(NAME, "retain_graph_in_backward", retain_graph_in_backward)
+    clones = flag(NAME, "clone_param_grads_on_return", clone_param_grads_on_return)
+    reuses = flag(NAME, "_reuse_graph_input_output_buffers", _reuse_graph_input_output_buffers)
+    if reuses or capture_time_hooks is not None:
         name = "capture_time_hooks" if capture_time_hooks is not None else "_reuse_graph_input_output_buffers"
         raise NotImplementedError(f"{NAME}({name}=...): te_lite does not do it; leave it out")
     single = not isinstance(modules, tuple)
@@ -70,8 +78,6 @@ def make_graphed_callables(
     _check_modules(layers)
     recipe = _one("recipe", recipe, "fp8_recipe", fp8_recipe)
     group = _one("amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group)
-    caches = _one("cache_quantized_params", cache_quantized_params, "fp8_weight_caching", fp8_weight_caching)
-    observes = flag(NAME, "calibrating", _one("calibrating", calibrating, "fp8_calibrating", fp8_calibrating))
     asked = _one("enabled", enabled, "fp8_enabled", fp8_enabled)
     on = _enabled(asked, recipe, len(layers))
     contexts = [_context(yes, observes, recipe, group, asked is None) for yes in on]
@@ -79,14 +85,12 @@ def make_graphed_callables(
         raise ValueError(f"{NAME}(num_warmup_iters={num_warmup_iters!r}): must be an integer, at least 1: it compiles")
     events = _events(_order, _num_layers_per_chunk, len(layers))
     samples = _samples(single, sample_args, sample_kwargs, sum(not event.backward for event in events))
-    unused = flag(NAME, "allow_unused_input", allow_unused_input)
-    retain = flag(NAME, "retain_graph_in_backward", retain_graph_in_backward)
     used = as_recipe(DelayedScaling() if recipe is None else recipe)
 
     with ExitStack() as stack, restored([]):
         each = []
         for layer, yes, context in zip(layers, on, contexts, strict=True):
-            original = Original(layer, used if yes else None, flag(NAME, "cache_quantized_params", caches))
+            original = Original(layer, used if yes else None, caches)
             each.append(Capturing(original, context, stack))
         slots = _slots(samples, events, each)
         captures = graph_capture.Captures(pool, [t for slot in slots for t in slot.inputs])
@@ -100,15 +104,19 @@ def make_graphed_callables(
                 post_warmup_hook()
         graph_capture.record(events, slots, each, captures, retain)
     for slot in slots:
-        slot.clones = flag(NAME, "clone_param_grads_on_return", clone_param_grads_on_return)
+        slot.clones = clones
     return _results(layers, slots, single, _order is not None)
 
 
-def _one(name: str, value: Any, older_name: str, older: Any) -> Any:
-    """The argument, under whichever name it was given."""
+def _given(name: str, value: Any, older_name: str, older: Any) -> tuple[str, Any]:
+    """The argument with the name under which it was given."""
     if value is not None and older is not None:
         raise ValueError(f"{NAME} got both {name} and {older_name}, its older name: pass {name} alone")
-    return older if value is None else value
+    return (name, value) if older is None else (older_name, older)
+
+
+def _one(*names_and_values: Any) -> Any:
+    return _given(*names_and_values)[1]
 
 
 def _enabled(enabled: Any, recipe: Any, count: int) -> list[bool]:

@@ -36,6 +36,13 @@ class Kernel {
 
   const std::string& kinds() const { return kinds_; }
 
+  // Makes the kernel's context that of this thread.
+  void enter() const {
+    void* current = nullptr;
+    TE_LITE_CHECK(cuCtxGetCurrent, &current);
+    if (current != context_) TE_LITE_CHECK(cuCtxSetCurrent, context_);
+  }
+
   // Launches (programs, 1, 1) on `stream`; `arguments` are the count parameters in order as the kernel takes
   // them: addresses, integers and floats, in the low bytes. Throws DriverError.
   void launch(unsigned programs, uint64_t stream, uint64_t* arguments, int count) const {
@@ -48,9 +55,7 @@ class Kernel {
 
   // The same with the addresses of all parameters, of whatever size they are.
   void launch(unsigned programs, uint64_t stream, void** parameters) const {
-    void* current = nullptr;
-    TE_LITE_CHECK(cuCtxGetCurrent, &current);
-    if (current != context_) TE_LITE_CHECK(cuCtxSetCurrent, context_);
+    enter();
     CUlaunchAttribute early{kLaunchEarly, 0, 1, {}};
     void* const on = reinterpret_cast<void*>(stream);
     const CUlaunchConfig config{programs, 1, 1, threads_, 1, 1, shared_bytes_, on, &early, early_};

@@ -1,4 +1,4 @@
-// Launches between which nothing stands, issued by one call: recorded once (te_lite/ops/recorded.py), with addresses that
+// Launches between which nothing stands, issued by one call: recorded once (te_lite/ops/recorder.py), with addresses that
 // each call gives anew.
 #include <algorithm>
 #include <string>
@@ -65,6 +65,12 @@ class Sequence {
     if (PyErr_Occurred()) throw py::error_already_set();
     const py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
     uint64_t arguments[kMostArguments];
+    for (const Step& step : steps_) {
+      if (step.kernel) {
+        step.kernel->enter();  // for what comes before it too
+        break;
+      }
+    }
     for (const Step& step : steps_) {
       std::copy(step.arguments.begin(), step.arguments.end(), arguments);
       for (const Patch& patch : step.patches) arguments[patch.argument] = at[patch.slot] + patch.offset;

@@ -75,7 +75,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         if plan.recordings is None or dy.__class__ is not Tensor or dln_out is not None or call.grad_input is not None:
             dx, dgamma, dbeta, dw, db = body()
         else:
-            dx, dgamma, dbeta, dw, db = recorded_backward(call, (needs, ctx.x_shape), dy, saved, body)
+            dx, dgamma, dbeta, dw, db = recorded_backward(call, (needs, ctx.x_shape, ctx.spec), dy, saved, body)
         if needs[1] and plan.sink.answers:
             dw = plan.sink.answer(param, dw)
         if call.pools is not None:

@@ -134,11 +134,12 @@ class LayerNormMLPFunction(torch.autograd.Function):
         call, grads, (kept, saved) = ctx.call, ctx.needs_input_grad, load(ctx)
         (plan1, plan2), (param1, param2), needs = call.plans, call.weights, (grads[7], grads[9])
         body = partial(_backward, ctx, kept, dy, dln_out, *needs)
-        if plan1.recordings is None or dy.__class__ is not Tensor or dln_out is not None:
+        records = plan1.recordings is not None and plan1.recordings.may_serve(dy)
+        if not records or dy.__class__ is not Tensor or dln_out is not None:
             del saved
             dx, dgamma, dbeta, dw1, db1, dw2, db2 = body()
         else:
-            decided = needs, ctx.needs, ctx.x_shape, ctx.activation
+            decided = needs, ctx.needs, ctx.x_shape, ctx.spec, ctx.activation
             dx, dgamma, dbeta, dw1, db1, dw2, db2 = recorded_backward(call, decided, dy, saved, body)
         if ctx.needs[1] and plan1.sink.answers:
             dw1 = plan1.sink.answer(param1, dw1)

@@ -274,7 +274,7 @@ class LinearFunction(torch.autograd.Function):
         needs = need_x, need_w = call.grad and x.requires_grad, call.grad and weight.requires_grad
         operand = as_operand(x, plan, grad=False)
         body = partial(_forward, plan, operand, needs, cached, *params)
-        if plan.recordings is None or not isinstance(operand, Source):
+        if plan.recordings is None or not isinstance(operand, Source) or operand.x.__class__ not in PLAIN:
             y, *kept = body()
         else:
             y, *kept = recorded_forward(call, needs, operand.x, params, body)

@@ -56,7 +56,7 @@ class MainGrad(WgradSink):
         matmul_accumulate_(weight.main_grad, dy, x, fast_accum)
 
     def where(self, weight: Any) -> tuple[Tensor | None, bool]:
-        return weight.main_grad, getattr(weight, "overwrite_main_grad", False)
+        return getattr(weight, "main_grad", None), getattr(weight, "overwrite_main_grad", False)
 
     def answer(self, weight: Any, dw: Tensor | None) -> Tensor | None:
         """A dummy where Megatron's hooks look for a gradient, else None."""

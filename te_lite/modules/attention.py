@@ -48,7 +48,10 @@ class DotProductAttention(StatelessModule):
         return_max_logit: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        _refuse(softmax_type=(softmax_type, "vanilla"), return_max_logit=(return_max_logit, False))
+        wants_logit = flag("DotProductAttention", "return_max_logit", return_max_logit)
+        if bottom_right_diagonal is not None:
+            bottom_right_diagonal = flag("DotProductAttention", "bottom_right_diagonal", bottom_right_diagonal)
+        _refuse(softmax_type=(softmax_type, "vanilla"), return_max_logit=(wants_logit, False))
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % groups:

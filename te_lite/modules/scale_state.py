@@ -75,6 +75,10 @@ class ScaleStates:
         state = self._live.get(asked[-1])
         return state is None or state.key == self._key(*asked)
 
+    def fixed(self) -> bool:
+        """Whether a CUDA graph holds them."""
+        return any([state.pool.fixed for state in self._live.values()])
+
     def holds(self, states: tuple[ScaleState, ...]) -> bool:
         """Whether these are the live ones."""
         return [*self._live.values()] == [*states]

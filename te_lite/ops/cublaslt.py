@@ -64,8 +64,8 @@ def product(
     out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, scaled: tuple[int, int],
     bias: Tensor | None = None, fast: bool = False, accumulate: bool = False,
 ) -> bool:  # fmt: skip
-    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), or out += that. False where cublasLt does not compute it: nothing is
-    written then.
+    """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), or out += that. False where cublasLt does not compute it, or
+    shapes do not fit: nothing is written then.
 
     a, b: fp8; or of 16 bits, UNSCALED, and then perhaps views .t() of contiguous matrices. scaled: one of the pairs
     above, by a_scale and b_scale as cublasLt reads them. bias: of out's dtype. fast: sums are not promoted to fp32 as
@@ -74,6 +74,10 @@ def product(
     device, at, last = out.device, out.data_ptr(), 0 if bias is None else bias.data_ptr()
     left, right = a.data_ptr(), b.data_ptr()
     low = (at | left | right | last) & 255
+    if a.shape[1] != b.shape[1] or out.shape != (a.shape[0], b.shape[0]):
+        return False
+    if bias is not None and (bias.shape != (b.shape[0],) or not bias.is_contiguous()):
+        return False
     turned_a, turned_b = not a.is_contiguous(), not b.is_contiguous()
     if low & 15 or not out.is_contiguous():
         return False

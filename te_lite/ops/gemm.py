@@ -140,16 +140,20 @@ def gemm_ref(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: T
     return (out if bias is None else out + bias.float()).to(out_dtype or a.dtype)
 
 
+_fp16_reduces_low = torch._C._get_cublas_allow_fp16_reduced_precision_reduction
+
+
 def reduces_low() -> bool:
     """Whether partial sums of a 16-bit product may be of 16 bits: torch's default, and cublasLt's."""
-    return torch._C._get_cublas_allow_bf16_reduced_precision_reduction() in (True, (True, True))
+    flags = torch._C._get_cublas_allow_bf16_reduced_precision_reduction, _fp16_reduces_low
+    return all([flag() in (True, (True, True)) for flag in flags])
 
 
 def _gemm_cuda(
     a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None
 ) -> Tensor | None:  # fmt: skip
     """gemm() by cublasLt itself, of 16-bit operands where nobody watches torch's ops; None where that cannot."""
-    seen = OPEN.recorder is None and not unwatched()
+    seen = (OPEN.recorder is None and not unwatched()) or type(a) not in PLAIN or type(b) not in PLAIN
     if (
         seen
         or not reduces_low()
@@ -203,7 +207,7 @@ def _addmm_widens(device: torch.device) -> bool:
 
 def _gemm_accumulate_cuda(out: Tensor, dy: Tensor, x: Tensor) -> None:
     dy_t = dy.t()
-    if dy.dtype in _LOW and out.dtype == torch.float32 and reduces_low():
+    if dy.dtype in _LOW and out.dtype == torch.float32 and type(dy) in PLAIN and reduces_low():
         if product(out, dy_t, x.t(), None, None, UNSCALED, accumulate=True):
             return
     if out.dtype == dy.dtype:

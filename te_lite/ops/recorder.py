@@ -67,12 +67,12 @@ class Recorded:
         self, sequence: _C.Sequence, device: torch.device, fetches: list[Fetch],
         made: list[tuple[torch.Size, torch.dtype]], block: int, results: list[tuple[int, _View | None] | None],
     ) -> None:  # fmt: skip
-        self._sequence, self._device, self._fetches = sequence, device, fetches
+        self._sequence, self.device, self._fetches = sequence, device, fetches
         self._made, self._block, self._results = made, block, results
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The body's results for inputs of the same shapes, dtypes and addresses modulo 256."""
-        device, slots = self._device, list(inputs)
+        device, slots = self.device, list(inputs)
         for fetch in self._fetches:
             slots += fetch()
         for shape, dtype in self._made:
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
         for t in results:
             key = None if t is None else t.untyped_storage()._cdata
             if t is not None and key in self._made and _is_whole(t):
-                kept[key] = t.shape, t.dtype
+                kept.setdefault(key, (t.shape, t.dtype))  # the first: outputs come before what is saved
         for t in results:
             if t is None:
                 found.append(None)

@@ -61,11 +61,16 @@ class GraphScales:
         self.user: Any = None
         self.states_now: tuple[ScaleState, ...] = ()  # of `user`: forward, backward
         self._held: list[Tensor] = []  # backward amaxes of earlier passes, which a graph may yet write to
-        for direction, n in states.sizes.items():
-            setattr(self, f"{direction}_scales", torch.ones(n, dtype=torch.float32, device=device))
-            setattr(self, f"{direction}_amaxes", torch.zeros(n, dtype=torch.float32, device=device))
+        with torch.inference_mode(False):  # training may follow
+            for direction, n in states.sizes.items():
+                setattr(self, f"{direction}_scales", torch.ones(n, dtype=torch.float32, device=device))
+                setattr(self, f"{direction}_amaxes", torch.zeros(n, dtype=torch.float32, device=device))
         with _lock:
             _all.add(self)
+
+    def has_data(self) -> bool:
+        """Now, and where it was made."""
+        return makes_data(self.device) and type(self.forward_amaxes) is Tensor
 
     def follow(self, user: Any, using: bool) -> bool:
         """Whether states_now are from now on those under `user`, a State. using: code for it is being compiled."""
@@ -74,7 +79,8 @@ class GraphScales:
         same = mine and before.recipe == user.recipe and before.group is user.group and states.holds(self.states_now)
         if not same:
             asked = [(user.recipe, user.group, self.device, pools, direction) for direction in states.sizes]
-            self.ready = using or mine or all([states.fits(*given) for given in asked])
+            fits = all([states.fits(*given) for given in asked])
+            self.ready = using or fits or (mine and not states.fixed())
             if not self.ready:
                 return False
             self.states_now = tuple([states.state(*given) for given in asked])
@@ -116,7 +122,7 @@ def begin(user: Any) -> None:
 
 
 def _follow(user: Any, those: list[GraphScales], using: bool = False) -> None:
-    those = [one for one in those if makes_data(one.device) and one.follow(user, using)]
+    those = [one for one in those if one.has_data() and one.follow(user, using)]
     if not those:
         return
     with torch.inference_mode(False):  # training may follow
@@ -135,7 +141,7 @@ def collect(pools: Pools, direction: str) -> None:
     """Brings the maxima that compiled code has left into the histories of these pools."""
     rows, maxima, read = list[Tensor](), list[Tensor](), list[Tensor]()
     for one in _known():
-        if one.user is not None and one.user.one_pass.pools is pools:
+        if one.user is not None and one.user.one_pass.pools is pools and one.has_data():
             state, left = one.left(direction)
             state.pool.touched = True
             left = [amaxes.data for amaxes in left]  # .data: a backward that comes later finds what it saved

@@ -40,6 +40,10 @@ CALLS = {
     "LayerNormLinear": lambda **kw: te.LayerNormLinear(64, 64, device="cpu", **kw),
     "LayerNormMLP": lambda **kw: te.LayerNormMLP(64, 64, device="cpu", **kw),
     "GroupedLinear": lambda **kw: te.GroupedLinear(2, 64, 64, device="cpu", **kw),
+    "DotProductAttention": lambda **kw: te.DotProductAttention(2, 8, **kw),
+    "make_graphed_callables": lambda **kw: te.make_graphed_callables(
+        te.Linear(16, 16, device="cpu"), (torch.randn(16, 16),), **kw
+    ),
     "LayerNorm": lambda **kw: te.LayerNorm(64, device="cpu", **kw),
     "RMSNorm": lambda **kw: te.RMSNorm(64, device="cpu", **kw),
     "checkpoint": lambda **kw: te.checkpoint(torch.sin, torch.randn(3), **kw),
@@ -96,9 +100,15 @@ def test_flags_take_none_and_numpy(name, flag, one_rank):
                 CALLS[name](**{flag: wrong})
             te.destroy_ub()
         return
+    if name == "make_graphed_callables":
+        for wrong in (None, np.False_):  # refused for want of a GPU, so the flag has been taken
+            with pytest.raises(ValueError, match="CUDA graphs hold work on CUDA tensors"):
+                CALLS[name](**{flag: wrong})
+        return
     CALLS[name](**{flag: None})
     CALLS[name](**{flag: np.False_})
     refused = flag == "strict" and name != "autocast"  # for want of userbuffers
+    refused |= flag == "return_max_logit"
     refused |= name == "GroupedLinear" and flag.startswith("ub_")
     if flag not in ("distribute_saved_activations", "with_amax_reduction") and not refused:
         CALLS[name](**{flag: np.True_})
