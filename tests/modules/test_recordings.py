@@ -103,6 +103,18 @@ def test_what_is_frozen(kind, recipe, frozen, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_a_frozen_weight_needs_no_main_grad(kind):
+    module = make(kind, fuse_wgrad_accumulation=True)
+    for p in module.parameters():
+        p.requires_grad_(p.dim() == 1)
+    for _ in range(4):
+        x = torch.randn(64, 512, device="cuda", dtype=BF16, requires_grad=True)
+        module(x).sum().backward()
+        assert x.grad.isfinite().all() and all(p.grad is None for p in module.parameters() if p.dim() == 2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 def test_cached_weights(kind, recipe, monkeypatch):
