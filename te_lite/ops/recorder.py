@@ -154,7 +154,14 @@ class Recorder(TorchDispatchMode):
     # what was seen
 
     def finish(self, results: Sequence[Tensor | None]) -> Recorded | None:
-        """The recording of the body that gave `results`; None where why_not says why."""
+        """The recording of the body that gave `results`; None where why_not says why. To be called once: afterwards it
+        holds no tensor, for a dispatch mode is freed by the collector alone, and an output holds its graph."""
+        try:
+            return self._finish(results)
+        finally:
+            self._given, self._made, self._steps = [], {}, []
+
+    def _finish(self, results: Sequence[Tensor | None]) -> Recorded | None:
         uses = self._uses()
         if self.why_not or not self._steps:
             return None
