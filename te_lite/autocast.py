@@ -136,7 +136,7 @@ class autocast(ContextDecorator):
                 pools = OPEN.pools
                 one_pass = Pass(replay.recall("pools", lambda: pools) if replay.OPEN.frames else pools)
             state = State(self.enabled, self.recipe, self.group, one_pass)
-            if begins and state.delayed and graph_scales.active:
+            if begins and state.delayed and graph_scales.active and not one_pass.captured:
                 graph_scales.begin(state)
         stack.append(Context(state, self.strict, torch._C._current_graph_task_id() != -1))
         return self

@@ -33,7 +33,7 @@ def _tile(cols, BLOCK_N: tl.constexpr):
 @triton.jit
 def _read(x, m0, n0, end, cols, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The four interleaved quarters of a tile of x, rows from `end` on as zero."""
-    v, _ = tiles.quarters((x, None, None, None, None, None), m0, n0, end, cols, FORM, BLOCK_M, BLOCK_N)
+    v, _, _ = tiles.quarters((x, None, None, None, None, None), m0, n0, end, cols, FORM, BLOCK_M, BLOCK_N)
     return v
 
 

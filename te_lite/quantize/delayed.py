@@ -216,7 +216,7 @@ class Pools:
         A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
         """
         captured = capturing()
-        if graph_scales.active and not self.held:
+        if graph_scales.active and not (self.held or captured):
             graph_scales.collect(self, direction)
         for pool in () if self.held else tuple(self.pools):
             # Under a FakeTensorMode fake scales would take the place of real ones.
