@@ -15,7 +15,7 @@ from te_lite.ops.recorder import Recorded, Recorder
 from te_lite.ops.registry import capturing, unwatched
 from te_lite.quantize import replay
 
-MOST_FLOPS = 1 << 37  # of one product: from about there on a layer takes the device longer than the host
+MOST_FLOPS = 1 << 37  # of one product; an estimate of where a layer takes the device longer than the host
 WANTED = os.environ.get("TE_LITE_RECORD", "1") not in ("", "0")
 _MOST = 256  # kept for one module; each token count makes some
 _TRIES = 16  # the first calls compile and allocate what later ones find, some only after a pass has ended
@@ -72,8 +72,3 @@ class Recordings:
         if recorded is not None:
             self._known[key] = recorded, shells
         return items
-
-
-def requires(*tensors: Any) -> tuple[bool, ...]:
-    """Which of them autograd wants a gradient of."""
-    return tuple([t is not None and t.requires_grad for t in tensors])

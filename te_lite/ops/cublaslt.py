@@ -69,7 +69,7 @@ def product(
 
     a, b: fp8; or of 16 bits, UNSCALED, and then perhaps views .t() of contiguous matrices. scaled: one of the pairs
     above, by a_scale and b_scale as cublasLt reads them. bias: of out's dtype. fast: sums are not promoted to fp32 as
-    they grow. accumulate: out is fp32; cublasLt rounds a product that it adds to 16 bits before it adds.
+    they grow. accumulate: out is fp32; to a matrix of 16 bits cublasLt adds a rounded product.
     """
     device, at, last = out.device, out.data_ptr(), 0 if bias is None else bias.data_ptr()
     left, right = a.data_ptr(), b.data_ptr()

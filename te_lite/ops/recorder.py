@@ -19,9 +19,7 @@ from te_lite import _C
 from te_lite.ops.registry import implementation
 
 aten = torch.ops.aten
-_ALLOCATE = frozenset(
-    (aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default)
-)
+_ALLOCATE = frozenset((aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default))
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 _ALIGNED = 512  # bytes: as torch's own allocations
 

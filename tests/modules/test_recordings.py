@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import te_lite as te
+from te_lite.ops.cublaslt import UNSCALED, product
+from te_lite.ops.gemm import gemm
 from te_lite.testing.numerics import assert_bitwise_equal
 
 BF16 = torch.bfloat16
@@ -143,8 +145,6 @@ def test_a_replay_reads_what_is_there_now():
 
 @pytest.mark.gpu
 def test_products_in_bf16_have_the_bits_of_torch():
-    from te_lite.ops.gemm import gemm
-
     generator = torch.Generator("cuda").manual_seed(5)
     for m, n, k in [
         (512, 2048, 5632),
@@ -159,5 +159,7 @@ def test_products_in_bf16_have_the_bits_of_torch():
         at, bt = a.t().contiguous().t(), b.t().contiguous().t()
         for x in (a, at):
             for w in (b, bt):
+                assert product(x.new_empty(m, n), x, w, None, None, UNSCALED), "torch would compute it"
+                assert product(x.new_empty(m, n), x, w, None, None, UNSCALED, bias), "torch would add the bias"
                 assert_bitwise_equal(f"{m} {n} {k}", gemm(x, w), torch.mm(x, w.t()))
                 assert_bitwise_equal(f"{m} {n} {k} bias", gemm(x, w, None, bias), torch.addmm(bias, x, w.t()))
