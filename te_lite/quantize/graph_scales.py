@@ -58,6 +58,7 @@ class GraphScales:
     def __init__(self, states: Any, device: torch.device) -> None:
         """states: ScaleStates, see modules/scale_state.py."""
         self.states, self.device, self.ready = states, device, False
+        self.compiled = False  # for this very module; another may run what was compiled for one that is like it
         self.user: Any = None
         self.states_now: tuple[ScaleState, ...] = ()  # of `user`: forward, backward
         self._held: list[Tensor] = []  # backward amaxes of earlier passes, which a graph may yet write to
@@ -80,7 +81,8 @@ class GraphScales:
         if not same:
             asked = [(user.recipe, user.group, self.device, pools, direction) for direction in states.sizes]
             fits = all([states.fits(*given) for given in asked])
-            self.ready = using or fits or (mine and not states.fixed())
+            self.compiled = self.compiled or using
+            self.ready = using or fits or (mine and self.compiled and not states.fixed())
             if not self.ready:
                 return False
             self.states_now = tuple([states.state(*given) for given in asked])

@@ -93,6 +93,21 @@ def test_another_recipe_is_compiled_once():
     assert found == [1, 2, 2, 3, 4, 5, 5, 6, 6, 6]
 
 
+def test_eager_modules_of_other_recipes_keep_their_histories():
+    """Autocasts around compiled code bring the scales of all modules up to date, but change nobody's recipe."""
+    torch.manual_seed(0)
+    eager, net = make("Linear", "cpu"), make("Linear", "cpu")
+    call, x = compiled(net), torch.randn(32, WIDTH, dtype=BF16)
+    longer = te.recipe.DelayedScaling(amax_history_len=5)
+    for _ in range(3):
+        once(eager, x, longer)
+        once(call, x, "delayed")
+        kept = eager.get_extra_state()
+        once(call, x, "delayed")
+        assert_bitwise_equal("state", eager.get_extra_state(), kept)
+    assert eager._scales._live["forward"].history.shape[0] == 5
+
+
 @pytest.mark.parametrize("recipe", FP8)
 def test_an_autocast_inside(recipe):
     """Delayed scaling's needs Python where it begins and ends; the other recipes' are compiled."""
