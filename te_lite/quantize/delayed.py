@@ -114,6 +114,7 @@ class ScaleState:
             self._amax = [self.history[0, i : i + 1] for i in range(self.n)]
         return self._amax[slot]
 
+    @torch.inference_mode(False)
     def load(self, history: Tensor, scale: Tensor, fp8_max: float) -> None:
         """Takes over a history of any length (row 0 and the newest rows that fit) and scales made for `fp8_max`."""
         rows = min(history.shape[0], self.key.length) - 1
@@ -177,6 +178,7 @@ class Pool:
             state.pool, state.history, state._amax = self, history[:, offset : offset + state.n], None
             state.offset, offset = offset, offset + state.n
 
+    @torch.inference_mode(False)  # training may follow an evaluation
     def update(self) -> None:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
         owner = self.key.owner
@@ -264,6 +266,7 @@ class Pools:
                 pool.touched, pool.copies = before.get(pool, False), ()
 
 
+@torch.inference_mode(False)
 def fix_together(states: list[ScaleState]) -> None:
     """Before CUDA graphs capture uses of all of these. Those that no update has put beside others are put beside each
     other, so that one step is one kernel for all of them."""

@@ -273,6 +273,23 @@ def test_evaluation_and_amp(kind, recipe):
     assert_same(results[1], results[0])
 
 
+def test_training_after_a_module_that_was_first_evaluated_in_inference_mode():
+    """Its state lies where the step of an evaluation put it, and is written to by steps that follow."""
+    late, x = linear("cpu"), torch.randn(48, WIDTH, dtype=BF16)
+    call = compiled(linear("cpu"))
+    with under("delayed"):
+        call(x)
+    with torch.inference_mode(), under("delayed"):
+        late(x)
+    kept = {"weight": late.weight.detach().clone(), "state": late.get_extra_state().clone()}
+    for _ in range(2):
+        with under("delayed"):
+            (call(x).sum() + late(x).sum()).backward()
+    late.load_state_dict({"weight": kept["weight"], "bias": late.bias, "_extra_state": kept["state"]})
+    assert torch.equal(late.get_extra_state(), kept["state"])
+    assert late.weight.grad.isfinite().all()
+
+
 def test_delayed_scaling_through_checkpoints_copies_and_eager_steps():
     """Compiled and eager steps follow each other; states are loaded and modules copied between them."""
     eager, net = twins(mlp("cpu"))
