@@ -79,7 +79,7 @@ def cast_cases(t: Operands) -> list[Case]:
         Case("cast row, delayed", 3 * size, delayed(row=True)),
         Case("cast col, delayed", 3 * size, delayed(col=True)),
         Case("cast row+col, delayed", 4 * size, delayed(row=True, col=True)),
-        Case("cast row+col+bias gradient, delayed", 4 * size, delayed(row=True, col=True, bias_grad=True)),
+        Case("cast row+col+bias gradient, delayed", 4 * size, delayed(row=True, col=True, bias_grad=torch.float32)),
         Case("cast row, current (amax known)", 3 * size, current(row=True)),
         Case("cast row+col, current (amax known)", 4 * size, current(row=True, col=True)),
         Case("amax", 2 * size, lambda: cast.amax(plain)),

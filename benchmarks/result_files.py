@@ -26,6 +26,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "gemms": ("m", "k", "n", "gemm"),
     "recipes": ("recipe",),
     "graphs": ("shape", "module", "recipe"),
+    "host": ("shape", "module", "recipe"),
     "per_shard": ("tp", "recipe"),
     "layer_gain": ("tokens", "in_features", "out_features", "recipe"),
     "overlap": ("tp", "shape", "recipe", "method"),

@@ -58,6 +58,17 @@ def render_peers(content: dict) -> str:
     return "\n\n".join(parts)
 
 
+def render_host(content: dict) -> str:
+    """A line for each shape, module and recipe: a step of te_lite, what it is made of, and what it is compared with."""
+    parts = ("autocast", "begin", "look_up", "launches", "rest")
+    lines = []
+    for row in content["rows"]:
+        times = [number(row[f"{name}_us"]) for name in ("step", *parts, "function", "torch")]
+        lines.append([row["shape"], row["module"], row["recipe"], *times, number(row["ratio"], 2)])
+    header = ["shape", "module", "recipe", "step us", *parts, "Function alone", "torch us", "te_lite / torch"]
+    return f"{provenance(content)}\n\n{markdown(header, lines, text_columns=3)}"
+
+
 def render_llama(content: dict) -> str:
     lines = []
     for row in content["rows"]:

@@ -45,10 +45,11 @@ class StochasticQuantizer(Quantizer):
     amax_group: dist.ProcessGroup | None = None
 
     def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: torch.dtype | None = None
     ) -> tuple[QTensor, Tensor | None]:
         seed = torch.randint(2**62, (1,))  # from the CPU's generator, so that no device is waited for
-        return self._cast(source, seed, row, col), produce_ref(source).sum(0) if bias_grad else None
+        sums = None if bias_grad is None else produce_ref(source).sum(0).to(bias_grad)
+        return self._cast(source, seed, row, col), sums
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         return self._cast(source, earlier.seed, row=False, col=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_lite.arguments import flag
 from te_lite.ops.cast import FP8_MAX, amax
-from te_lite.ops.source import Source
+from te_lite.ops.source import Source, SumDtype
 from te_lite.quantize.params import operands_of
 from te_lite.quantize.per_tensor import FORMATS, Current, PerTensorFormat, per_tensor_cast
 from te_lite.quantize.quantizer import Quantized, Quantizer
@@ -30,7 +30,7 @@ class Given(Quantizer):
     scale: Tensor = field(kw_only=True)
     amax: Tensor = field(kw_only=True)
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         if self.scale.device != source.device or self.amax.device != source.device:
             raise ValueError(
                 f"a tensor on {source.device}, scale on {self.scale.device}, amax on {self.amax.device}: must be on "

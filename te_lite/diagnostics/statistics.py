@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.ops.cast import transform
-from te_lite.ops.source import Source
+from te_lite.ops.source import Source, SumDtype
 from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.quantize.quantizer import GemmOperands, Quantized, Quantizer, observe, observer
 from te_lite.tables import aligned
@@ -95,7 +95,7 @@ class Watched(Quantizer):
             key = self.key if shared else (layer, f"{operand}_col", label)
             self.all_sums.setdefault(key, Sums()).add(v, q, "col")
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         q, sums = self.inner.quantize(source, row=row, col=col, bias_grad=bias_grad)
         self._note(source, q)
         return q, sums

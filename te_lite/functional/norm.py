@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.functional.linear import Call, as_matrix, as_output
+from te_lite.functional.layer import Backward, Call, as_matrix, as_output
 from te_lite.functional.saved import backward_method, forward_method
 from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
@@ -73,9 +73,9 @@ def norm_wanted(call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None) -> bo
     return call.grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
 
 
-def norm_output(spec: NormSpec, call: Call, y: Tensor | None) -> Tensor | None:
+def norm_output(spec: NormSpec, call: Call, y: Tensor) -> Tensor:
     """What the caller gets of norm_source's y; to be called last, for a gathered y is large."""
-    return all_gather(y, call.plans[0].tp.group) if spec.gathered and y is not None else y
+    return all_gather(y, call.plans[0].tp.group) if spec.gathered else y
 
 
 @dataclass(slots=True)
@@ -86,20 +86,21 @@ class NormGrad(Epilogue):
     is read where they left its parts.
     """
 
-    ctx: Any
+    spec: NormSpec
+    back: Backward
     saved: Sequence[Any]
     dln_out: Tensor | None
 
     def __call__(self, dln: Tensor, slots: Tensor | None = None, rank: int = 0) -> Gradients:
         """slots, rank: dln is a summand, as of_slots has it."""
-        ctx, dln_out = self.ctx, self.dln_out
+        spec, call, dln_out = self.spec, self.back.call, self.dln_out
         x, mean, rstd, gamma = self.saved
         if dln_out is not None:
             dln_out = as_matrix(dln_out, x.dtype)
-            dln += reduce_scatter(dln_out, ctx.call.plans[0].tp.group) if ctx.spec.gathered else dln_out
-        dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, ctx.spec.zero_centered, slots, rank)
-        if ctx.call.grad_input is not None or len(ctx.x_shape) != 2:
-            dx = as_output(dx, ctx.x_shape, ctx.call.grad_input)
+            dln += reduce_scatter(dln_out, call.plans[0].tp.group) if spec.gathered else dln_out
+        dx, dgamma, dbeta = norm_backward(dln, x, mean, rstd, gamma, spec.zero_centered, slots, rank)
+        if call.grad_input is not None or len(self.back.x_shape) != 2:
+            dx = as_output(dx, self.back.x_shape, call.grad_input)
         return dx, dgamma, dbeta
 
     def of_slots(self, slots: Tensor, own: Tensor, rank: int) -> Gradients:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from itertools import islice
 from typing import Any
 
 import torch
@@ -38,64 +37,74 @@ def forward_method(method: Callable) -> Any:
 
 def backward_method(method: Callable) -> Any:
     """Decorates its backward likewise, of which no gradient can be taken."""
-    return staticmethod(once_differentiable(without_amp(method)))
+    refusing = once_differentiable(without_amp(method))
+
+    @wraps(method)
+    def run(ctx: Any, *args: Any) -> Any:
+        usual = not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
+        return method(ctx, *args) if usual else refusing(ctx, *args)
+
+    return staticmethod(run)
 
 
 Item = QTensor | Tensor | None
-Shells = list[Any]  # of each QTensor what it has beside tensors; None for a Tensor
+# Of each item what it has beside tensors: None of None, () of a Tensor; of a QTensor its format, shape and dtype, and
+# which of its tensors it has.
+Shells = list[Any]
 
 
-def taken_apart(items: Iterable[Item]) -> tuple[list[Tensor | None], Shells]:
-    """The tensors of `items`, and what put_together() makes of them the items again."""
-    tensors: list[Tensor | None] = []
+def taken_apart(items: Iterable[Item]) -> tuple[list[Tensor], Shells]:
+    """The tensors of `items`, to be kept for backward, and what placed_items() makes of them the items again.
+
+    Memory that belongs to a userbuffer is refused: peers write there."""
+    tensors: list[Tensor] = []
     shells: Shells = []
     for item in items:
         if isinstance(item, QTensor):
-            tensors += (item.row, item.row_scale, item.col, item.col_scale, item.seed)
-            shells.append((item.format, item.shape, item.dtype))
+            if item.borrowed:
+                raise RuntimeError(
+                    f"a borrowed tensor of shape {item.shape} would be kept for backward: it lies in a userbuffer that "
+                    "peers overwrite; copy it first"
+                )
+            present = []
+            for part in (item.row, item.row_scale, item.col, item.col_scale, item.seed):  # no comprehension: a call
+                present.append(part is not None)
+                if part is not None:
+                    tensors.append(part)
+            shells.append((item.format, item.shape, item.dtype, present))
+        elif item is None:
+            shells.append(None)
         else:
             tensors.append(item)
-            shells.append(None)
+            shells.append(())
     return tensors, shells
 
 
-def put_together(shells: Shells, tensors: Iterable[Tensor | None]) -> list[Any]:
-    """The items of taken_apart()."""
-    each = iter(tensors)
-    return [next(each) if shell is None else QTensor(*shell, *islice(each, 5)) for shell in shells]
+def placed_items(shells: Shells, saved: Iterable[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """The items of taken_apart() and their tensors, which saved-tensor hooks may have put anywhere: data and scales of
+    QTensors are where cuBLAS can read them."""
+    tensors, at, items = list(saved), 0, list[Any]()
+    for shell in shells:
+        if not shell:
+            items.append(None if shell is None else tensors[at])
+            at += shell is not None
+            continue
+        *described, present = shell
+        parts: list[Tensor | None] = []
+        for i, there in enumerate(present):
+            if there and i < 4 and tensors[at].is_cuda:
+                tensors[at] = placed(tensors[at])
+            parts.append(tensors[at] if there else None)
+            at += there
+        items.append(QTensor(*described, *parts))
+    return items, tensors
 
 
-def save(ctx: Any, *items: Item) -> None:
-    """Keeps `items` for load(ctx). Memory that belongs to a userbuffer is refused: peers write there."""
-    for item in items:
-        if isinstance(item, QTensor) and item.borrowed:
-            raise RuntimeError(
-                f"a borrowed tensor of shape {item.shape} would be kept for backward: it lies in a userbuffer that "
-                "peers overwrite; copy it first"
-            )
-    tensors, ctx.shells = taken_apart(items)
-    ctx.save_for_backward(*tensors)
-
-
-def load(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
-    """The items of save(ctx, ...), in order, and their tensors. Of QTensors, which saved-tensor hooks may have put
-    anywhere, data and scales are where cuBLAS can read them. Autograd checks versions of what it saved; a joined weight
-    has one of its own, whatever is written to its parts."""
-    if ctx.call.parts and any(ctx.needs) and tuple([part._version for part in ctx.call.parts]) != ctx.call.versions:
+def check_parts(call: Any, needs: Iterable[bool]) -> None:
+    """Autograd checks versions of what it saved; a joined weight has one of its own, whatever is written to its
+    parts."""
+    if any(needs) and tuple([part._version for part in call.parts]) != call.versions:
         raise RuntimeError(
             "a split weight was written to between forward and backward, which still needed it; run backward before "
             "the optimizer's step"
         )
-    tensors, at, items = list(ctx.saved_tensors), 0, []
-    for shell in ctx.shells:
-        if shell is None:
-            items.append(tensors[at])
-            at += 1
-            continue
-        for i in range(at, at + 4):
-            part = tensors[i]
-            if part is not None and part.is_cuda:
-                tensors[i] = placed(part)
-        items.append(QTensor(*shell, *tensors[at : at + 5]))
-        at += 5
-    return items, tensors

@@ -18,9 +18,10 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from te_lite.functional.layernorm_linear import LayerNormLinearFunction
-from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
-from te_lite.functional.linear import Call, LinearFunction
+from te_lite.functional.layer import Call, run_layer
+from te_lite.functional.layernorm_linear import NormLinearLayer
+from te_lite.functional.layernorm_mlp import MLPLayer
+from te_lite.functional.linear import LINEAR
 from te_lite.functional.norm import NormSpec
 from te_lite.functional.parallel import Unsplit
 from te_lite.functional.plan import LinearPlan, WgradSink, one_read
@@ -97,10 +98,10 @@ def linears(name: str, x: Tensor, *params: Tensor | None) -> list[Tensor]:
     plans: tuple[LinearPlan, ...] = ()
     for i in range(len(kind.fits)):
         plans += (kind.plan(i, states, plans[-1] if plans else None),)
-    two = len(plans) == 2
-    weights = (params[2], params[4]) if two else (params[0 if kind.norm is None else 2],)
-    call = Call(plans, weights, (None,) * len(plans), torch.is_grad_enabled())  # type: ignore[arg-type]
-    function: Any = LinearFunction if kind.norm is None else LayerNormMLPFunction if two else LayerNormLinearFunction
-    args = call, *(part for part in (kind.norm, kind.activation) if part is not None), x, *params
-    out = function.apply(*args) if call.grad else function.forward(None, *args)
-    return [out] if isinstance(out, Tensor) else [part for part in out if part is not None]
+    weights: Any = params[0 if kind.norm is None else 2 :][: 2 * len(plans) : 2]
+    call = Call(plans, weights, (None,) * len(plans), torch.is_grad_enabled())
+    layer: Any = LINEAR
+    if kind.norm is not None:
+        layer = NormLinearLayer(kind.norm) if kind.activation is None else MLPLayer(kind.norm, kind.activation)
+    out = run_layer(layer, call, x, *params)
+    return [out] if isinstance(out, Tensor) else list(out)

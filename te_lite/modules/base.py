@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from te_lite import epoch
 from te_lite.arguments import flag
 from te_lite.autocast import OPEN, Pass, State
-from te_lite.functional.linear import PLAIN, Call
+from te_lite.functional.layer import PLAIN, Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
@@ -59,6 +59,7 @@ class TeLiteModule(SpecModule):
     # LinearPlan's recompute, of a linear that follows another: where it takes time, where it takes about none.
     _recomputes = False, False
     _graph_scales: GraphScales
+    _layer: Any = None  # see layer_of()
     _default: State | None = None  # what a call follows where no autocast is open
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
@@ -172,8 +173,9 @@ class TeLiteModule(SpecModule):
             )
         return inp.movedim(self.sequence_dim, 0)
 
-    def _outputs(self, out: Any, bias: Tensor | None, ln_out: Tensor | None = None) -> Any:
-        """What forward returns; what _sequence_first did is undone, in memory of its own."""
+    def _outputs(self, out: Any, bias: Tensor | None) -> Any:
+        """What forward returns of out = y or (y, norm(x)); what _sequence_first did is undone, in memory of its own."""
+        out, ln_out = out if isinstance(out, tuple) else (out, None)
         if self.sequence_dim and self.sequence_parallel:
             back = (t if t is None else t.movedim(0, self.sequence_dim) for t in (out, ln_out))
             out, ln_out = (t if t is None else t.clone(memory_format=torch.contiguous_format) for t in back)

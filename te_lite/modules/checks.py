@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_lite.arguments import flag, remedy
 from te_lite.autocast import State, opened_in_backward
-from te_lite.functional.linear import output_shape
+from te_lite.functional.layer import output_shape
 from te_lite.functional.plan import LinearPlan
 from te_lite.ops.registry import makes_data
 from te_lite.ops.source import DTYPES

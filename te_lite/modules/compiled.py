@@ -216,7 +216,7 @@ def call(
         out = torch.utils.checkpoint.checkpoint(_computed, module, inp, params, recipe, use_reentrant=False)
     else:
         out = _computed(module, inp, params, recipe)
-    return module._outputs(out[0], bias, out[1] if len(out) == 2 else None)
+    return module._outputs(tuple(out) if len(out) == 2 else out[0], bias)
 
 
 def _joined(module: Any, names: list[str]) -> Tensor:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_lite.functional.layernorm_linear import LayerNormLinearFunction
-from te_lite.functional.linear import Call
+from te_lite.functional.layer import Call, run_layer
+from te_lite.functional.layernorm_linear import NormLinearLayer
 from te_lite.modules.linear import Split, _OneLinear
-from te_lite.modules.norm import spec_of
+from te_lite.modules.norm import layer_of
 from te_lite.modules.weights import Init
 
 
@@ -41,6 +41,6 @@ class LayerNormLinear(_OneLinear):
             raise ValueError("LayerNormLinear(parallel_mode='row'): the norm needs whole rows; use 'column' or None")
         super().__init__(given)
 
-    def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        args = (call, spec_of(self), inp, self.layer_norm_weight, self.layer_norm_bias, *weights)
-        return LayerNormLinearFunction.apply(*args) if call.grad else LayerNormLinearFunction.forward(None, *args)
+    def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> Any:
+        layer = layer_of(self, NormLinearLayer)
+        return run_layer(layer, call, inp, self.layer_norm_weight, self.layer_norm_bias, *weights)

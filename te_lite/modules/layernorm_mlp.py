@@ -11,10 +11,11 @@ from torch import Tensor
 
 from te_lite.arguments import flag
 from te_lite.checkpoint import checkpoint as recompute
-from te_lite.functional.layernorm_mlp import LayerNormMLPFunction
+from te_lite.functional.layer import run_layer
+from te_lite.functional.layernorm_mlp import MLPLayer
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.linear import add_linear
-from te_lite.modules.norm import spec_of
+from te_lite.modules.norm import layer_of
 from te_lite.modules.weights import Init
 from te_lite.ops.activation import Activation
 
@@ -112,22 +113,21 @@ class LayerNormMLP(TeLiteModule):
         if moves:
             inp, residual = self._sequence_first(inp), self._sequence_first(residual)
         if self.checkpoint and torch.is_grad_enabled():
-            out, ln_out = recompute(self._forward, inp, is_first_microbatch, residual, use_reentrant=False)
+            out = recompute(self._forward, inp, is_first_microbatch, residual, use_reentrant=False)
         else:
-            out, ln_out = self._forward(inp, is_first_microbatch, residual)
-        if not (moves or self.return_bias or ln_out is not None):
+            out = self._forward(inp, is_first_microbatch, residual)
+        if not (moves or self.return_bias or out.__class__ is tuple):
             return out
-        return self._outputs(out, self.fc2_bias if self.use_bias else None, ln_out)
+        return self._outputs(out, self.fc2_bias if self.use_bias else None)
 
-    def _forward(
-        self, inp: Tensor, is_first_microbatch: bool | None, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, inp: Tensor, is_first_microbatch: bool | None, residual: Tensor | None) -> Any:
+        """y, or (y, norm(x))."""
         norm, fc1, fc2 = (self.layer_norm_weight, self.layer_norm_bias), self.fc1_weight, self.fc2_weight
         call = self._begin(inp, (fc1, fc2), is_first_microbatch, False, False, residual)
         fc1_bias = self.fc1_bias if self.use_bias else None
         fc2_bias = self.fc2_bias if self.use_bias and not self.return_bias else None
-        args = (call, spec_of(self), self._act, inp, *norm, fc1, fc1_bias, fc2, fc2_bias, residual)
-        return LayerNormMLPFunction.apply(*args) if call.grad else LayerNormMLPFunction.forward(None, *args)
+        layer = layer_of(self, MLPLayer, self._act)
+        return run_layer(layer, call, inp, *norm, fc1, fc1_bias, fc2, fc2_bias, residual)
 
     def extra_repr(self) -> str:
         return f"hidden={self.hidden_size}, fc1={tuple(self.fc1_weight.shape)}, activation={self.activation}"

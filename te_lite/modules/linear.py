@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_lite.autocast import model_init
-from te_lite.functional.linear import Call, LinearFunction
+from te_lite.functional.layer import Call, run_layer
+from te_lite.functional.linear import LINEAR
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.weights import Init, ParamSpec, default_init, join
 from te_lite.parallel import shard
@@ -75,7 +76,7 @@ def _split_sizes(split: Split, features: int) -> dict[str, int]:
 class _OneLinear(TeLiteModule):
     """What Linear and LayerNormLinear share: one weight, one bias, either of them possibly split by name."""
 
-    _compute: Callable[..., tuple[Tensor, Tensor | None]]
+    _compute: Callable[..., Any]  # y, or (y, norm(x))
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         """given: the arguments of the subclass's constructor, by name."""
@@ -126,8 +127,8 @@ class _OneLinear(TeLiteModule):
         if moves:
             inp, residual = [self._sequence_first(t, fp8_output or fp8_grad) for t in (inp, residual)]
         begun = self._begin(inp, (weight,), is_first_microbatch, fp8_output, fp8_grad, residual, parts)
-        out, ln_out = self._compute(begun, inp, weight, None if self.return_bias else bias, residual)
-        return self._outputs(out, bias, ln_out) if moves or self.return_bias or ln_out is not None else out
+        out = self._compute(begun, inp, weight, None if self.return_bias else bias, residual)
+        return self._outputs(out, bias) if moves or self.return_bias or out.__class__ is tuple else out
 
 
 class Linear(_OneLinear):
@@ -164,10 +165,8 @@ class Linear(_OneLinear):
         super().__init__(given)
         self.save_original_input = save_original_input
 
-    def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> tuple[Tensor, None]:
-        if call.grad:
-            return LinearFunction.apply(call, inp, *weights), None
-        return LinearFunction.forward(None, call, inp, *weights), None
+    def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> Any:
+        return run_layer(LINEAR, call, inp, *weights)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, mode={self.parallel_mode}, tp_size={self.tp_size}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,18 +42,20 @@ def add_norm(module: Any, features: int, given: Mapping[str, Any]) -> None:
         setattr(module, option, given[option])
     module.return_layernorm_output_gathered = given["return_layernorm_output_gathered"] and module.sequence_parallel
     module._norm = norm_spec(module.normalization, module.eps, module.zero_centered_gamma)
-    specs = norm_params(spec_of(module), features, module.sequence_parallel or None)
+    specs = norm_params(module._norm, features, module.sequence_parallel or None)
     module._add_params({f"layer_norm_{key}": spec for key, spec in specs.items()})
     if module._norm.rms:
         module.layer_norm_bias = None
 
 
-def spec_of(module: Any) -> NormSpec:
-    """Of the norm that add_norm gave, with the outputs that the module's attributes ask for now."""
-    returned, gathered = module.return_layernorm_output, module.return_layernorm_output_gathered
-    if (module._norm.returned, module._norm.gathered) != (returned, gathered):
+def layer_of(module: Any, make: Callable[..., Any], *more: Any) -> Any:
+    """make(spec, *more) of the norm that add_norm gave, with the outputs that the module's attributes ask for now; the
+    same object as long as these are the same."""
+    layer, returned, gathered = module._layer, module.return_layernorm_output, module.return_layernorm_output_gathered
+    if layer is None or layer.spec.returned != returned or layer.spec.gathered != gathered:
         module._norm = replace(module._norm, returned=returned, gathered=gathered)
-    return module._norm
+        layer = module._layer = make(module._norm, *more)
+    return layer
 
 
 class _Norm(StatelessModule):

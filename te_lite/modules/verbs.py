@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from te_lite import epoch
 from te_lite.arguments import flag, remedy
 from te_lite.autocast import OPEN, Pass, State
-from te_lite.functional.linear import Call, LinearFunction
+from te_lite.functional.layer import Call, run_layer
+from te_lite.functional.linear import LINEAR
 from te_lite.functional.parallel import parallel_linear
 from te_lite.functional.plan import LinearPlan, WgradSink
 from te_lite.functional.transfers import Handle
@@ -219,9 +220,11 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     if pools is not None:
         pools.expect()
     call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_outstanding.note(state, grad))
-    function, more = (LinearFunction, (residual,)) if len(plans) == 1 else (GatherLinears, ())
-    found = (function.apply if grad else partial(function.forward, None))(call, x, *weights, *biases, *more)
-    ys: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else found
+    ys: tuple[Tensor, ...]
+    if len(plans) == 1:
+        ys = (run_layer(LINEAR, call, x, *weights, *biases, residual),)
+    else:
+        ys = (GatherLinears.apply if grad else partial(GatherLinears.forward, None))(call, x, *weights, *biases)
     return tuple([y.movedim(0, dim).contiguous() for y in ys]) if dim else ys
 
 

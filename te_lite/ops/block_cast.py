@@ -17,7 +17,7 @@ from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_ker
 from te_lite.ops.cast import saturate_, scale_from_amax_ref, transform
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
-from te_lite.ops.source import FLAT, WORDS, Source, of_source, plain, produce_ref
+from te_lite.ops.source import FLAT, WORDS, Source, SumDtype, of_source, plain, produce_ref
 from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     row_scale: Tensor | None  # MX: uint8 [M, N/B]; else fp32 inverse scales [M, N/B], or [M/B, N/B] of square blocks
     col: Tensor | None  # E4M3 [M, N] when flat, else transposed [N, Mp]
     col_scale: Tensor | None  # [M/B, N], or [N/B, M/B] of square blocks
-    bias_grad: Tensor | None  # fp32 [N]
+    bias_grad: Tensor | None  # [N]
 
 
 def e8m0_ref(amax: Tensor) -> Tensor:
@@ -65,7 +65,9 @@ def _cast_ref(v: Tensor, block: tuple[int, int], *rule) -> tuple[Tensor, Tensor]
     return q.to(E4M3), stored
 
 
-def _allocate(source: Source, block: int, square: bool, row: bool, col: bool, flat: bool, bias_grad: bool) -> Blocks:
+def _allocate(
+    source: Source, block: int, square: bool, row: bool, col: bool, flat: bool, bias_grad: SumDtype
+) -> Blocks:
     x, (m, n) = source.x, (source.rows, source.cols)
     mb, nb = -(-m // block), -(-n // block)
     kind = torch.uint8 if block == MX_BLOCK else torch.float32
@@ -84,13 +86,13 @@ def _allocate(source: Source, block: int, square: bool, row: bool, col: bool, fl
     if col:
         col_data = empty(m, n, dtype=E4M3) if flat else empty(n, padded_rows(m), dtype=E4M3)
         col_scale = squares(nb, mb) if square else empty(mb, n)
-    sums = empty(n, dtype=torch.float32) if bias_grad else None
+    sums = None if bias_grad is None else empty(n, dtype=bias_grad)
     return Blocks(row_data, row_scale, col_data, col_scale, sums)
 
 
 def block_cast(
     source: Source, *, block: int, square: bool = False, pow2: bool = True, eps: float = 0.0, row: bool = True,
-    col: bool = False, flat: bool = False, bias_grad: bool = False, op: Callable[..., None] | None = None,
+    col: bool = False, flat: bool = False, bias_grad: SumDtype = None, op: Callable[..., None] | None = None,
 ) -> Blocks:  # fmt: skip
     """Unfused, with v = produce_ref(source), fp32 [M, N], and B = block, 32 or 128; square ones of 128, not flat:
 
@@ -124,7 +126,7 @@ def _write_ref(source, block, square, pow2, eps, largest, flat, row, row_scale, 
     v = produce_ref(source)
     rule = (block == MX_BLOCK, eps, pow2, largest)
     if bias_grad is not None:
-        torch.sum(v, 0, out=bias_grad)
+        bias_grad.copy_(v.sum(0))
     if row is not None:
         q, stored = _cast_ref(v, (block if square else 1, block), *rule)
         row.copy_(q)

@@ -16,7 +16,7 @@ from te_lite.ops import cast_kernels as kernels
 from te_lite.ops.launch import launch, sm_count
 from te_lite.ops.registry import register
 from te_lite.ops.scalars import new_scalar
-from te_lite.ops.source import FLAT, WORDS, Source, of_source, produce_ref
+from te_lite.ops.source import FLAT, WORDS, Source, SumDtype, of_source, produce_ref
 from te_lite.ops.sums import column_sums, partial_sums
 from te_lite.ops.transpose import PAD, padded_rows, transpose_into_ref
 from te_lite.ops.word_tiles import words_fit
@@ -33,7 +33,7 @@ class Transformed(NamedTuple):
     col: Tensor | None  # fp8 [N, Mp], Mp = M rounded up to a multiple of 16, zero bytes from M on
     scale_inv: Tensor | None  # fp32 [1]
     scale: Tensor | None  # fp32 [1], where it was not given
-    bias_grad: Tensor | None  # fp32 [N]
+    bias_grad: Tensor | None  # [N]
     act: Tensor | None  # high precision [M, F], or fp8 [F, Mp]
     act_scale_inv: Tensor | None  # fp32 [1]
 
@@ -56,7 +56,7 @@ def scale_from_amax_ref(
 def transform(
     source: Source, *, hp_dtype: torch.dtype | None = None, fp8_dtype: torch.dtype | None = None, row: bool = False,
     col: bool = False, scale: Tensor | None = None, amax: Tensor | None = None, amax_out: Tensor | None = None,
-    pow2: bool = False, eps: float = 0.0, bias_grad: bool = False, row_scale: Tensor | None = None,
+    pow2: bool = False, eps: float = 0.0, bias_grad: SumDtype = None, row_scale: Tensor | None = None,
     col_scale: Tensor | None = None, act_dtype: torch.dtype | None = None, act_scale: Tensor | None = None,
     op: Callable[..., None] | None = None,
 ) -> Transformed:  # fmt: skip
@@ -69,7 +69,7 @@ def transform(
         col       = q.t(), zero padded to [N, Mp]
         scale_inv = 1 / s                                            # a new fp32 [1]
         scale     = s                                                # likewise, of amax
-        bias_grad = v.sum(0)                                         # fp32 [N], the same bits on every run
+        bias_grad = v.sum(0).to(bias_grad)                           # [N], the same bits on every run
         amax_out  = max(amax_out, |v|.max()), nan counting as inf    # in place; one element of any tensor
 
     act_dtype: of a gradient of act(h) [M, F] alone, from the same read: act(h) in that dtype, or with act_scale, fp32
@@ -105,7 +105,7 @@ def transform(
         x.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None,
         None if scale is None and amax is None else new_scalar(x),
         None if amax is None else new_scalar(x),
-        x.new_empty((n,), dtype=torch.float32) if bias_grad else None,
+        None if bias_grad is None else x.new_empty((n,), dtype=bias_grad),
         act,
         None if act_scale is None else new_scalar(x),
     )
@@ -131,7 +131,7 @@ def cast_ref(source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp
     if hp is not None:
         hp.copy_(v)
     if bias_grad is not None:
-        torch.sum(v, 0, out=bias_grad)
+        bias_grad.copy_(v.sum(0))
     if amax_out is not None:
         amax_out.copy_(torch.maximum(amax_out, _amax_of(v).view(amax_out.shape)))
     by_row, by_col = col_scale if row_scale is None else row_scale[:, None], col_scale

@@ -44,6 +44,7 @@ class Form(NamedTuple):
 
 
 WORDS = Form("words")
+SumDtype = torch.dtype | None  # of the column sums that a cast gives beside; None: they are not wanted
 
 
 class Source(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,11 +26,11 @@ def _column_sums_kernel(partial, out, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C
 
 
 def partial_sums(out: Tensor | None, tiles_m: int) -> tuple[int, Tensor | None]:
-    """(rows of programs for a matrix of tiles_m rows of tiles, their partial [P, N] of out[N], None without one)."""
+    """(rows of programs for a matrix of tiles_m rows of tiles, their sums fp32 [P, N] for out[N], None without it)."""
     if out is None:
         return tiles_m, None
     splits = min(tiles_m, MOST_SPLITS)
-    return splits, out.new_empty((splits, out.shape[0]))
+    return splits, out.new_empty((splits, out.shape[0]), dtype=torch.float32)
 
 
 def column_sums(partial: Tensor, out: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_lite.ops.block_cast import BLOCK, block_cast, dequantize_blocks
 from te_lite.ops.gemm_scaled import gemm_fp8_blockwise, gemm_scaled_accumulate_
-from te_lite.ops.source import Source
+from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import HIGH_PRECISION
 from te_lite.quantize.qtensor import Held, Layout, Operand, QTensor, TensorFormat
@@ -90,7 +90,7 @@ class Blocks(Quantizer):
     pow2: bool = True
     eps: float = 0.0
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         square, flat = self.format.square, self.format.flat
         data, scale, col_data, col_scale, sums = block_cast(
             source, block=self.format.block, square=square, pow2=self.pow2, eps=self.eps, row=row, col=col, flat=flat,

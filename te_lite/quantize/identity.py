@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_accumulate_
-from te_lite.ops.source import Source
+from te_lite.ops.source import Source, SumDtype
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.qtensor import Held, Layout, Operand, QTensor, TensorFormat
 from te_lite.quantize.quantizer import Both, GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
@@ -53,11 +53,11 @@ class Identity(Quantizer):
     def wants_from_gemm(self, dtype: torch.dtype) -> str:
         return Quantizer.wants_from_gemm(self, dtype) if dtype == self.target else ""
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         data: Any
         if source.kind == "plain":
             data = source.x.to(self.target)
-            sums = transform(source, bias_grad=True).bias_grad if bias_grad else None
+            sums = None if bias_grad is None else transform(source, bias_grad=bias_grad).bias_grad
         else:
             result = transform(source, hp_dtype=self.target, bias_grad=bias_grad)
             data, sums = result.hp, result.bias_grad
@@ -69,7 +69,7 @@ class Identity(Quantizer):
     def gives_again(self, x: Quantizer) -> bool:
         return type(self) is Identity and self == x
 
-    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor) -> Both:
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: SumDtype, x: QTensor) -> Both:
         made: Any = transform(grad, hp_dtype=self.target, act_dtype=self.target, bias_grad=bias_grad)
         q = QTensor(self.format, (grad.rows, grad.cols), self.target, row=made.hp)
         return q, made.bias_grad, QTensor(self.format, x.shape, self.target, row=made.act)
@@ -84,7 +84,7 @@ class Calibrating(Identity):
     state: ScaleState = None  # type: ignore[assignment]  # there wherever it quantizes
     slot: int = 0
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         q, sums = Identity.quantize(self, source, row=row, col=col, bias_grad=bias_grad)
         cell = self.state.amax_at(self.slot)
         if cell is not None:

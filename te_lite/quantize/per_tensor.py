@@ -16,7 +16,7 @@ from torch import Tensor
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_fp8
 from te_lite.ops.norm import Formula, norm_cast
-from te_lite.ops.source import Source
+from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import PAD, transpose
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
@@ -123,7 +123,7 @@ _PER_SHARD = {dtype: PerShardFormat(dtype=dtype, shard_multiple=PAD) for dtype i
 
 
 def per_tensor_cast(
-    format: Fp8Format, source: Source, row: bool, col: bool, bias_grad: bool, scale: Tensor | None,
+    format: Fp8Format, source: Source, row: bool, col: bool, bias_grad: SumDtype, scale: Tensor | None,
     amax: Tensor | None = None, amax_out: Tensor | None = None, pow2: bool = False, eps: float = 0.0,
     x: QTensor | None = None,
 ) -> Both:  # fmt: skip
@@ -149,7 +149,7 @@ class PerTensor(Quantizer):
     format: Fp8Format
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
-        return per_tensor_cast(self.format, source, False, True, False, earlier.seed)[0]
+        return per_tensor_cast(self.format, source, False, True, None, earlier.seed)[0]
 
     def gives_again(self, x: Quantizer) -> bool:
         return {type(self), type(x)} <= {Delayed, Current}  # a subclass may quantize otherwise
@@ -169,13 +169,13 @@ class Current(PerTensor):
     eps: float = 0.0
     amax_group: dist.ProcessGroup | None = None
 
-    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None) -> Both:
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: SumDtype, x: QTensor | None) -> Both:
         most = amax(grad) if grad.amax is None else grad.amax
         if self.amax_group is not None:
             most = group_max("amax for current scaling", most, self.amax_group)
         return per_tensor_cast(self.format, grad, row, col, bias_grad, None, most, None, self.pow2, self.eps, x)
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         return Current.quantize_and_again(self, source, row, col, bias_grad, None)[:2]
 
 
@@ -194,11 +194,11 @@ class Delayed(PerTensor):
     def take_scale(self) -> tuple[Tensor, Tensor | None]:
         return self.state.take(self.slot)
 
-    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor | None) -> Both:
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: SumDtype, x: QTensor | None) -> Both:
         scale, amax_out = self.state.take(self.slot)
         return per_tensor_cast(self.format, grad, row, col, bias_grad, scale, None, amax_out, x=x)
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         scale, amax_out = self.state.take(self.slot)  # as quantize_and_again, with one call less
         return per_tensor_cast(self.format, source, row, col, bias_grad, scale, None, amax_out)[:2]
 

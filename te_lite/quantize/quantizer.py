@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_lite import epoch
 from te_lite.ops.norm import Formula
-from te_lite.ops.source import Source
+from te_lite.ops.source import Source, SumDtype
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.recipe import HighPrecision, Recipe
@@ -40,8 +40,8 @@ class Quantizer:
     fused: bool = False
     needs_amax: bool = False
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
-        """(quantized v, fp32 [K] column sums of v if bias_grad else None)."""
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
+        """(quantized v; column sums of v [K], added in fp32, in the dtype bias_grad, None where that is None)."""
         raise NotImplementedError
 
     def take_scale(self) -> tuple[Tensor, Tensor | None]:
@@ -67,7 +67,7 @@ class Quantizer:
         """Whether quantize_and_again() is there for what x quantized."""
         return False
 
-    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: bool, x: QTensor) -> Both:
+    def quantize_and_again(self, grad: Source, row: bool, col: bool, bias_grad: SumDtype, x: QTensor) -> Both:
         """(*quantize(grad), again(activation of h, x)) from one read of h; grad: the gradient of an activation of h.
         again: of the quantizer that x was quantized by."""
         raise NotImplementedError

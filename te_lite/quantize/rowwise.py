@@ -16,7 +16,7 @@ from te_lite.ops.cast import transform
 from te_lite.ops.gemm_scaled import gemm_fp8_rowwise
 from te_lite.ops.row_cast import E4M3, row_cast, vector_amax, vector_scales
 from te_lite.ops.row_kernels import MOST_COLUMNS
-from te_lite.ops.source import Source
+from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import Identity
 from te_lite.quantize.per_tensor import Current
@@ -74,7 +74,7 @@ class Rows(Quantizer):
     pow2: bool = True
     amax_group: dist.ProcessGroup | None = None
 
-    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False) -> Quantized:
+    def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         q = QTensor(self.format, (source.rows, source.cols), source.dtype)
         if not (col or bias_grad) and source.cols <= MOST_COLUMNS:
             q.row, q.row_scale = row_cast(source, 0.0, self.pow2)
@@ -96,7 +96,9 @@ class Rows(Quantizer):
             )  # fmt: skip
             q.row, q.col, sums = made.row, made.col, made.bias_grad
         if col and self.format.flat:
-            made = transform(source, fp8_dtype=E4M3, row=True, col_scale=col_scale, bias_grad=bias_grad and not row)
+            made = transform(
+                source, fp8_dtype=E4M3, row=True, col_scale=col_scale, bias_grad=None if row else bias_grad
+            )
             q.col, sums = made.row, sums if row else made.bias_grad
         return q, sums
 

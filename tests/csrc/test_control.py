@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -97,7 +99,7 @@ def test_the_first_reason_stays_and_reaches_all() -> None:
         controls[2].check()
 
 
-def test_a_forked_child_drops_the_objects_without_a_word() -> None:
+def drop_in_a_child() -> None:
     memory = Memory(2)
     control, peer = memory.control(0), memory.control(1, silence=0.6)
     executor = _C.Executor(-1, control)
@@ -115,3 +117,11 @@ def test_a_forked_child_drops_the_objects_without_a_word() -> None:
     executor.issue(program(("set", 1, memory.flags[1], 0)), 0, 3, 0, ())
     executor.synchronize()
     assert word(memory.flags[1]).value == 3
+
+
+def test_a_forked_child_drops_the_objects_without_a_word() -> None:
+    """In a process that has nothing else: a collection in the child of one that ran other tests drops their objects
+    too, of other libraries, of which not all survive a fork."""
+    code = "from tests.csrc.test_control import drop_in_a_child; drop_in_a_child()"
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import te_lite as te
-from te_lite.functional import linear
+from te_lite.functional import layer
 from te_lite.functional.parallel import Unsplit
 from te_lite.quantize.blockwise import BlockFormat
 from te_lite.quantize.per_tensor import PerShardFormat, PerTensorFormat
@@ -121,7 +121,7 @@ def test_an_unread_layout_is_found(monkeypatch):
 def test_a_copied_gradient_is_let_go_before_the_products(kind, recipe, monkeypatch):
     """The gradient of a sum has no memory of its own, so it is copied to be quantized."""
     module, copies = kind(K, K, device="cpu", params_dtype=torch.bfloat16), []
-    as_matrix, backward = linear.as_matrix, Unsplit.backward
+    as_matrix, backward = layer.as_matrix, Unsplit.backward
 
     def copied(x, dtype):
         made = as_matrix(x, dtype)
@@ -134,7 +134,7 @@ def test_a_copied_gradient_is_let_go_before_the_products(kind, recipe, monkeypat
 
     with under(recipe):
         y = module(torch.randn(M, K).bfloat16().requires_grad_())
-    monkeypatch.setattr(linear, "as_matrix", copied)
+    monkeypatch.setattr(layer, "as_matrix", copied)
     monkeypatch.setattr(Unsplit, "backward", multiply)
     y.sum().backward()
 

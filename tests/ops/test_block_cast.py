@@ -94,7 +94,7 @@ def test_blocks_of_other_sources_hold_what_they_produce(shape, kind, device):
     """Against the unfused program on the same device: fp32 values, then the cast of a plain tensor. Sums in fp32."""
     block, square, flat = KINDS[kind]
     for name, source in sources(*shape, torch.bfloat16, device).items():
-        got = B.block_cast(source, block=block, square=square, row=True, col=True, flat=flat, bias_grad=True)
+        got = B.block_cast(source, block=block, square=square, row=True, col=True, flat=flat, bias_grad=torch.float32)
         v = transform(source, hp_dtype=torch.float32).hp
         want = B.block_cast_ref(S.plain(v.cpu()), block=block, square=square, row=True, col=True, flat=flat)
         for i in range(4):
@@ -210,7 +210,7 @@ def test_scaled_gemms(shape, out_dtype, bias, device):
 @pytest.mark.parametrize("m, n", [(1, 256), (300, 1024)])
 def test_ops_pass_torch_s_own_checks(m, n):
     source = S.plain(torch.randn(m, n))
-    out = B._allocate(source, 32, False, True, True, True, True)
+    out = B._allocate(source, 32, False, True, True, True, torch.float32)
     args = (*source.flat, 32, False, True, 0.0, 448.0, True, *out)
     torch.library.opcheck(B._block_cast_op.overload, args, test_utils="test_faketensor")
     torch.library.opcheck(R._row_cast_op.overload, (*source.flat, 0.0, True), test_utils="test_faketensor")

@@ -113,7 +113,7 @@ def test_scale_table(case):
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(0, 16), (1, 16), (7, 33), (64, 64), (130, 70), (4092, 40), (17, 515)]
-ALL = {"hp_dtype": torch.float32, "row": True, "col": True, "bias_grad": True}
+ALL = {"hp_dtype": torch.float32, "row": True, "col": True, "bias_grad": torch.float32}
 
 
 def run_poisoned(source: S.Source, fp8: torch.dtype, scale, amax, amax_out, pow2=False, eps=0.0, **want):
@@ -280,9 +280,9 @@ def test_transpose(shape, device):
 def test_ops_pass_torch_s_own_checks():
     x, scale, history = torch.randn(7, 20), torch.ones(1), torch.zeros(2, 2)
     source = S.dact(x[:, :10].contiguous(), x, Activation.of("swiglu"))
-    hp = cast.transform(source, hp_dtype=torch.bfloat16, bias_grad=True, act_dtype=torch.bfloat16)
+    hp = cast.transform(source, hp_dtype=torch.bfloat16, bias_grad=torch.float32, act_dtype=torch.bfloat16)
     act = {"act_dtype": E4M3, "act_scale": scale}
-    fp8 = cast.transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, bias_grad=True, **act)
+    fp8 = cast.transform(source, fp8_dtype=E4M3, row=True, col=True, scale=scale, bias_grad=torch.float32, **act)
     # torch's schema check compares by arithmetic, which fp8 does not have: without fp8 it checks all else.
     for check, out, s in (("test_schema", hp, None), ("test_faketensor", fp8, scale)):
         args = (*source.flat, s, None, None, None, s, 0.0, False, *out, history[1, 1])
@@ -295,7 +295,7 @@ def test_compiled_without_a_graph_break():
     def quantize(x, history):
         source = S.act(x, Activation.of("swiglu"))
         delayed = cast.transform(source, fp8_dtype=E4M3, row=True, scale=history[1, :1], amax_out=history[0, 0])
-        current = cast.transform(source, fp8_dtype=E5M2, col=True, amax=cast.amax(source), bias_grad=True)
+        current = cast.transform(source, fp8_dtype=E5M2, col=True, amax=cast.amax(source), bias_grad=torch.float32)
         return delayed.row, current.col, current.scale_inv, current.bias_grad
 
     x = torch.randn(9, 40)

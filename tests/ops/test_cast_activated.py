@@ -29,10 +29,10 @@ def test_the_activation_of_a_gradient(shape, dtype, fp8, device):
     amax = torch.tensor([2.0, 5.0], device=device)
     for source in gradients(*shape, dtype, device):
         name, act = source.activation.name, source._replace(kind="act", dy=None)
-        alone = {"row": False, "hp_dtype": None, "bias_grad": False}
+        alone = {"row": False, "hp_dtype": None, "bias_grad": None}
         col = run_poisoned(act, fp8, act_scale, None, None, **alone)
         hp = cast.transform(act, hp_dtype=dtype).hp
-        for by, layouts in (((scale, None), {}), ((None, amax), {"row": False, "bias_grad": False})):
+        for by, layouts in (((scale, None), {}), ((None, amax), {"row": False, "bias_grad": None})):
             want = run_poisoned(source, fp8, *by, None, **layouts)
             fields = tuple(field for field, t in want._asdict().items() if t is not None)
             got = run_poisoned(source, fp8, *by, None, act_dtype=fp8, act_scale=act_scale, **layouts)
@@ -60,14 +60,14 @@ def test_the_activation_of_a_gradient_has_the_bits_of_a_pass_of_its_own(shape, a
     source, act_scale = S.dact(dy, h, act), torch.tensor([3.0, 1.7], device="cuda")[1:]
     want = cast.transform(S.act(h, act), fp8_dtype=E4M3, col=True, scale=act_scale)
     hp = cast.transform(S.act(h, act), hp_dtype=torch.bfloat16).hp
-    for sums in (False, True):
+    for sums in (None, torch.float32):
         for given in ({"scale": act_scale}, {"amax": cast.amax(source)}):
             how = given | {"fp8_dtype": E5M2, "row": True, "col": True, "bias_grad": sums}
             alone = cast.transform(source, **how)
             got = cast.transform(source, **how, act_dtype=E4M3, act_scale=act_scale)
             assert_same_bytes(got.act, want.col.cpu().view(torch.uint8))
             assert torch.equal(got.act_scale_inv, want.scale_inv)
-            for field in ("row", "col", "scale_inv") + ("bias_grad",) * sums:
+            for field in ("row", "col", "scale_inv") + ("bias_grad",) * (sums is not None):
                 a, b = getattr(got, field), getattr(alone, field)
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
         both = cast.transform(source, hp_dtype=torch.bfloat16, act_dtype=torch.bfloat16, bias_grad=sums)

@@ -75,7 +75,7 @@ def test_casts_of_words(shape, dtype, fp8, row, monkeypatch):
         source = S.plain(v)
         given = {"amax": cast.amax(source)} if scale is None else {"scale": torch.tensor([scale], device="cuda")}
         by = given.get("scale"), given.get("amax")
-        out = run_poisoned(source, fp8, *by, amax_out, hp_dtype=None, row=row, bias_grad=False)
+        out = run_poisoned(source, fp8, *by, amax_out, hp_dtype=None, row=row, bias_grad=None)
         amax = torch.where(v.isfinite(), v.abs().float(), INF).max().item()
         s = scale_of(amax, LARGEST[fp8]) if scale is None else np.float32(scale)
         want = bytes_of(v, float(s), fp8)
@@ -105,7 +105,7 @@ def test_what_is_read_as_words():
     x, one = wide.bfloat16(), ones[:1].clone()
     for layouts in (
         {"row": True},
-        {"row": True, "col": True, "bias_grad": True},
+        {"row": True, "col": True, "bias_grad": torch.float32},
         {"col": True, "hp_dtype": torch.bfloat16},
     ):
         cast.transform(S.plain(x), fp8_dtype=E4M3, scale=one, **layouts)
@@ -163,7 +163,7 @@ def test_the_order_of_tiles_changes_no_bit(shape):
     ):
         amax = cast.amax(source)
         scale = cast.scale_from_amax_ref(amax.max().view(1), 448.0)
-        for how in ({"row": True}, {"col": True}, {"row": True, "col": True, "bias_grad": True}):
+        for how in ({"row": True}, {"col": True}, {"row": True, "col": True, "bias_grad": torch.float32}):
             outs = [cast.transform(source, fp8_dtype=E4M3, **how, **by) for by in ({"amax": amax}, {"scale": scale})]
             outs[1] = outs[1]._replace(scale=scale)  # where it is given, it is not written again
             for field, got, want in zip(outs[0]._fields, *outs, strict=True):
@@ -175,9 +175,9 @@ def test_bias_grad_has_the_same_bits_every_time():
         torch.randn(4092, 512, device="cuda", dtype=torch.bfloat16),
         torch.randn(4092, 1024, device="cuda", dtype=torch.bfloat16), Activation.of("swiglu"),
     )  # fmt: skip
-    first = cast.transform(source, bias_grad=True).bias_grad
+    first = cast.transform(source, bias_grad=torch.float32).bias_grad
     for _ in range(5):
-        assert torch.equal(cast.transform(source, bias_grad=True).bias_grad, first)
+        assert torch.equal(cast.transform(source, bias_grad=torch.float32).bias_grad, first)
 
 
 def test_the_whole_of_current_scaling_is_captured():
@@ -219,6 +219,6 @@ def test_kernels_are_launched_by_the_extension():
     launch._COMPILED.clear()
     source = S.plain(torch.randn(64, 96, device="cuda"))
     with torch.no_grad():
-        cast.transform(source, fp8_dtype=E4M3, row=True, col=True, amax=cast.amax(source), bias_grad=True)
+        cast.transform(source, fp8_dtype=E4M3, row=True, col=True, amax=cast.amax(source), bias_grad=torch.float32)
     assert len(launch._COMPILED) == 3  # amax, cast, column sums
     assert all(isinstance(ready, launch._C.Kernel) for ready in launch._COMPILED.values())

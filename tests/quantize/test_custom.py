@@ -133,7 +133,7 @@ def test_rounding_is_unbiased():
 def test_again_makes_the_same_numbers():
     source = plain(torch.randn(40, 48))
     quantizer = example.StochasticQuantizer()
-    q, sums = quantizer.quantize(source, row=True, bias_grad=True)
+    q, sums = quantizer.quantize(source, row=True, bias_grad=torch.float32)
     torch.testing.assert_close(sums, produce_ref(source).sum(0))
     again = quantizer.again(source, q.seed_only())
     assert q.col is None and again.row is None
@@ -266,7 +266,7 @@ class Int8Quantizer(Quantizer):
     format: TensorFormat = Int8Format()
 
     def quantize(
-        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: bool = False
+        self, source: Source, *, row: bool = True, col: bool = False, bias_grad: torch.dtype | None = None
     ) -> tuple[QTensor, Tensor | None]:
         v = produce_ref(source)
         scale = v.abs().max().clamp(min=1e-30).view(1) / 127
@@ -275,7 +275,7 @@ class Int8Quantizer(Quantizer):
             q.col, q.col_scale = self.format.make_col(q)
         if not row:
             q.row = q.row_scale = None
-        return q, v.sum(0) if bias_grad else None
+        return q, None if bias_grad is None else v.sum(0).to(bias_grad)
 
     def again(self, source: Source, earlier: QTensor) -> QTensor:
         return self.quantize(source, row=False, col=True)[0]

@@ -34,7 +34,7 @@ SEEN = dict.fromkeys([*RECIPES[1:], *OPTIONS], (FP32, FP32)) | {
 class NotFused(Quantizer):
     """Current scaling behind a quantizer that only promises what every Quantizer does."""
 
-    def quantize(self, source, *, row=True, col=False, bias_grad=False):
+    def quantize(self, source, *, row=True, col=False, bias_grad=None):
         return Current(self.format).quantize(source, row=row, col=col, bias_grad=bias_grad)
 
 

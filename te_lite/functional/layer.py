@@ -1,0 +1,200 @@
+"""One call of a module's linears: what it reads and gives, and the autograd.Function that runs it.
+
+What is computed is said by a Layer (linear.py, layernorm_linear.py, layernorm_mlp.py). What all of them share stands
+here: what is kept for backward, recorded launches, the answer to Megatron's hooks, the end of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from te_lite.functional.plan import LinearPlan
+from te_lite.functional.saved import Item, backward_method, check_parts, forward_method, placed_items, taken_apart
+from te_lite.ops.source import Source, plain
+from te_lite.overlap.epilogues import Operand
+from te_lite.quantize.delayed import Pools
+from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.quantizer import Quantizer
+from te_lite.quantize.tensor import QuantizedTensor
+
+
+@dataclass(slots=True)
+class Call:
+    """What a module decided for one call: one plan a linear, its weight parameter, a quantized weight to reuse or None.
+
+    grad: a backward may follow. first: this is the pass's first fp8 module, whose backward closes the pass. pools: of
+    a pass under delayed scaling.
+    output, grad_input: quantizers of y and dx when the caller takes them quantized. parts: parameters that the weight
+    was joined from, where it was; versions: theirs in forward. note: of replay.Outstanding, to be held as long as the
+    call's graph.
+    """
+
+    plans: tuple[LinearPlan, ...]
+    weights: tuple[Tensor, ...]
+    cached: tuple[QTensor | None, ...]
+    grad: bool
+    first: bool = False
+    output: Quantizer | None = None
+    grad_input: Quantizer | None = None
+    pools: Pools | None = None
+    parts: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
+    note: Any = None
+
+
+PLAIN = (Tensor, torch.nn.Parameter)  # what is read without asking for its class
+_unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
+
+
+def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., K] -> [M, K], plain, contiguous, in `dtype`."""
+    x = x.dequantize() if isinstance(x, QuantizedTensor) else x
+    if x.dim() == 2 and x.dtype == dtype and x.is_contiguous():
+        return x
+    return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
+
+
+def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Operand:
+    """x[..., K], or dy[..., N] with grad, as a GEMM's quantizer takes it; what is in its format is used as it is.
+
+    A tensor that will be gathered is quantized anew: its ranks may have chosen different scales. What the caller can
+    write to is copied where it is read after backward.
+    """
+    if x.__class__ in PLAIN and x.dim() == 2 and x.dtype == plan.dtype and x.is_contiguous():
+        return Source("plain", x)
+    if isinstance(x, QuantizedTensor):
+        quantizer = plan.operands.dgrad.a if grad else plan.operands.fprop.a
+        gathered = plan.gathers_dy if grad else plan.gathers_x
+        whole = x.q.row is not None and (x.q.col is not None or x.q.format.col_from_row)
+        if x.q.format == quantizer.format and whole and not gathered:
+            return x.q.map(Tensor.clone) if plan.sink.late and x.quantizer is not None else x.q
+    return plain(as_matrix(x, plan.dtype))
+
+
+def output_shape(x_shape: torch.Size, features: int, plan: LinearPlan | None) -> tuple[int, ...]:
+    """Of y for x of x_shape. plan: of the linear, where a gather or a scatter of tokens changes the first dimension."""
+    leading = list(x_shape[:-1])
+    if plan is not None and plan.gathers_x:
+        leading[0] *= plan.tp.size
+    elif plan is not None and plan.gathers_dy:
+        leading[0] //= plan.tp.size
+    return (*leading, features)
+
+
+def as_output(
+    y: Tensor, x_shape: torch.Size, quantizer: Quantizer | None = None, plan: LinearPlan | None = None
+) -> Tensor:
+    """y[M, N] as [..., N] with the leading dimensions of x_shape, not a view of anything; quantized when a quantizer is
+    given. plan: as of output_shape."""
+    if quantizer is None and len(x_shape) == 2:
+        return y
+    shape = output_shape(x_shape, y.shape[-1], plan)
+    if quantizer is not None:
+        return QuantizedTensor(quantizer.quantize(plain(y))[0], shape)
+    return _unsafe_view(y, shape)
+
+
+class Layer(Protocol):
+    """What a module computes. The same object as long as that is the same: recordings are found by it.
+
+    params: the Function's: those of the module, and the residual last; None where there is none. needs: of needs().
+    """
+
+    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[bool, ...]:
+        """Which gradients will be wanted, as far as forward must know."""
+
+    def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> Sequence[Item]:
+        """(y, norm(x) where it is an output, what is kept)."""
+
+    def backward(self, back: Backward, kept: list[Any], dy: Tensor, dln: Tensor | None) -> Sequence[Tensor | None]:
+        """The gradients of x and params but the residual. kept: by forward; the layer may empty it, so that what was
+        read for the last time is free. dln: of norm(x), where it was an output."""
+
+
+@dataclass(slots=True)
+class Backward:
+    """What a backward knows of its forward. wanted: the gradients, of x and each of params."""
+
+    call: Call
+    needs: Any
+    x_shape: torch.Size
+    wanted: Sequence[bool]
+
+
+class LayerFunction(torch.autograd.Function):
+    """y, or (y, norm(x)), of x and params. Autograd casts gradients to the dtypes of what they belong to."""
+
+    @forward_method
+    def forward(ctx: Any, layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
+        recordings, needs = call.plans[0].recordings, layer.needs(call, x, params)
+        found = key = None
+        if recordings is not None and x.__class__ in PLAIN and call.output is None:
+            inputs = (x, *params, *[t for q in call.cached if q is not None for t in q.tensors])
+            key, found = recordings.look_up((layer, needs), inputs)
+        if found is not None:
+            for plan in call.plans:
+                plan.parallel.rows = x.numel() // x.shape[-1]
+        elif key is None:
+            found = taken_apart(layer.forward(call, needs, x, params))
+        else:
+            found = recordings.run(key, inputs, partial(layer.forward, call, needs, x, params))  # type: ignore[union-attr]
+        tensors, shells = found
+        outputs = 1 if shells[1] is None else 2
+        if call.grad:
+            ctx.save_for_backward(*tensors[outputs:])
+            ctx.kept = layer, call, needs, x.shape, shells
+        return tensors[0] if outputs == 1 else tuple(tensors[:2])
+
+    @backward_method
+    def backward(ctx: Any, dy: Tensor, dln: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        layer, call, needs, x_shape, shells = ctx.kept
+        plans, saved, (_, _, *wanted) = call.plans, ctx.saved_tensors, ctx.needs_input_grad
+        recordings, answers, targets, how = plans[0].recordings, plans[0].sink.answers, (), ()
+        grads: list[Any] = []
+        found = key = None
+        if call.parts:
+            check_parts(call, needs)
+        if recordings is not None and dy.__class__ is Tensor and dln is None and call.grad_input is None:
+            if answers:
+                written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]
+                targets, how = zip(*written, strict=True)
+            key, found = recordings.look_up((layer, needs, *wanted, *how), (dy, *targets, *saved))
+        if found is None:
+            kept, saved = placed_items(shells[2:], saved)
+            body = partial(layer.backward, Backward(call, needs, x_shape, wanted), kept, dy, dln)
+            if key is None:
+                del saved, kept
+                grads += body()
+            else:
+                found = recordings.run(key, (dy, *targets, *saved), body)
+        if found is not None:
+            each = iter(found[0])
+            grads = [None if shell is None else next(each) for shell in found[1]]
+        if answers:
+            for i, (plan, weight) in enumerate(zip(plans, call.weights, strict=True)):
+                at = len(grads) - 2 * (len(plans) - i)
+                if wanted[at]:
+                    grads[at] = plan.sink.answer(weight, grads[at])
+        if call.pools is not None:
+            call.pools.close(call.first)
+        residual = None
+        if wanted[-1]:
+            residual = dy.dequantize() if isinstance(dy, QuantizedTensor) else dy
+        return None, None, *grads, residual
+
+
+_apply = super(torch.autograd.Function, LayerFunction).apply  # what apply() calls where no torch.func transform is
+
+
+def run_layer(layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
+    """y, or (y, norm(x)); see LayerFunction."""
+    if not call.grad:
+        return LayerFunction.forward(None, layer, call, x, *params)
+    apply = LayerFunction.apply if torch._C._are_functorch_transforms_active() else _apply
+    return apply(layer, call, x, *params)
