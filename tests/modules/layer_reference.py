@@ -168,7 +168,7 @@ class Layer:
         self, parameters: dict[str, Tensor], inputs: dict[str, Tensor], dy: Tensor, dtype: torch.dtype, device: Any,
         truth: dict[str, Tensor],
     ) -> dict[str, Tensor]:  # fmt: skip
-        """run() with what is written out in dtype: each tensor of the worst realisation of the sums of device's cores."""
+        """run() in dtype: each tensor is that of the worst realisation of how the device's cores add."""
         cuda = torch.device(device).type == "cuda" and self.recipe != "bf16"
         tries = [copy.deepcopy(self) for _ in range(REALISATIONS - 1 if cuda else 0)] + [self]
         found = [one.run(parameters, inputs, dy, stored_in(dtype, cuda)) for one in tries]

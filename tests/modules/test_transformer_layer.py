@@ -51,7 +51,7 @@ def pairwise() -> list[Case]:
     return cases
 
 
-CASES = pairwise()
+CASES = [*pairwise(), Case(layout="thd", arrangement=("decoder",), placing=("rope",), groups=2)]
 
 
 def name_of(case: Case) -> str:
@@ -82,6 +82,19 @@ def test_in_fp32_against_the_layer_written_out_in_fp64(case):
     parameters = dict(layer.named_parameters())
     truth, low = (Layer(case).run(parameters, inputs, dy, a) for a in (TRUTH, stored_in(torch.float32)))
     compare(step(layer, case, inputs, dy), truth, low)
+
+
+def test_gaps_between_packed_sequences():
+    """What lies in them changes nothing, angles too; they give what the MLP makes of themselves."""
+    case = Case(layout="thd", placing=("rope",), mask="padding_causal")
+    layer, (inputs, _), calls = make(case), draw(case, torch.float32), case.calls()
+    (a, b), x = case.lengths["x"], inputs["x"]
+    gap = torch.randn(3, HIDDEN)
+    got = layer(torch.cat((x[:a], gap, x[a:])), **calls, cu_seqlens_q_padded=torch.tensor([0, a + 3, a + 3 + b]))
+    want = layer(x, **calls)
+    torch.testing.assert_close(torch.cat((got[:a], got[a + 3 :])), want)
+    attended = gap + layer.self_attention.proj.bias
+    torch.testing.assert_close(got[a : a + 3], attended + layer.layernorm_mlp(attended))
 
 
 def check_recipe(case: Case, recipe: str, device: str, steps: int) -> None:
