@@ -213,9 +213,8 @@ class MultiheadAttention(Composed):
             k, v = self._split(self.key_value(encoder_output, is_first_microbatch), (1, 1))
         else:
             q, k, v = self._split(first, (self.num_attention_heads // self.num_gqa_groups, 1, 1))
-        q_begins = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-        k_begins = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-        q, k = self._placed(q, k, rotary_pos_emb, (q_begins, k_begins))
+        lengths = (cu_seqlens_q, cu_seqlens_q_padded), (cu_seqlens_kv, cu_seqlens_kv_padded)
+        q, k = self._placed(q, k, rotary_pos_emb, lengths)
         out = self.core_attention(
             q, k, v, attention_mask, None, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size, checkpoint_core_attention,
@@ -236,9 +235,9 @@ class MultiheadAttention(Composed):
         return [piece.flatten(-3, -2) for piece in pieces]
 
     def _placed(
-        self, q: Tensor, k: Tensor, angles: Rotary, lengths: tuple[Tensor | None, Tensor | None]
+        self, q: Tensor, k: Tensor, angles: Rotary, lengths: tuple[tuple[Tensor | None, Tensor | None], ...]
     ) -> tuple[Tensor, Tensor]:
-        """q and k normalised and rotated, in the order that was asked for. lengths: where sequences begin, in thd."""
+        """q and k normalised and rotated, in the order that was asked for. lengths: cu_seqlens and its padded form."""
 
         def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
@@ -247,8 +246,9 @@ class MultiheadAttention(Composed):
             q, k = normed(q, k)
         if angles is not None:
             pair = angles if isinstance(angles, tuple) else (angles, angles)
+            form, interleaved = self.qkv_format, self.rotary_pos_interleaved
             q, k = (
-                apply_rotary_pos_emb(t, a, self.qkv_format, None, self.rotary_pos_interleaved, True, cu)
-                for t, a, cu in zip((q, k), pair, lengths, strict=True)
+                apply_rotary_pos_emb(t, freqs, form, interleaved=interleaved, cu_seqlens=ends, cu_seqlens_padded=padded)
+                for t, freqs, (ends, padded) in zip((q, k), pair, lengths, strict=True)
             )
         return (q, k) if self.qk_norm_before_rope else normed(q, k)

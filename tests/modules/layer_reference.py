@@ -60,6 +60,7 @@ class Case:
             "self_attn_mask_type": "no_mask" if self.mask == "window" else self.mask,
             "window_size": (2, 1) if self.mask == "window" else None,
             "enc_dec_attn_mask_type": "padding" if self.padded else "no_mask",
+            "enc_dec_window_size": (1, 2) if self.mask == "window" else None,
             "qk_norm_type": norms[0] if norms else None, "qk_norm_before_rope": self.placing[:1] == tuple(norms),
             "rotary_pos_interleaved": "rope interleaved" in rotated,
         }  # fmt: skip
@@ -94,8 +95,10 @@ class Case:
                 sees = b == c and i < ends[queries][b] and j < ends[keys][c]
                 if own and "causal" in self.mask:
                     sees = sees and j <= i
-                elif own and self.mask == "window":
-                    sees = sees and i - 2 <= j <= i + 1
+                elif self.mask == "window":  # in cross attention around the diagonal that ends where both sequences do
+                    left, right = (2, 1) if own else (1, 2)
+                    at = i + ends[keys][c] - ends[queries][b]
+                    sees = sees and at - left <= j <= at + right
                 elif own and self.mask == "arbitrary":
                     sees = sees and not bool(hidden[b, 0, i, j])
                 row.append(sees)

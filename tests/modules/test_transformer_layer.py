@@ -93,7 +93,7 @@ def test_gaps_between_packed_sequences():
     got = layer(torch.cat((x[:a], gap, x[a:])), **calls, cu_seqlens_q_padded=torch.tensor([0, a + 3, a + 3 + b]))
     want = layer(x, **calls)
     torch.testing.assert_close(torch.cat((got[:a], got[a + 3 :])), want)
-    attended = gap + layer.self_attention.proj.bias
+    attended = gap + layer.self_attention.proj.bias  # attention gives 0 there
     torch.testing.assert_close(got[a : a + 3], attended + layer.layernorm_mlp(attended))
 
 
