@@ -53,9 +53,9 @@ def _positions(t: Tensor, tensor_format: str, cu_seqlens: Tensor | None, padded:
             raise ValueError("apply_rotary_pos_emb(tensor_format='thd') without cu_seqlens: pass where sequences begin")
         at = torch.arange(t.shape[0], device=t.device)
         begins = (cu_seqlens if padded is None else padded).to(at)
-        sequence = torch.searchsorted(begins, at, right=True) - 1
-        position, lengths = at - begins[sequence], F.pad(cu_seqlens.to(at).diff(), (0, 1))
-        return torch.where(position < lengths[sequence], position, 0)
+        own = torch.searchsorted(begins, at, right=True) - 1
+        position, lengths = at - begins[own], F.pad(cu_seqlens.to(at).diff(), (0, 1))
+        return torch.where(position < lengths[own], position, 0)
     if tensor_format not in ("sbhd", "bshd"):
         raise ValueError(f"tensor_format={tensor_format!r}: must be 'sbhd', 'bshd' or 'thd'; pass one")
     sequence = int(tensor_format == "bshd")

@@ -84,6 +84,20 @@ def test_in_fp32_against_the_layer_written_out_in_fp64(case):
     compare(step(layer, case, inputs, dy), truth, low)
 
 
+@pytest.mark.parametrize("mask", ["window", "padding_causal", "arbitrary"])
+def test_masks_may_come_with_the_call(mask):
+    case = Case(arrangement=("decoder",), mask=mask)
+    inputs, dy = draw(case, torch.float32)
+    own = case.arguments()
+    names = "self_attn_mask_type", "window_size", "enc_dec_attn_mask_type", "enc_dec_window_size"
+    given = {name: own[name] for name in names}
+    usual = {name: "causal" if name.endswith("type") else None for name in given}
+    bare = make(case, **usual)
+    got, want = step(bare, case, inputs, dy, **given), step(make(case), case, inputs, dy)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert not torch.equal(step(bare, replace(case, mask="causal"), inputs, dy)["out"], want["out"])
+
+
 def test_gaps_between_packed_sequences():
     """What lies in them changes nothing, angles too; they give what the MLP makes of themselves."""
     case = Case(layout="thd", placing=("rope",), mask="padding_causal")
