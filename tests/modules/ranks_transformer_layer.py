@@ -54,9 +54,10 @@ def check(case: Case, recipe: str, dtype: torch.dtype, device, sequence_parallel
             assert param.shape == shard(full, param, rank).shape, name
             param.copy_(shard(full, param, rank))
     inputs, dy = draw(case, dtype)
-    parts = {of: t.chunk(2)[rank] if sequence_parallel else t for of, t in inputs.items()}
+    dim = extra.get("sequence_dim", 0)
+    parts = {of: t.chunk(2, dim)[rank] if sequence_parallel else t for of, t in inputs.items()}
     with under(recipe):
-        got = step(layer, case, parts, dy.chunk(2)[rank] if sequence_parallel else dy)
+        got = step(layer, case, parts, dy.chunk(2, dim)[rank] if sequence_parallel else dy)
     te.reduce_sequence_parallel_grads(layer)
     parameters = dict(whole.named_parameters())
     truth = Layer(case, recipe).run(parameters, inputs, dy, TRUTH)
@@ -67,7 +68,8 @@ def check(case: Case, recipe: str, dtype: torch.dtype, device, sequence_parallel
             if name in own:
                 found[name] = shard(value, own[name], rank)
             elif sequence_parallel:
-                found[name] = value.chunk(2)[rank]
+                whole_shape = case.shape("encoder" if name == "encoder" else "x")
+                found[name] = value.view(whole_shape).chunk(2, dim)[rank].flatten(0, -2)
     assert got.keys() == truth.keys()
     got = {name: (t.grad if t is not None else got[name]).cpu() for name in got for t in (own.get(name),)}
     got, truth, low = joined(got), joined(truth), joined(low)
@@ -84,6 +86,7 @@ def main() -> None:
     for case in CASES:
         for sequence_parallel in (False, True):
             check(case, "bf16", torch.float32, device, sequence_parallel)
+    check(replace(SPLIT, layout="bshd"), "bf16", torch.float32, device, True, sequence_dim=1)
     for recipe in ("bf16", "current", "delayed"):
         check(CASES[1], recipe, torch.bfloat16, device, True)
     cfgs = {name: {"method": method} for name, method in METHODS.items()}
