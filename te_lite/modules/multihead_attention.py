@@ -247,8 +247,8 @@ class MultiheadAttention(Composed):
         if angles is not None:
             pair = angles if isinstance(angles, tuple) else (angles, angles)
             form, interleaved = self.qkv_format, self.rotary_pos_interleaved
-            q, k = (
+            q, k = [
                 apply_rotary_pos_emb(t, freqs, form, interleaved=interleaved, cu_seqlens=ends, cu_seqlens_padded=padded)
                 for t, freqs, (ends, padded) in zip((q, k), pair, lengths, strict=True)
-            )
+            ]
         return (q, k) if self.qk_norm_before_rope else normed(q, k)

@@ -138,9 +138,9 @@ class TransformerLayer(Composed):
             "alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_q_padded": cu_seqlens_q_padded,
             "max_seqlen_q": max_seqlen_q, "fast_zero_fill": fast_zero_fill, "pad_between_seqs": pad_between_seqs,
         }  # fmt: skip
-        own = shared | {
-            "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal, "cu_seqlens_kv": cu_seqlens_q,
+        own = {
+            **shared, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type,
+            "window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal, "cu_seqlens_kv": cu_seqlens_q,
             "cu_seqlens_kv_padded": cu_seqlens_q_padded, "max_seqlen_kv": max_seqlen_q,
         }  # fmt: skip
         first = {"is_first_microbatch": is_first_microbatch}
@@ -148,8 +148,8 @@ class TransformerLayer(Composed):
             return self._parallel(x, own, first)
         x = self._added(self.self_attention, x, own)
         if self.layer_type == "decoder":
-            cross = shared | {
-                "attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type,
+            cross = {
+                **shared, "attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type,
                 "window_size": enc_dec_window_size, "bottom_right_diagonal": enc_dec_bottom_right_diagonal,
                 "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
                 "max_seqlen_kv": max_seqlen_kv, "encoder_output": encoder_output,
@@ -163,7 +163,8 @@ class TransformerLayer(Composed):
         if self._adds_inside:
             return block(x, **given, residual=x)
         out, bias, *normed = block(x, **given)
-        return self._dropped(out if bias is None else out + bias, drops_path) + (normed[0] if normed else x)
+        out = out if bias is None else (out + bias).to(out.dtype)  # under torch.amp a bias is fp32
+        return self._dropped(out, drops_path) + (normed[0] if normed else x)
 
     def _parallel(self, x: Tensor, attention: dict[str, Any], mlp: dict[str, Any]) -> Tensor:
         if self._adds_inside:

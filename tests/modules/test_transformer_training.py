@@ -241,18 +241,17 @@ def test_init_methods():
         assert abs(float(weight.detach().std()) / 0.023 - 1) < 0.1
 
 
-def test_torch_amp():
-    case = Case()
+@pytest.mark.parametrize("case", [Case(), Case(arrangement=("post",), dropout=0.1)], ids=["inside", "after"])
+def test_torch_amp(case):
+    """fp32 parameters; y and the residual have the autocast's dtype, however they are added."""
     layer = make(case)
-    inputs, _ = draw(case, torch.float32)
+    inputs, dy = draw(case, torch.float32)
     with torch.autocast("cpu", BF16):
         y = layer(inputs["x"])
-    want = make(case, BF16)(inputs["x"].to(BF16))
+    oracle, parameters = Layer(case), dict(layer.named_parameters())
+    truth, low = (oracle.run(parameters, inputs, dy, a)["out"] for a in (TRUTH, stored_in(BF16)))
     assert y.dtype == BF16
-    truth, low = (Layer(case).run(dict(layer.named_parameters()), inputs, torch.zeros(case.shape("x")), a)
-                  for a in (TRUTH, stored_in(BF16)))  # fmt: skip
-    compare({"out": y.flatten(0, 1)}, {"out": truth["out"]}, {"out": low["out"]})
-    assert want.dtype == y.dtype
+    compare({"out": y.flatten(0, 1)}, {"out": truth}, {"out": low})
 
 
 # refusals
