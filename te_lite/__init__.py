@@ -44,8 +44,11 @@ from te_lite.modules.grouped_mm import scaled_grouped_mm as scaled_grouped_mm
 from te_lite.modules.layernorm_linear import LayerNormLinear as LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP as LayerNormMLP
 from te_lite.modules.linear import Linear as Linear
+from te_lite.modules.multihead_attention import MultiheadAttention as MultiheadAttention
 from te_lite.modules.norm import LayerNorm as LayerNorm
 from te_lite.modules.norm import RMSNorm as RMSNorm
+from te_lite.modules.rope import RotaryPositionEmbedding as RotaryPositionEmbedding
+from te_lite.modules.transformer_layer import TransformerLayer as TransformerLayer
 from te_lite.modules.verbs import DelayedScales as DelayedScales
 from te_lite.modules.verbs import all_gather as all_gather
 from te_lite.modules.verbs import all_gather_linear as all_gather_linear

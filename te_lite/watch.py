@@ -131,8 +131,10 @@ def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessG
     """
     buckets: dict[tuple, list[torch.Tensor]] = {}
     seen: set[int] = set()
-    for child in module.modules():
-        tp_group = group if group is not None else getattr(child, "tp_group", None)
+    groups: dict[str, dist.ProcessGroup | None] = {}
+    for name, child in module.named_modules():
+        around = groups.get(name.rpartition(".")[0], group)  # a norm takes the group of the layer that it stands in
+        tp_group = groups[name] = group if group is not None else getattr(child, "tp_group", None) or around
         for param in child.parameters(recurse=False):
             if not getattr(param, "sequence_parallel", False) or id(param) in seen:
                 continue

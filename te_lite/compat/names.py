@@ -17,7 +17,9 @@ from te_lite.modules.grouped_linear import GroupedLinear
 from te_lite.modules.layernorm_linear import LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP
 from te_lite.modules.linear import Linear
+from te_lite.modules.multihead_attention import MultiheadAttention
 from te_lite.modules.norm import _Norm
+from te_lite.modules.transformer_layer import TransformerLayer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,8 +32,6 @@ INSTEAD = {
     "te_lite pytorch": "its names stand in te_lite itself, such as te_lite.Linear; import te_lite as te",
     "te_lite common": "recipes are te_lite.recipe",
     "te_lite fp8": "use te_lite.fp8_autocast, te_lite.fp8_model_init, te_lite.FP8GlobalStateManager",
-    "te_lite TransformerLayer": "use te.LayerNormLinear, te.DotProductAttention, te.Linear, te.LayerNormMLP",
-    "te_lite MultiheadAttention": "use te.DotProductAttention between te.LayerNormLinear and te.Linear",
     "te_lite is_fp8_available": "use te.check_recipe_support('current')",
     "te_lite is_mxfp8_available": "use te.check_recipe_support('mxfp8')",
     **{f"te_lite {name}": f"use te.recipe.{name}" for name, value in _RECIPES.items() if isinstance(value, type)},
@@ -86,7 +86,10 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 vars(recipe)["__getattr__"] = missing("te_lite.recipe", _RECIPES)
-_classes: tuple[Any, ...] = (*_RECIPES.values(), autocast, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, _Norm)
+_classes: tuple[Any, ...] = (
+    *_RECIPES.values(), autocast, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, _Norm, MultiheadAttention,
+    TransformerLayer,
+)  # fmt: skip
 for _class in _classes:
     if "__init__" in vars(_class):
         _class.__init__ = named(_class.__init__)

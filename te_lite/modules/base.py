@@ -143,17 +143,20 @@ class TeLiteModule(SpecModule):
         """True when weight gradients wait for backward_dw()."""
         return self.delay_wgrad_compute
 
-    def backward_dw(self) -> None:
-        """Computes the oldest weight gradients that backward put off; of an MLP fc2's, then fc1's."""
-        if not self.delay_wgrad_compute:
-            return
+    def run_delayed(self) -> bool:
+        """Computes the oldest weight gradients that backward put off; of an MLP fc2's, then fc1's. False: none wait."""
         sinks: Any = self._sinks  # DelayedWgrads
-        if not any([sink.run_next() for sink in reversed(sinks)]):
+        ran = any([sink.run_next() for sink in reversed(sinks)])
+        for hook in self._wgrad_hooks if ran else ():
+            hook()
+        return ran
+
+    def backward_dw(self) -> None:
+        """Computes the oldest weight gradients that backward put off; RuntimeError where none wait."""
+        if self.delay_wgrad_compute and not self.run_delayed():
             raise RuntimeError(
                 "backward_dw() has no stored weight gradient: it must follow a backward of this module, once for each"
             )
-        for hook in self._wgrad_hooks:
-            hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Calls `hook()` after each backward_dw()."""

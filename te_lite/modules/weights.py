@@ -97,7 +97,7 @@ class SpecModule(nn.Module):
     """
 
     params_dtype: torch.dtype
-    _device: Any
+    _device: Any = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,10 +48,17 @@ try:
     from transformer_engine.pytorch.cpu_offload import get_cpu_offload_context
 except ImportError as error:
     assert "transformer_engine.pytorch.cpu_offload" in str(error)
-class Mine(tep.TransformerLayer):
+from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+assert tep.TransformerLayer is te.TransformerLayer and MultiheadAttention is te.MultiheadAttention
+class Layer(tep.transformer.TransformerLayer):  # as models derive theirs
+    def __init__(self, width):
+        super().__init__(width, 2 * width, 2, hidden_dropout=0, attention_dropout=0, device="cpu")
+assert Layer(32)(torch.randn(4, 2, 32), None, rotary_pos_emb=RotaryPositionEmbedding(16)(4)).shape == (4, 2, 32)
+class Mine(tep.ops.Sequential):
     def __init__(self):
         super().__init__()
-for build in (tep.TransformerLayer, Mine, tep.MultiheadAttention, tep.ops.Sequential):
+for build in (tep.ops.FusibleOperation, Mine, tep.attention.InferenceParams, tep.ops.Sequential):
     try:
         build()
     except NotImplementedError as error:

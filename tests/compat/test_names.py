@@ -16,8 +16,7 @@ recipe = te.recipe
 MISSING = [
     ("pytorch", "te_lite.Linear"),
     ("common", "te_lite.recipe"),
-    ("TransformerLayer", "te.LayerNormMLP"),
-    ("MultiheadAttention", "te.DotProductAttention"),
+    ("TransformerLayr", "TransformerLayer"),
     ("GroupedLiner", "GroupedLinear"),
     ("fp8", "te_lite.fp8_autocast"),
     ("is_mxfp8_available", "te.check_recipe_support('mxfp8')"),

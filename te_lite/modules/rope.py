@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_lite.modules.weights import default_device
@@ -45,14 +46,16 @@ def _rotated(t: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
 
 
-def _positions(t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> Tensor:
-    """Of each token, in the shape of t without heads and channels."""
+def _positions(t: Tensor, tensor_format: str, cu_seqlens: Tensor | None, padded: Tensor | None) -> Tensor:
+    """Of each token, in the shape of t without heads and channels; 0 between packed sequences."""
     if tensor_format == "thd":
         if cu_seqlens is None:
             raise ValueError("apply_rotary_pos_emb(tensor_format='thd') without cu_seqlens: pass where sequences begin")
         at = torch.arange(t.shape[0], device=t.device)
-        first = torch.searchsorted(cu_seqlens.to(at), at, right=True) - 1
-        return at - cu_seqlens.to(at)[first]
+        begins = (cu_seqlens if padded is None else padded).to(at)
+        own = torch.searchsorted(begins, at, right=True) - 1
+        position, lengths = at - begins[own], F.pad(cu_seqlens.to(at).diff(), (0, 1))
+        return torch.where(position < lengths[own], position, 0)
     if tensor_format not in ("sbhd", "bshd"):
         raise ValueError(f"tensor_format={tensor_format!r}: must be 'sbhd', 'bshd' or 'thd'; pass one")
     sequence = int(tensor_format == "bshd")
@@ -64,16 +67,17 @@ def _positions(t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> Tens
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", start_positions: Tensor | None = None,
     interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1,
-    cp_rank: int = 0,
+    cp_rank: int = 0, *, cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """t [S, B, H, D], [B, S, H, D] or [T, H, D] with its first d channels rotated by freqs [S', 1, 1, d].
 
-    The angles are those of a token's position in its sequence (plus start_positions [B]). The arithmetic is fp32,
+    The angles are those of a token's position in its sequence (plus start_positions [B]). cu_seqlens [B + 1]: where the
+    sequences of thd end; cu_seqlens_padded: where they begin in memory, if there are gaps. The arithmetic is fp32,
     rounded once to t's dtype. fused: accepted; there is one way. Context parallelism raises NotImplementedError.
     """
     if cp_size != 1:
         raise NotImplementedError(f"apply_rotary_pos_emb(cp_size={cp_size}): te_lite has no context parallelism")
-    positions = _positions(t, tensor_format, cu_seqlens)
+    positions = _positions(t, tensor_format, cu_seqlens, cu_seqlens_padded)
     if start_positions is not None:
         start = start_positions.to(positions)
         positions = positions + (start[None, :] if tensor_format == "sbhd" else start[:, None])
