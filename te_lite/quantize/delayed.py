@@ -178,9 +178,11 @@ class Pool:
             state.pool, state.history, state._amax = self, history[:, offset : offset + state.n], None
             state.offset, offset = offset, offset + state.n
 
-    @torch.inference_mode(False)  # training may follow an evaluation
     def update(self) -> None:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # training may follow
+                return self.update()
         owner = self.key.owner
         with self._stepping:  # and not under the owner's lock, for ranks wait for each other below
             with owner.lock:
