@@ -62,8 +62,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         else:
             y, ln, *kept = recorded_forward(call, (needs, spec), x, params, body)
         if call.grad:
-            save(ctx, *kept)
             ctx.call, ctx.spec, ctx.needs, ctx.x_shape = call, spec, needs, x.shape
+            save(ctx, *kept)
         return as_output(y, x.shape, call.output, plan), norm_output(spec, call, ln)
 
     @backward_method

@@ -124,8 +124,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
         else:
             y, ln, *kept = recorded_forward(call, (needs, spec, activation), x, params, body)
         if call.grad:
-            save(ctx, *kept)
             ctx.call, ctx.spec, ctx.activation, ctx.a_again = call, spec, activation, a_again
+            save(ctx, *kept)
             ctx.needs, ctx.x_shape = needs, x.shape
         return as_output(y, x.shape), norm_output(spec, call, ln)
 

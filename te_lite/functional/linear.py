@@ -280,8 +280,8 @@ class LinearFunction(torch.autograd.Function):
             y, *kept = recorded_forward(call, needs, operand.x, params, body)
         if call.grad:
             original = x if need_w and plan.keep_original else None
-            save(ctx, *kept, weight if need_x or need_w else None, original)
             ctx.call, ctx.needs, ctx.x_shape = call, needs, x.shape
+            save(ctx, *kept, weight if need_x or need_w else None, original)
         return as_output(y, x.shape, call.output, plan)
 
     @backward_method

@@ -66,7 +66,10 @@ def put_together(shells: Shells, tensors: Iterable[Tensor | None]) -> list[Any]:
 
 
 def save(ctx: Any, *items: Item) -> None:
-    """Keeps `items` for load(ctx). Memory that belongs to a userbuffer is refused: peers write there."""
+    """Keeps `items` for load(ctx); ctx.call is there. Memory that belongs to a userbuffer is refused: peers write there.
+
+    A weight that is a copy of its parts is not kept: they are, and load() joins them again. FSDP frees them meanwhile.
+    """
     for item in items:
         if isinstance(item, QTensor) and item.borrowed:
             raise RuntimeError(
@@ -74,6 +77,13 @@ def save(ctx: Any, *items: Item) -> None:
                 "peers overwrite; copy it first"
             )
     tensors, ctx.shells = taken_apart(items)
+    call, ctx.joined = ctx.call, []
+    if call.parts and not torch._C._is_alias_of(call.weights[0], call.parts[0]):
+        whole = call.weights[0]
+        ctx.joined = [i for i, tensor in enumerate(tensors) if tensor is whole]
+        tensors = [None if tensor is whole else tensor for tensor in tensors]
+        tensors += call.parts if ctx.joined else ()
+        call.weights = call.parts[0], *call.weights[1:]  # of which backward asks the dtype and the columns alone
     ctx.save_for_backward(*tensors)
 
 
@@ -87,6 +97,10 @@ def load(ctx: Any) -> tuple[list[Any], list[Tensor | None]]:
             "the optimizer's step"
         )
     tensors, at, items = list(ctx.saved_tensors), 0, []
+    if ctx.joined:
+        count = len(ctx.call.parts)
+        whole = torch.cat(tensors[-count:])
+        tensors = [whole if i in ctx.joined else tensor for i, tensor in enumerate(tensors[:-count])]
     for shell in ctx.shells:
         if shell is None:
             items.append(tensors[at])

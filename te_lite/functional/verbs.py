@@ -87,8 +87,8 @@ class GatherLinears(torch.autograd.Function):
             kept += [kept_x, kept_w]
         ys = plans[0].parallel.all_gather_gemms(gemms, operand)  # type: ignore[attr-defined]  # a Prepared
         if call.grad:
-            save(ctx, *kept, *params[:n])
             ctx.call, ctx.needs, ctx.x_shape = call, (need_x, *need_ws), x.shape
+            save(ctx, *kept, *params[:n])
         return tuple([as_output(y, x.shape, None, plans[0]) for y in ys])
 
     @backward_method
