@@ -129,9 +129,7 @@ def why_not(
         before = linear._default.recipe if linear._default else HighPrecision()
         if before == recipe:
             return Stays("converted before", chosen=True)
-        return Stays(
-            f"converted before, to {before}", "that recipe stays; te.autocast(recipe=...) runs another"
-        )
+        return Stays(f"converted before, to {before}", "that recipe stays; te.autocast(recipe=...) runs another")
     if isinstance(getattr(weight, "placements", None), tuple):  # before the class: fully_shard changes that too
         remedy = "convert before fully_shard or another parallelism that makes DTensors"
         return Stays("its weight is sharded", remedy, f"its weight is a DTensor, not a plain parameter; {remedy}")

@@ -51,7 +51,9 @@ def _run(module: nn.Module, *args: Any, weight: Tensor | None = None, parts: dic
     vars(stand_in).update(vars(module), training=False, _parameters=own, _modules={**module._modules, **(parts or {})})
     forward = type(module).forward
     required = list(inspect.signature(forward).parameters.values())[1 + len(args) :]
-    others = {p.name: None for p in required if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    others = {
+        p.name: None for p in required if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             return forward(stand_in, *args, **others)
@@ -112,11 +114,11 @@ def follow_mlp(mlp: nn.Module) -> None:
     _handed(_run(mlp, x, parts=parts), y, "out what down_proj gives")
 
 
-def follow_layer(layer: nn.Module) -> None:
+def follow_layer(layer: nn.Module, features: int) -> None:
     """self_attn and mlp each read what the norm before them gives; nobody else does, or nan would come out."""
-    x, attended, y = _random(1, 1, 7), _random(1, 1, 7), _random(1, 1, 7)
+    x, attended, y = _random(3, 1, 1, features)
     normed1, normed2 = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
-    failed = NotFollowed("could not be followed")
+    failed: NotFollowed | None = None
     for result in ((attended, None), attended, (attended, None, None)):  # what self_attn returns
         ran: list[str] = []
 
@@ -144,10 +146,11 @@ def follow_layer(layer: nn.Module) -> None:
         try:
             out = _run(layer, x, parts=parts)
         except NotFollowed as error:
-            failed = error
+            failed = failed or error
             continue
         out = out[0] if isinstance(out, tuple) else out
         if list(parts) != ran or not isinstance(out, Tensor) or not out.isfinite().all():
             raise NotFollowed(f"uses its parts in another way: {', '.join(ran)}")
         return
+    assert failed is not None
     raise failed

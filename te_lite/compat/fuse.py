@@ -22,15 +22,15 @@ from te_lite.recipe import Recipe, as_recipe
 from te_lite.tables import aligned
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-_CONVERT = "te.convert_to_float8_training converts its linears"
+_ALONE = "its plain projections are converted one by one"
 
 
 class FuseReport(NamedTuple):
     """What te.fuse did to `module`; str() is a table, repr() its head.
 
     fused: the halves of decoder layers, each one module now: "...self_attn" is norm, q, k and v, "...mlp" norm, gate,
-    up and down. left: the halves that are not, with the reason. converted: other linears of decoder layers that run
-    by the recipe. skipped: linears that stayed as they were, with the reason.
+    up and down. left: the halves that are not, with the reason. converted: other projections of decoder layers, which
+    run by the recipe one by one. skipped: linears that stayed as they were, with the reason.
     """
 
     module: nn.Module
@@ -57,7 +57,7 @@ class FuseReport(NamedTuple):
 class _Refused(Exception):
     """Why half of a layer is not fused."""
 
-    def __init__(self, kind: str, remedy: str = _CONVERT, reason: str = "", chosen: bool = False) -> None:
+    def __init__(self, kind: str, remedy: str = _ALONE, reason: str = "", chosen: bool = False) -> None:
         self.stays = Stays(kind, remedy, reason, chosen)
 
 
@@ -114,8 +114,10 @@ def _check_linears(half: _Half, keep: Filter | None, recipe: Recipe) -> None:
     for name, linear in zip(half.names, linears, strict=True):
         if isinstance(linear, ConvertedLinear):
             raise _Refused(f"its {name} was converted before", "call te.fuse first")
+        if linear is None:
+            raise _Refused(f"it has no {name}")
         if not isinstance(linear, nn.Linear):
-            raise _Refused(f"its {name} is a {type(linear).__name__}, no nn.Linear", "fuse before it is wrapped")
+            raise _Refused(f"its {name} is a {type(linear).__name__}, no nn.Linear")
         if stays := why_not(linear, f"{half.name}.{name}", keep, recipe, 0, None):
             reason = f"its {name}: {stays.reason or stays.kind}"
             raise _Refused(f"its {name}: {stays.kind}", stays.remedy, reason, stays.chosen)
@@ -152,7 +154,7 @@ def _rule(half: _Half, keep: Filter | None, recipe: Recipe, uses: Counter[int]) 
             what = "its mlp"
             follow_mlp(half.owner)
         what = "its layer"
-        follow_layer(half.layer)
+        follow_layer(half.layer, first.shape[1])
     except NotFollowed as error:
         raise _Refused(f"{what} {error}") from None
     return rule
@@ -210,25 +212,18 @@ def _warn(report: FuseReport, left: list[Stays]) -> None:
         warnings.warn(f"{text}; the report names them", stacklevel=3)
 
 
-def _convert_others(
-    model: nn.Module, recipe: Recipe, keep: Filter | None
-) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """(converted, skipped): the linears of decoder layers that no fused module reads, and those outside."""
-    inside = {id(part) for _, layer in decoder_layers(model) for part in layer.modules()}
-    converted: list[Layer] = []
-    skipped: list[Layer] = []
+def _convert_others(model: nn.Module, recipe: Recipe, keep: Filter | None) -> Iterator[Layer]:
+    """Of all linears that no fused module reads; the projections of decoder layers are converted."""
+    projections = {id(half.owner._modules.get(name)) for half in _halves(model) for name in (*half.names, "o_proj")}
     for name, linear in model.named_modules():
-        if not isinstance(linear, nn.Linear):
-            continue
-        stays: Stays | None = Stays("outside of decoder layers")
-        if id(linear) in inside:
-            stays = why_not(linear, name, keep, recipe, 0, None)
-        if stays is None:
-            become(linear, ConvertedLinear, converted_state(linear, name, recipe))
-            converted.append(Layer(name, linear.in_features, linear.out_features, ""))
-        else:
-            skipped.append(Layer(name, linear.in_features, linear.out_features, stays.reason or stays.kind))
-    return tuple(converted), tuple(skipped)
+        if isinstance(linear, nn.Linear):
+            stays: Stays | None = Stays("no projection of a decoder layer")
+            if id(linear) in projections:
+                stays = why_not(linear, name, keep, recipe, 0, None)
+            if stays is None:
+                become(linear, ConvertedLinear, converted_state(linear, name, recipe))
+            reason = "" if stays is None else stays.reason or stays.kind
+            yield Layer(name, linear.in_features, linear.out_features, reason)
 
 
 def fuse(
@@ -237,9 +232,9 @@ def fuse(
     """Turns the decoder layers of a Llama-like model into te_lite's fused modules, in place.
 
     input_layernorm with q_proj, k_proj and v_proj becomes one LayerNormLinear; post_attention_layernorm with
-    gate_proj, up_proj and down_proj one LayerNormMLP; o_proj, and what could not be fused, runs as
-    convert_to_float8_training has it. Linears outside of decoder layers (lm_head) stay. Layers are found by the names
-    of their parts, and each part's forward is tried for what it computes.
+    gate_proj, up_proj and down_proj one LayerNormMLP; o_proj, and projections that could not be fused, run as
+    convert_to_float8_training has it, whatever their size. All other linears (lm_head, a router) stay. Layers are found
+    by the names of their parts, and each part's forward is tried for what it computes.
 
     Parameters, their names and state-dict keys stay what they are, optimizers too. unfuse() undoes it.
 
@@ -271,7 +266,8 @@ def fuse(
     for half, rule in planned:  # after all checks: a layer's other half is followed as it was
         fused.append(half.row())
         _fuse(half, rule, recipe)
-    converted, skipped = _convert_others(module, recipe, module_filter_fn)
+    others = list(_convert_others(module, recipe, module_filter_fn))
+    converted, skipped = (tuple([one for one in others if bool(one.reason) is kept]) for kept in (False, True))
     report = FuseReport(module, recipe, tuple(fused), tuple(left), converted, skipped)
     _warn(report, stays)
     return report
@@ -292,5 +288,5 @@ def unfuse(module: nn.Module) -> tuple[str, ...]:
     for part in changed.values():
         back(part)
         with PLANNED_LOCK:
-            PLANNED.pop(part, None)  # type: ignore[call-overload]  # whatever it was
+            PLANNED.pop(part, None)
     return tuple(changed)

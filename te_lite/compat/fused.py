@@ -164,10 +164,10 @@ class FusedMLP(LayerNormMLP):
     layer_norm_weight = property(lambda self: self._layer_norm[0].weight)
     gate_weight, gate_bias = property(lambda self: self.gate_proj.weight), property(lambda self: self.gate_proj.bias)
     up_weight, up_bias = property(lambda self: self.up_proj.weight), property(lambda self: self.up_proj.bias)
-    fc1_weight = property(lambda self: join((self.gate_proj.weight, self.up_proj.weight)))  # type: ignore[assignment]
-    fc1_bias = property(lambda self: join((self.gate_proj.bias, self.up_proj.bias)))  # type: ignore[assignment]
-    fc2_weight = property(lambda self: self.down_proj.weight)  # type: ignore[assignment]
-    fc2_bias = property(lambda self: self.down_proj.bias)  # type: ignore[assignment]
+    fc1_weight = property(lambda self: join((self.gate_proj.weight, self.up_proj.weight)))
+    fc1_bias = property(lambda self: join((self.gate_proj.bias, self.up_proj.bias)))
+    fc2_weight = property(lambda self: self.down_proj.weight)
+    fc2_bias = property(lambda self: self.down_proj.bias)
 
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
@@ -178,7 +178,7 @@ class FusedMLP(LayerNormMLP):
         return [(["gate_weight", "up_weight"], ["gate_bias", "up_bias"]), (["fc2_weight"], ["fc2_bias"])]
 
     def _begin(self, *args: Any) -> Call:
-        return super()._begin(*args, (self.gate_proj.weight, self.up_proj.weight))
+        return super()._begin(*args, parts=(self.gate_proj.weight, self.up_proj.weight))
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # as the mlp's
         """[..., hidden] -> the same shape."""

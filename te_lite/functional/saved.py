@@ -66,7 +66,7 @@ def put_together(shells: Shells, tensors: Iterable[Tensor | None]) -> list[Any]:
 
 
 def save(ctx: Any, *items: Item) -> None:
-    """Keeps `items` for load(ctx); ctx.call is there. Memory that belongs to a userbuffer is refused: peers write there.
+    """Keeps `items` for load(ctx). Memory that belongs to a userbuffer is refused: peers write there. ctx has its call.
 
     A weight that is a copy of its parts is not kept: they are, and load() joins them again. FSDP frees them meanwhile.
     """
@@ -78,7 +78,7 @@ def save(ctx: Any, *items: Item) -> None:
             )
     tensors, ctx.shells = taken_apart(items)
     call, ctx.joined = ctx.call, []
-    if call.parts and not torch._C._is_alias_of(call.weights[0], call.parts[0]):
+    if call.parts and not torch._C._is_alias_of(call.weights[0], call.parts[0]):  # type: ignore[attr-defined]
         whole = call.weights[0]
         ctx.joined = [i for i, tensor in enumerate(tensors) if tensor is whole]
         tensors = [None if tensor is whole else tensor for tensor in tensors]
