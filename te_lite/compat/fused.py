@@ -177,8 +177,10 @@ class FusedMLP(LayerNormMLP):
     def _linear_names(self) -> list[tuple[list[str], list[str]]]:
         return [(["gate_weight", "up_weight"], ["gate_bias", "up_bias"]), (["fc2_weight"], ["fc2_bias"])]
 
-    def _begin(self, *args: Any) -> Call:
-        return super()._begin(*args, parts=(self.gate_proj.weight, self.up_proj.weight))
+    def _begin(self, inp: Tensor, weights: tuple[Tensor, ...], *options: Any) -> Call:
+        first, fp8_output, fp8_grad, residual = options
+        parts = self.gate_proj.weight, self.up_proj.weight
+        return super()._begin(inp, weights, first, fp8_output, fp8_grad, residual, parts)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # as the mlp's
         """[..., hidden] -> the same shape."""
