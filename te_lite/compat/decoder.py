@@ -95,8 +95,13 @@ def _handed(given: Any, expected: Tensor, what: str) -> None:
 
 
 def follow_mlp(mlp: nn.Module) -> None:
-    """It is down(silu(gate(x)) * up(x))."""
-    x, gate, up, y = _random(1, 1, 7), _random(1, 1, 8), _random(1, 2, 4).view(1, 1, 8), _random(1, 1, 9)
+    """It is down(silu(gate(x)) * up(x)), for small and for large values of gate and up, which some limit."""
+    for scale in (1.0, 100.0):
+        _follow_mlp(mlp, _random(64) * scale, _random(2, 64)[0] * scale)
+
+
+def _follow_mlp(mlp: nn.Module, gate: Tensor, up: Tensor) -> None:
+    x, y = _random(7), _random(9)
 
     def down_proj(a: Tensor) -> Tensor:
         if not _close(a, F.silu(gate.double()) * up.double()):

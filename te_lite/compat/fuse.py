@@ -131,7 +131,8 @@ def _check_linears(half: _Half, keep: Filter | None, recipe: Recipe) -> None:
     else:  # other widths than the input's, so that nobody can take y for a normalised x
         fits = first[1] == second[1] == third[1] != first[0] + second[0] + third[0]
     if not fits:
-        raise _Refused("its weights do not fit together", reason=f"weights of {first}, {second}, {third}")
+        shapes = f"{first}, {second}, {third}"
+        raise _Refused("its weights do not fit together", reason=f"its weights {shapes} do not fit together")
 
 
 def _rule(half: _Half, keep: Filter | None, recipe: Recipe, uses: Counter[int]) -> Rms:
