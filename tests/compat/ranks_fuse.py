@@ -1,6 +1,6 @@
-"""Over 2 ranks: fused decoder layers sharded by FSDP2 beside the same layers unsharded, gradients averaged, bit for bit.
+"""Over 2 ranks: fused decoder layers sharded by FSDP2 beside the same layers unsharded, bit for bit.
 
-The layers are of our own, with the parts and the names of Llama's: what is compared is te_lite's.
+Gradients are averaged. The layers are not transformers', whose import takes long.
 """
 
 import copy
@@ -21,41 +21,9 @@ import te_lite as te  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
 from te_lite.testing.memory import kept_tensors  # noqa: E402
 from te_lite.testing.numerics import assert_bitwise_equal  # noqa: E402
+from tests.compat.layers import Layer  # noqa: E402
 
 BF16 = torch.bfloat16
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.o_proj = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.k_proj, self.v_proj = nn.Linear(64, 32), nn.Linear(64, 32)
-
-    def forward(self, x):
-        q, k, v = (part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False)
-        self.down_proj = nn.Linear(96, 64, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(64, eps=1e-5), nn.RMSNorm(64, eps=1e-5)
-        self.self_attn, self.mlp = Attention(), Mlp()
-
-    def forward(self, x):
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Model(nn.Module):
@@ -99,7 +67,7 @@ def check(recipe, recompute, mesh, ranks):
         for i, (name, p) in enumerate(whole.named_parameters()):
             p.grad = sum(one[1][i] for one in each) / ranks
             assert_bitwise_equal(f"{recipe} {step} {name}", grads[i].full_tensor(), p.grad)
-        with torch.no_grad():
+        with torch.no_grad():  # by a power of two: else the vectors' ends of a shard are rounded in another way
             for p, q in zip(whole.parameters(), model.parameters(), strict=True):
                 p.add_(p.grad, alpha=-0.125)
                 q.add_(q.grad, alpha=-0.125)
