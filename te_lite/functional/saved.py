@@ -41,6 +41,8 @@ def backward_method(method: Callable) -> Any:
     return staticmethod(once_differentiable(without_amp(method)))
 
 
+_aliases: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
 Item = QTensor | Tensor | None
 Shells = list[Any]  # of each QTensor what it has beside tensors; None for a Tensor
 
@@ -78,10 +80,10 @@ def save(ctx: Any, *items: Item) -> None:
             )
     tensors, ctx.shells = taken_apart(items)
     call, ctx.joined = ctx.call, []
-    if call.parts and not torch._C._is_alias_of(call.weights[0], call.parts[0]):  # type: ignore[attr-defined]
-        whole = call.weights[0]
-        ctx.joined = [i for i, tensor in enumerate(tensors) if tensor is whole]
-        tensors = [None if tensor is whole else tensor for tensor in tensors]
+    if call.parts and not _aliases(whole := call.weights[0], call.parts[0]):
+        same = [t is not None and t.shape == whole.shape and _aliases(t, whole) for t in tensors]
+        ctx.joined = [i for i, one in enumerate(same) if one]
+        tensors = [None if one else t for one, t in zip(same, tensors, strict=True)]
         tensors += call.parts if ctx.joined else ()
         call.weights = call.parts[0], *call.weights[1:]  # of which backward asks the dtype and the columns alone
     ctx.save_for_backward(*tensors)

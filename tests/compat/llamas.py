@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import te_lite as te
+from te_lite.testing.numerics import assert_bitwise_equal, assert_close_to_oracle
 
 pytest.importorskip("transformers")
 
@@ -73,3 +74,29 @@ def run(model, ids):
     out.loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": out.logits.detach(), "loss": out.loss.detach(), **grads}
+
+
+def assert_same(got, expected, label=""):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_bitwise_equal(f"{label} {name}", got[name], value)
+
+
+def assert_close(got, truth, reference, factor=2.0):
+    assert got.keys() == truth.keys() == reference.keys()
+    for name, value in truth.items():
+        assert_close_to_oracle(name, got[name], value, reference[name], factor)
+
+
+def beside(*linears):
+    ends = [linear.weight.data_ptr() + linear.weight.nbytes for linear in linears[:-1]]
+    return ends == [linear.weight.data_ptr() for linear in linears[1:]]
+
+
+def lie_together(model):
+    """Whether the weights that one product reads are one block of memory."""
+    return all(
+        beside(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        and beside(layer.mlp.gate_proj, layer.mlp.up_proj)
+        for layer in model.model.layers
+    )
