@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peer_steps import library
+from te_lite.compat.fused import pack
 
 HEAD = "lm_head"
 
@@ -56,7 +57,7 @@ class Part(nn.Module):
 
 def fuse_by_te(model: nn.Module) -> list[nn.Parameter]:
     """Transformer Engine's LayerNormLinear and LayerNormMLP in the place of each layer's parts. Returns the parameters
-    that are new: fc1's. Weights of q, k and v that lie side by side are read as one, as by te_lite.fuse."""
+    that are new: fc1's. Weights of q, k and v are put side by side, so that they are read as one."""
     te, _ = library("te")
     made = []
     for layer in list(model.modules()):
@@ -64,6 +65,7 @@ def fuse_by_te(model: nn.Module) -> list[nn.Parameter]:
             continue
         attention, mlp, norms = layer.self_attn, layer.mlp, (layer.input_layernorm, layer.post_attention_layernorm)
         projections = attention.q_proj, attention.k_proj, attention.v_proj
+        pack(projections)
         weights = [linear.weight for linear in projections]
         eps = getattr(norms[0], "variance_epsilon", None) or norms[0].eps
         options = {"eps": eps, "bias": False, "normalization": "RMSNorm"}

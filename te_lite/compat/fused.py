@@ -46,12 +46,13 @@ def back(module: nn.Module) -> None:
 
 
 def pack(modules: tuple[nn.Module, ...]) -> None:
-    """Puts the weights of `modules` side by side in memory, and the biases. What shares its memory already, as with a
-    flat buffer of somebody, stays where it is."""
+    """Puts the weights of `modules` side by side in memory, and the biases. What shares its memory already, with a flat
+    buffer of somebody or with other processes, stays where it is."""
     for name in ("weight", "bias"):
         params = [module._parameters.get(name) for module in modules]
         plain = [p for p in params if type(p) is nn.Parameter and not p.is_meta and not p.is_inference()]
-        alone = [p for p in plain if p.is_contiguous() and p.untyped_storage().nbytes() == p.nbytes]
+        plain = [p for p in plain if p.is_contiguous() and (p.is_cuda or not p.is_shared())]
+        alone = [p for p in plain if p.untyped_storage().nbytes() == p.nbytes]
         if len(alone) < max(2, len(params)) or len({(p.dtype, p.device, p.shape[1:]) for p in alone}) > 1:
             continue
         block = torch.cat([p.detach() for p in alone])

@@ -85,6 +85,18 @@ def test_an_open_autocast_comes_first():
         assert not torch.equal(run(quantized, ids)["logits"], expected["logits"])
 
 
+def test_under_torch_amp():
+    """Parameters and residuals in fp32, products in bf16."""
+    model, ids = build("qwen2"), draw(3, 17)
+    truth, results = run(exact(model), ids), []
+    for one in (fused(model), model):
+        with torch.autocast("cpu", dtype=BF16):
+            results.append(run(one, ids))
+    assert_close(results[0], truth, results[1])
+    with torch.autocast("cpu", dtype=BF16):
+        assert not torch.equal(run(fused(model, "current"), ids)["logits"], results[0]["logits"])
+
+
 def test_any_sizes():
     """Configurations drawn at random, in fp32, against the model in fp64. Among so many gradients there are small sums
     of large summands, of queries and keys: hence the larger factor (of 3,300, one was at 2.3)."""

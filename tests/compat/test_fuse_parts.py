@@ -122,3 +122,17 @@ def test_memory_that_is_somebodys_stays():
     x = torch.randn(2, 5, 64)
     shapes = [tuple(t.shape) for t in kept_tensors(layer.mlp(x))]
     assert (192, 64) not in shapes
+    shared = copy.deepcopy(model).share_memory()
+    te.fuse(shared, "bf16")
+    assert not lie_together(shared) and all(p.is_shared() for p in shared.parameters())
+
+
+def test_a_layer_alone_is_fused():
+    layer, ids = build().model.layers[0], torch.randn(2, 5, 64)
+    expected = layer.mlp(layer.post_attention_layernorm(ids))
+    report = te.fuse(layer, "bf16")
+    assert [one.name for one in report.fused] == ["self_attn", "mlp"]
+    torch.testing.assert_close(layer.mlp(layer.post_attention_layernorm(ids)), expected)
+    assert set(te.unfuse(layer)) == {name for name, part in layer.named_modules() if name and "." not in name} - {
+        "self_attn"
+    } | {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
