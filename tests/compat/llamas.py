@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3")
 VOCABULARY = 96
 
 

@@ -184,6 +184,15 @@ def test_layers_whose_parts_are_used_otherwise():
         torch.testing.assert_close(run(model, ids), run(plain, ids))
 
 
+@pytest.mark.parametrize("architecture", ["gemma2", "olmo2", "phi3", "stablelm"])
+def test_other_architectures_stay_what_they_are(architecture):
+    model, ids = build(architecture), draw(2, 8)
+    plain = copy.deepcopy(model)
+    report, (text,) = reported(model, "bf16")
+    assert not report.fused and ("found no decoder layer" in text) == (architecture == "olmo2")
+    torch.testing.assert_close(run(model, ids)["logits"], run(plain, ids)["logits"])
+
+
 def test_a_layer_that_is_used_twice_is_fused_once():
     model = build()
     model.model.layers[1] = model.model.layers[0]
