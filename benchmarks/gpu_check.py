@@ -55,7 +55,7 @@ LIMITS_S |= {
     "matrix_tp2": 360.0,
     "random": 360.0,
     "peers": 170.0,
-    "llama": 240.0,
+    "llama": 400.0,
     "graphs": 170.0,
     "host": 90.0,
 }

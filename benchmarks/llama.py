@@ -8,11 +8,13 @@ transformers' LlamaForCausalLM with Llama 3 8B's layers, four of them, random we
 backward and AdamW. All but the head is converted:
 
     torch, bf16             as it is, and under torch.compile
-    te_lite, RECIPE         te_lite.convert_to_float8_training
-    te, RECIPE              Transformer Engine's Linear in the place of nn.Linear, where it is installed
+    te_lite, RECIPE         te_lite.convert_to_float8_training, and te_lite.fuse; some under torch.compile
+    te, RECIPE              Transformer Engine's Linear in the place of nn.Linear, and its LayerNormLinear and
+                            LayerNormMLP put into each layer by hand, where it is installed
     torchao, RECIPE         torchao's conversion under torch.compile, where it is installed
 
-All ways share one set of weights and one optimizer, so that they fit on a GPU together. Its learning rate is 0: the
+All ways share one set of weights and one optimizer, so that they fit on a GPU together (but for fc1 of Transformer
+Engine's LayerNormMLP, which is one parameter where Llama has two). Its learning rate is 0: the
 work is the same, the weights stay, and so every loss must be that of bf16 within MAX_LOSS_OFF. A sample is the wall
 time of one step that begins and ends with an idle GPU.
 """
@@ -34,12 +36,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import bench, result_files
+from benchmarks.llama_te import fuse_by_te, swap_in_te, to_convert
 from benchmarks.modules import BF16, RESULTS
 from benchmarks.peer_steps import RECIPES as TE_RECIPES
 from benchmarks.peer_steps import installed, library
 
 MAX_LOSS_OFF = 0.02  # relative
-HEAD = "lm_head"
+FUSED = ("bf16", "delayed", "current", "blockwise")
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,27 @@ SMOKE = Stack(2, 64, 96, 4, 2, 128, 2, 32)
 
 @dataclass(frozen=True)
 class Way:
+    """fused: norms and linears are one module, else each linear is one."""
+
     library: str
     recipe: str
     compiled: bool = False
+    fused: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.library} {self.recipe}{' compiled' * self.compiled}"
+        return f"{self.library} {self.recipe}{' fused' * self.fused}{' compiled' * self.compiled}"
 
 
 WAYS = (
     Way("torch", "bf16"),
     Way("torch", "bf16", True),
     *(Way("te_lite", recipe) for recipe in ("delayed", "current", "rowwise", "blockwise", "mxfp8")),
+    *(Way("te_lite", recipe, fused=True) for recipe in FUSED),
+    Way("te_lite", "current", True),
+    *(Way("te_lite", recipe, True, True) for recipe in FUSED),
     *(Way("te", recipe) for recipe in TE_RECIPES),
+    *(Way("te", recipe, fused=True) for recipe in TE_RECIPES),
     *(Way("torchao", recipe, True) for recipe in ("tensorwise", "rowwise")),
 )
 
@@ -101,39 +111,27 @@ def sharing(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, kept)
 
 
-def to_convert(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear) and HEAD not in name
-
-
-def swap_in_te(model: nn.Module) -> None:
-    """Transformer Engine's Linear, with the same weight, in the place of each nn.Linear but the head."""
-    te, _ = library("te")
-    for name, linear in list(model.named_modules()):
-        if not to_convert(linear, name):
-            continue
-        weight = linear.weight
-        swapped = te.Linear(
-            linear.in_features, linear.out_features, bias=False, params_dtype=weight.dtype, device=str(weight.device)
-        )
-        nn.Module.register_parameter(swapped, "weight", weight)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, swapped)
-
-
-def converted(way: Way, base: nn.Module, smoke: bool) -> tuple[nn.Module, Callable]:
-    """(the model of a way, what opens the context of its forward). smoke: no layer is too small."""
-    model, context = sharing(base), contextlib.nullcontext
+def converted(way: Way, base: nn.Module, smoke: bool) -> tuple[nn.Module, Callable, list[nn.Parameter]]:
+    """(the model of a way, what opens the context of its forward, parameters that base has not). smoke: no layer is too
+    small."""
+    model, context, new = sharing(base), contextlib.nullcontext, []
     if way.library == "te_lite":
         import te_lite as te
 
         # Delayed scaling's steps are taken by an autocast, which comes before the recipe of the conversion.
-        recipe = "current" if way.recipe == "delayed" else way.recipe
-        tokens = {"tokens": None} if smoke else {}
-        te.convert_to_float8_training(model, recipe, to_convert, **tokens)
+        recipe = {"delayed": "bf16" if way.fused else "current"}.get(way.recipe, way.recipe)
+        if way.fused:
+            if te.fuse(model, recipe).left:
+                raise RuntimeError("layers are not fused")
+        else:
+            tokens = {"tokens": None} if smoke else {}
+            te.convert_to_float8_training(model, recipe, to_convert, **tokens)
         if way.recipe == "delayed":
             context = functools.partial(te.autocast, recipe="delayed")
     elif way.library == "te":
         te, recipes = library("te")
+        if way.fused:
+            new = fuse_by_te(model)
         swap_in_te(model)
         if way.recipe != "bf16":
             recipe = getattr(recipes, TE_RECIPES[way.recipe])()
@@ -143,7 +141,7 @@ def converted(way: Way, base: nn.Module, smoke: bool) -> tuple[nn.Module, Callab
 
         config = Float8LinearConfig.from_recipe_name(way.recipe)
         model = convert_to_float8_training(model, config=config, module_filter_fn=to_convert)
-    return (torch.compile(model) if way.compiled else model), context
+    return (torch.compile(model, fullgraph=way.library == "te_lite") if way.compiled else model), context, new
 
 
 @dataclass
@@ -212,7 +210,9 @@ def measure(args: argparse.Namespace, peers: dict[str, str], stack: Stack) -> li
     for way in chosen(args, peers):
         rows[way.name] = {**asdict(way), "error": None}
         try:
-            model, context = converted(way, base, not cuda)
+            model, context, new = converted(way, base, not cuda)
+            if new:
+                optimizer.add_param_group({"params": new})
             steps[way.name] = Training(model, context, optimizer, ids)
         except Exception as error:  # a row with its error, and the others run
             rows[way.name]["error"] = f"{type(error).__name__}: {error}"
@@ -248,8 +248,9 @@ def summary(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         cells = ["-" if row.get(name) is None else f"{row[name]:.{digits}f}" for name, digits in columns.items()]
-        lines.append([row["library"], row["recipe"], "yes" if row["compiled"] else "", *cells, row["error"] or ""])
-    return result_files.text_table(("library", "recipe", "compiled", *columns, "error"), lines)
+        marks = ["yes" if row[mark] else "" for mark in ("fused", "compiled")]
+        lines.append([row["library"], row["recipe"], *marks, *cells, row["error"] or ""])
+    return result_files.text_table(("library", "recipe", "fused", "compiled", *columns, "error"), lines)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -73,8 +73,9 @@ def render_llama(content: dict) -> str:
     lines = []
     for row in content["rows"]:
         cells = [number(row.get("tokens_s")), number(row.get("of_bf16"), 2), number(row.get("peak_gib"), 1)]
-        lines.append([row["library"], row["recipe"], "yes" if row["compiled"] else "", *cells])
-    header = ["library", "recipe", "compiled", "tokens/s", "of bf16", "peak GiB"]
+        marks = ["yes" if row[mark] else "" for mark in ("fused", "compiled")]
+        lines.append([row["library"], row["recipe"], *marks, *cells])
+    header = ["library", "recipe", "fused", "compiled", "tokens/s", "of bf16", "peak GiB"]
     left_out = "".join(f" {said}" for said in content["left_out"])
     about = f"{content['layers']} layers, {content['tokens']} tokens a step.{left_out}"
-    return f"{provenance(content)} {about}\n\n{markdown(header, lines, text_columns=3)}"
+    return f"{provenance(content)} {about}\n\n{markdown(header, lines, text_columns=4)}"

@@ -27,6 +27,9 @@ from te_lite.compat.contexts import fp8_model_init as fp8_model_init
 from te_lite.compat.contexts import quantized_model_init as quantized_model_init
 from te_lite.compat.convert import ConversionReport as ConversionReport
 from te_lite.compat.convert import convert_to_float8_training as convert_to_float8_training
+from te_lite.compat.fuse import FuseReport as FuseReport
+from te_lite.compat.fuse import fuse as fuse
+from te_lite.compat.fuse import unfuse as unfuse
 from te_lite.compat.graphs import make_graphed_callables as make_graphed_callables
 from te_lite.compat.names import missing as _missing
 from te_lite.compat.padding import Fp8Padding as Fp8Padding

@@ -6,14 +6,14 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from te_lite.autocast import Pass, State
 from te_lite.modules.linear import Linear
 from te_lite.ops.source import DTYPES
-from te_lite.recipe import Recipe, as_recipe
+from te_lite.recipe import HighPrecision, Recipe, as_recipe
 from te_lite.tables import aligned
 
 Filter = Callable[[nn.Module, str], bool]
@@ -32,7 +32,7 @@ class ConvertedLinear(Linear, nn.Linear):
     For everybody else it is the nn.Linear that it was: class, checkpoints, initialisation.
     """
 
-    _default: State
+    _default: State | None  # None: high precision, as te.fuse may ask
 
     # What nn.Linear has, and in its form: without defer_init and is_first_microbatch.
     reset_parameters = nn.Linear.reset_parameters  # type: ignore[assignment]  # other arguments
@@ -43,7 +43,7 @@ class ConvertedLinear(Linear, nn.Linear):
         return Linear.forward(self, input)
 
     def extra_repr(self) -> str:
-        return f"{nn.Linear.extra_repr(self)}, recipe={self._default.recipe.name}"
+        return f"{nn.Linear.extra_repr(self)}, recipe={self._default.recipe.name if self._default else 'bf16'}"
 
 
 class Layer(NamedTuple):
@@ -95,7 +95,7 @@ class ConversionReport(NamedTuple):
         return "\n".join((*self._head(), aligned([("layer", "in", "out", ""), *rows])))
 
 
-class _Stays(NamedTuple):
+class Stays(NamedTuple):
     """Why a layer stays as it is. kind, remedy: for a warning about many layers; reason: of this layer, else the kind.
 
     chosen: the caller's wish, no failure of the conversion.
@@ -117,43 +117,42 @@ def _minimum_size(
     return table.get(max((row for row in table if row <= tokens), default=-1), math.inf), tokens
 
 
-def _why_not(
+def why_not(
     linear: nn.Linear, name: str, keep: Filter | None, recipe: Recipe, minimum: float, tokens: int | None
-) -> _Stays | None:
+) -> Stays | None:
     """Why a layer must stay as it is; None when it is to be converted."""
     weight, shape = linear._parameters.get("weight"), (linear.out_features, linear.in_features)
     size, multiple = math.prod(shape), recipe.feature_multiple
     if keep is not None and not keep(linear, name):
-        return _Stays("module_filter_fn", chosen=True)
+        return Stays("module_filter_fn", chosen=True)
     if isinstance(linear, ConvertedLinear):
-        if linear._default.recipe == recipe:
-            return _Stays("converted before", chosen=True)
-        return _Stays(
-            f"converted before, to {linear._default.recipe}", "that recipe stays; te.autocast(recipe=...) runs another"
-        )
+        before = linear._default.recipe if linear._default else HighPrecision()
+        if before == recipe:
+            return Stays("converted before", chosen=True)
+        return Stays(f"converted before, to {before}", "that recipe stays; te.autocast(recipe=...) runs another")
     if isinstance(getattr(weight, "placements", None), tuple):  # before the class: fully_shard changes that too
         remedy = "convert before fully_shard or another parallelism that makes DTensors"
-        return _Stays("its weight is sharded", remedy, f"its weight is a DTensor, not a plain parameter; {remedy}")
+        return Stays("its weight is sharded", remedy, f"its weight is a DTensor, not a plain parameter; {remedy}")
     if type(linear) is not nn.Linear:
         kind = f"{type(linear).__name__} is a subclass of nn.Linear, whose weight may be used in other ways"
-        return _Stays(kind, "put an nn.Linear in its place")
+        return Stays(kind, "put an nn.Linear in its place")
     if "forward" in vars(linear):
-        return _Stays("its forward was replaced on the instance", "convert first, then replace it")
+        return Stays("its forward was replaced on the instance", "convert first, then replace it")
     if linear._parameters.keys() != {"weight", "bias"} or type(weight) is not nn.Parameter or weight.shape != shape:
         kind = "its weight is not a plain parameter"
         remedy = "convert before FSDP, weight_norm or pruning puts something else there"
-        return _Stays(kind, remedy, f"{kind} of shape {shape}; {remedy}")
+        return Stays(kind, remedy, f"{kind} of shape {shape}; {remedy}")
     if weight.dtype not in DTYPES:
-        return _Stays(f"{weight.dtype} is not bfloat16, float16 or float32", "cast the model first")
+        return Stays(f"{weight.dtype} is not bfloat16, float16 or float32", "cast the model first")
     if any(features < 1 or features % multiple for features in shape):
-        return _Stays(f"features must be multiples of {multiple}", "pad them")
+        return Stays(f"features must be multiples of {multiple}", "pad them")
     if size < minimum:
         rule = _rule(minimum, tokens)
-        return _Stays(f"too small, {rule}", _ANY_SIZE, f"in * out = {size}, and {rule}")
+        return Stays(f"too small, {rule}", _ANY_SIZE, f"in * out = {size}, and {rule}")
     return None
 
 
-def _warn(report: ConversionReport, stays: list[_Stays]) -> None:
+def _warn(report: ConversionReport, stays: list[Stays]) -> None:
     """One warning where fewer than half of the linears that the caller wanted were converted, or there is none at all.
 
     What an earlier call converted to another recipe counts only where this call converts nothing.
@@ -172,15 +171,24 @@ def _warn(report: ConversionReport, stays: list[_Stays]) -> None:
     warnings.warn(f"{text}; the report names them", stacklevel=3)
 
 
-def _convert(linear: nn.Linear, name: str, recipe: Recipe) -> None:
-    """Makes `linear` a ConvertedLinear, the same object: whoever holds it, its parameters or its hooks still does."""
+def default_state(recipe: Recipe) -> State | None:
+    """What a module that runs by `recipe` follows where no autocast is open."""
+    return State(True, recipe, None, Pass()) if recipe.is_fp8 else None
+
+
+def converted_state(linear: nn.Linear, name: str, recipe: Recipe) -> dict[str, Any]:
+    """The attributes that make a ConvertedLinear of `linear`."""
     out_features, in_features = linear.weight.shape
     bias, dtype = linear.bias is not None, linear.weight.dtype
     made = Linear(in_features, out_features, bias=bias, params_dtype=dtype, device="meta", name=name)
     made._specs = {}  # no attributes of ours on its parameters
-    for key, value in vars(made).items():
+    return {**vars(made), "_default": default_state(recipe)}
+
+
+def _convert(linear: nn.Linear, name: str, recipe: Recipe) -> None:
+    """Makes `linear` a ConvertedLinear, the same object: whoever holds it, its parameters or its hooks still does."""
+    for key, value in converted_state(linear, name, recipe).items():
         vars(linear).setdefault(key, value)
-    vars(linear)["_default"] = State(True, recipe, None, Pass())
     linear.__class__ = ConvertedLinear
 
 
@@ -216,7 +224,7 @@ def convert_to_float8_training(
         raise ValueError(f"minimum_size={minimum_size!r}: must be 'measured' or an integer, at least 0; {_ANY_SIZE}")
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     minimum, looked_up = _minimum_size(minimum_size, recipe, tokens)
-    stays = {name: _why_not(part, name, module_filter_fn, recipe, minimum, looked_up) for name, part in linears.items()}
+    stays = {name: why_not(part, name, module_filter_fn, recipe, minimum, looked_up) for name, part in linears.items()}
     layers = []
     for name, stay in stays.items():
         reason = "" if stay is None else stay.reason or stay.kind

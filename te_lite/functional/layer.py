@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.plan import LinearPlan
-from te_lite.functional.saved import Item, backward_method, check_parts, forward_method, placed_items, taken_apart
+from te_lite.functional.saved import (
+    Item,
+    backward_method,
+    forward_method,
+    joined_again,
+    placed_items,
+    taken_apart,
+    without_copy,
+)
 from te_lite.ops.source import Source, plain
 from te_lite.overlap.epilogues import Operand
 from te_lite.quantize.delayed import Pools
@@ -147,19 +155,22 @@ class LayerFunction(torch.autograd.Function):
         tensors, shells = found
         outputs = 1 if shells[1] is None else 2
         if call.grad:
-            ctx.save_for_backward(*tensors[outputs:])
-            ctx.kept = layer, call, needs, x.shape, shells
+            kept, copies = tensors[outputs:], list[int]()
+            if call.parts:
+                kept, copies = without_copy(call, kept)
+            ctx.save_for_backward(*kept)
+            ctx.kept = layer, call, needs, x.shape, shells, copies
         return tensors[0] if outputs == 1 else tuple(tensors[:2])
 
     @backward_method
     def backward(ctx: Any, dy: Tensor, dln: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        layer, call, needs, x_shape, shells = ctx.kept
+        layer, call, needs, x_shape, shells, copies = ctx.kept
         plans, saved, (_, _, *wanted) = call.plans, ctx.saved_tensors, ctx.needs_input_grad
         recordings, answers, targets, how = plans[0].recordings, plans[0].sink.answers, (), ()
         grads: list[Any] = []
         found = key = None
         if call.parts:
-            check_parts(call, needs)
+            saved = joined_again(call, saved, copies, needs)
         if recordings is not None and dy.__class__ is Tensor and dln is None and call.grad_input is None:
             if answers:
                 written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]

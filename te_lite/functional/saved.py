@@ -5,7 +5,7 @@ It goes through autograd's save_for_backward, so that saved-tensor hooks, checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -46,6 +46,8 @@ def backward_method(method: Callable) -> Any:
 
     return staticmethod(run)
 
+
+_aliases: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 Item = QTensor | Tensor | None
 # Of each item what it has beside tensors: None of None, () of a Tensor; of a QTensor its format, shape and dtype, and
@@ -100,11 +102,30 @@ def placed_items(shells: Shells, saved: Iterable[Tensor]) -> tuple[list[Any], li
     return items, tensors
 
 
-def check_parts(call: Any, needs: Iterable[bool]) -> None:
-    """Autograd checks versions of what it saved; a joined weight has one of its own, whatever is written to its
-    parts."""
+def without_copy(call: Any, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """(what is kept in place of `tensors` where the weight was joined of parts; for joined_again()). A weight that is a
+    copy of its parts is not kept, but they are: FSDP frees them meanwhile."""
+    whole = call.weights[0]
+    if _aliases(whole, call.parts[0]):
+        return tensors, []
+    at = [i for i, t in enumerate(tensors) if t.shape == whole.shape and _aliases(t, whole)]
+    call.weights = call.parts[0], *call.weights[1:]  # of which backward asks the dtype and the columns alone
+    others = [t for i, t in enumerate(tensors) if i not in at]
+    return [*others, *(call.parts if at else ())], at
+
+
+def joined_again(call: Any, saved: Sequence[Tensor], at: list[int], needs: Iterable[bool]) -> Sequence[Tensor]:
+    """The tensors of without_copy(). Autograd checks versions of what it saved; a joined weight has one of its own,
+    whatever is written to its parts."""
     if any(needs) and tuple([part._version for part in call.parts]) != call.versions:
         raise RuntimeError(
             "a split weight was written to between forward and backward, which still needed it; run backward before "
             "the optimizer's step"
         )
+    if not at:
+        return saved
+    tensors, parts = list(saved[: -len(call.parts)]), saved[-len(call.parts) :]
+    whole = torch.cat(tuple(parts))
+    for i in at:
+        tensors.insert(i, whole)
+    return tensors

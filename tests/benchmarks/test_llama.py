@@ -1,4 +1,4 @@
-"""benchmarks/llama.py on a small stack without attention, with a stand-in for Transformer Engine."""
+"""benchmarks/llama.py on a small stack of layers like Llama's, with a stand-in for Transformer Engine."""
 
 import json
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import te_lite
 from benchmarks import llama, report
 from benchmarks.modules import BF16
 from tests.benchmarks import fake_engine
+from tests.compat.layers import Layer
 
 
 class Small(nn.Module):
@@ -20,13 +21,13 @@ class Small(nn.Module):
     def __init__(self, stack):
         super().__init__()
         self.embed = nn.Embedding(stack.vocabulary, stack.hidden)
-        self.layers = nn.ModuleList(nn.Linear(stack.hidden, stack.hidden, bias=False) for _ in range(stack.layers))
+        self.layers = nn.ModuleList(Layer(bias=False) for _ in range(stack.layers))
         self.lm_head = nn.Linear(stack.hidden, stack.vocabulary, bias=False)
 
     def forward(self, input_ids, labels):
         x = self.embed(input_ids)
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         logits = self.lm_head(x).float()
         return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
@@ -47,7 +48,12 @@ def test_every_way_trains_the_same_weights(monkeypatch):
     args = llama.parse(["--device", "cpu", "--rounds", "2", "--warmup", "1"])
     found = llama.measure(args, {"transformer_engine": "0.0.fake"}, llama.SMOKE)
     assert not any(row["error"] for row in found), [row["error"] for row in found]
-    rows = {(row["library"], row["recipe"]): row for row in found}
+    rows = {(row["library"], row["recipe"]): row for row in found if not row["fused"]}
+    fused = {(row["library"], row["recipe"]): row for row in found if row["fused"]}
+    assert list(fused) == [(name, recipe) for name in ("te_lite", "te") for recipe in llama.FUSED]
+    for recipe in llama.FUSED:  # the same modules: so are the order of gate and up, and which is q
+        assert fused["te", recipe]["loss"] == fused["te_lite", recipe]["loss"]
+        assert recipe == "bf16" or fused["te", recipe]["loss"] != fused["te", "bf16"]["loss"]
     ours = [("te_lite", name) for name in ("delayed", "current", "rowwise", "blockwise", "mxfp8")]
     theirs = [("te", name) for name in ("bf16", "delayed", "current", "blockwise")]
     assert list(rows) == [("torch", "bf16"), *ours, *theirs]
@@ -63,11 +69,13 @@ def test_all_but_the_head_is_converted(monkeypatch):
     fake_engine.install(monkeypatch)
     base = Small(llama.SMOKE).to(BF16)
     for name in ("te", "te_lite"):
-        model, _ = llama.converted(llama.Way(name, "current"), base, True)
-        assert all(type(layer) is not nn.Linear for layer in model.layers) and type(model.lm_head) is nn.Linear
-        shared = zip(model.parameters(), base.parameters(), strict=True)
-        assert all(mine is theirs for mine, theirs in shared)
-    assert all(type(layer) is nn.Linear for layer in base.layers)
+        for fused in (False, True):
+            model, _, new = llama.converted(llama.Way(name, "current", fused=fused), base, True)
+            assert all(type(part) is not nn.Linear for part in model.layers.modules())
+            assert type(model.lm_head) is nn.Linear
+            others = {id(p) for p in model.parameters()} - {id(p) for p in base.parameters()}
+            assert others == {id(p) for p in new} and len(new) == (2 if (name, fused) == ("te", True) else 0)
+    assert sum(type(part) is nn.Linear for part in base.layers.modules()) == 2 * 7
 
 
 def test_another_loss_fails(tmp_path, monkeypatch):
@@ -77,7 +85,7 @@ def test_another_loss_fails(tmp_path, monkeypatch):
 
     fake_engine.install(monkeypatch, Linear=Loud)
     status, content = run(tmp_path, "--libraries", "torch", "te", "--recipes", "bf16")
-    assert status == 1 and [bool(row["error"]) for row in content["rows"]] == [False, True]
+    assert status == 1 and [bool(row["error"]) for row in content["rows"]] == [False, True, True]
     assert "at most 0.02 apart" in content["rows"][1]["error"]
 
 
@@ -92,11 +100,12 @@ def test_a_sample_ends_when_the_device_is_done(monkeypatch):
 def test_report_has_a_table_of_them(tmp_path):
     _, content = run(tmp_path, "--libraries", "torch", "te_lite", "--recipes", "bf16", "current")
     content |= {"device": "NVIDIA H200"}
-    for row, rate in zip(content["rows"], (70_000.0, 91_000.0), strict=True):
+    for row, rate in zip(content["rows"], (70_000.0, 91_000.0, 70_000.0, 98_000.0), strict=True):
         row |= {"tokens_s": rate, "of_bf16": rate / 70_000, "peak_gib": 15.5}
     (tmp_path / "llama.json").write_text(json.dumps(content))
     text = report.rendered("<!-- results:llama -->\n<!-- /results:llama -->\n", tmp_path)
-    assert "| te_lite | current |  | 91000 | 1.30 | 15.5 |" in text and "2 layers, 64 tokens a step." in text
+    assert "| te_lite | current |  |  | 91000 | 1.30 | 15.5 |" in text
+    assert "| te_lite | current | yes |  | 98000 | 1.40 | 15.5 |" in text and "2 layers, 64 tokens a step." in text
 
 
 def test_transformers_model_has_the_shape(monkeypatch):

@@ -12,7 +12,9 @@ import te_lite as te
 from te_lite.quantize.custom import Role
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.recipe import CustomRecipe
+from te_lite.testing.distributed import device_params
 from te_lite.testing.memory import bytes_kept, kept_tensors
+from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
 from tests.harness import FP8, RECIPES, build, leaf, under
 from tests.reference import LINEAR, LN_LINEAR, LN_MLP, Spec
@@ -217,3 +219,27 @@ def test_the_helper_counts_what_torch_keeps():
     assert bytes_kept(torch.nn.functional.linear(x, w)) == 4 * (32 * 16 + 8 * 16)
     assert bytes_kept((x[:2] * w[:2]).sum()) == 4 * (32 * 16 + 8 * 16)
     assert bytes_kept(x * x) == 4 * 32 * 16
+
+
+@pytest.mark.parametrize("device", device_params())
+@pytest.mark.parametrize("recipe", ["bf16", "current", "blockwise"])
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
+def test_a_weight_joined_by_a_copy_is_not_kept(kind, recipe, device):
+    """Its parts are, and the gradients have the bits of parts that lie side by side."""
+    module = kind(K, N, parameters_split=("q", "k"), params_dtype=torch.bfloat16, device=device)
+    x, dy = reference.make_tokens(48, K, dtype=torch.bfloat16).to(device), torch.randn(48, N, device=device)
+    found = []
+    for beside in (True, False):
+        if not beside:
+            module.k_weight.data = module.k_weight.data.clone()
+        for _ in range(3):  # on a GPU the third one is a recording
+            module.zero_grad(set_to_none=True)
+            given = leaf(x)
+            with under(recipe):
+                out = module(given)
+            shapes = {tuple(t.shape) for t in kept_tensors(out) if t.dtype == torch.bfloat16}
+            assert ((N, K) in shapes) == beside and (beside or (N // 2, K) in shapes)
+            out.backward(dy.to(out.dtype))
+        found.append([given.grad, *(p.grad for p in module.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert_bitwise_equal("gradient", one, other)
