@@ -18,6 +18,7 @@ from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import (
     Item,
     backward_method,
+    check_parts,
     forward_method,
     joined_again,
     placed_items,
@@ -165,12 +166,14 @@ class LayerFunction(torch.autograd.Function):
     @backward_method
     def backward(ctx: Any, dy: Tensor, dln: Tensor | None = None) -> tuple[Tensor | None, ...]:
         layer, call, needs, x_shape, shells, copies = ctx.kept
+        if call.parts:
+            check_parts(call, needs)
         plans, saved, (_, _, *wanted) = call.plans, ctx.saved_tensors, ctx.needs_input_grad
         recordings, answers, targets, how = plans[0].recordings, plans[0].sink.answers, (), ()
         grads: list[Any] = []
         found = key = None
         if call.parts:
-            saved = joined_again(call, saved, copies, needs)
+            saved = joined_again(call, saved, copies)
         if recordings is not None and dy.__class__ is Tensor and dln is None and call.grad_input is None:
             if answers:
                 written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]

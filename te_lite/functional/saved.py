@@ -114,14 +114,18 @@ def without_copy(call: Any, tensors: list[Tensor]) -> tuple[list[Tensor], list[i
     return [*others, *(call.parts if at else ())], at
 
 
-def joined_again(call: Any, saved: Sequence[Tensor], at: list[int], needs: Iterable[bool]) -> Sequence[Tensor]:
-    """The tensors of without_copy(). Autograd checks versions of what it saved; a joined weight has one of its own,
-    whatever is written to its parts."""
+def check_parts(call: Any, needs: Iterable[bool]) -> None:
+    """Autograd checks versions of what it saved; a joined weight has one of its own, whatever is written to its
+    parts. Before anything is read of what was saved."""
     if any(needs) and tuple([part._version for part in call.parts]) != call.versions:
         raise RuntimeError(
             "a split weight was written to between forward and backward, which still needed it; run backward before "
             "the optimizer's step"
         )
+
+
+def joined_again(call: Any, saved: Sequence[Tensor], at: list[int]) -> Sequence[Tensor]:
+    """The tensors of without_copy()."""
     if not at:
         return saved
     tensors, parts = list(saved[: -len(call.parts)]), saved[-len(call.parts) :]
