@@ -75,7 +75,8 @@ CHILD = """
 import sys
 assert "torch" not in sys.modules  # the hook waits until the name is wanted
 import importlib.metadata, transformer_engine.pytorch as tep
-print("child", sys.argv[1:], importlib.metadata.version("transformer-engine"), tep.Linear.__module__, tep.__spec__.origin)
+version = importlib.metadata.version("transformer-engine")
+print("child", sys.argv[1:], version, tep.Linear.__module__, tep.__spec__.origin)
 """
 SCRIPT = f"""
 import multiprocessing, subprocess, sys

@@ -46,12 +46,16 @@ def loss_of(net: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return F.cross_entropy(net(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def optimizer_of(net: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)  # fp16 holds no squares of small gradients
+
+
 def train(
     net: nn.Module, batches: Iterable[Tensor], context: Callable[[], AbstractContextManager[object]],
-    *, accumulate: int = 1, clip: float | None = None, lr: float = 1e-2,
+    *, accumulate: int = 1, clip: float | None = None,
 ) -> list[float]:  # fmt: skip
     """The losses of a plain loop: forward inside `context`, a step of AdamW every `accumulate` batches."""
-    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=lr), []
+    optimizer, losses = optimizer_of(net), []
     for number, tokens in enumerate(batches, 1):
         with context():
             loss = loss_of(net, tokens)

@@ -18,7 +18,16 @@ from torch import nn
 
 import te_lite as te
 from te_lite.testing.numerics import assert_bitwise_equal
-from tests.compat.aliased.net import Net, assert_same_parameters, loss_of, recipes_run, token_batches, train, twin
+from tests.compat.aliased.net import (
+    Net,
+    assert_same_parameters,
+    loss_of,
+    optimizer_of,
+    recipes_run,
+    token_batches,
+    train,
+    twin,
+)
 
 DELAYED, E4M3 = te.recipe.DelayedScaling, te.recipe.Format.E4M3
 # How fp8 is asked for -> the recipe that it stands for. Environment variables are those of `accelerate launch`.
@@ -49,7 +58,7 @@ def prepared(net: nn.Module, handlers: list[Any], accumulate: int = 1) -> tuple[
         mixed_precision="fp8", kwargs_handlers=handlers, gradient_accumulation_steps=accumulate,
         cpu=not torch.cuda.is_available(),
     )  # fmt: skip
-    return accelerator, *accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    return accelerator, *accelerator.prepare(net, optimizer_of(net))
 
 
 def run(accelerator: Accelerator, net: nn.Module, optimizer: Any, batches: list[torch.Tensor]) -> list[float]:
