@@ -1,7 +1,7 @@
 """Trains a small Llama in fp8 with accelerate (docs/how-to/accelerate.md).
 
-    python examples/accelerate_llama.py --steps 20
-    python -m te_lite.compat -m accelerate.commands.launch --num_processes 2 examples/accelerate_llama.py
+python examples/accelerate_llama.py --steps 20
+accelerate launch --num_processes 2 examples/accelerate_llama.py
 """
 
 import argparse
@@ -39,7 +39,6 @@ def main() -> None:
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     if accelerator.is_main_process:
         show(losses)
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

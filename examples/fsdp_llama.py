@@ -1,6 +1,6 @@
 """Trains a small Llama in fp8 with fully_shard, in place of torchao (docs/how-to/from-torchao.md).
 
-    torchrun --nproc-per-node 2 examples/fsdp_llama.py --steps 20
+torchrun --nproc-per-node 2 examples/fsdp_llama.py --steps 20
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Trains a small Llama in fp8 with Lightning (docs/how-to/lightning.md).
 
-    python examples/lightning_llama.py --steps 20
+python examples/lightning_llama.py --steps 20
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Trains a small Llama in fp8 with transformers' Trainer (docs/how-to/trainer.md).
 
-    python examples/trainer_llama.py --steps 20 --out out/trainer
-    python examples/trainer_llama.py --steps 40 --out out/trainer --resume
+python examples/trainer_llama.py --steps 20 --out out/trainer
+python examples/trainer_llama.py --steps 40 --out out/trainer --resume
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """transformers' Trainer over te_lite: converted models, accelerate's fp8, activation checkpointing, resuming."""
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,9 +168,9 @@ def test_accelerates_fp8_without_state_resumes_bitwise(how: str, fp8: pytest.Mon
 
 
 @pytest.mark.usefixtures("fp8")
-def test_scales_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainer loads before accelerate converts: delayed scaling starts with fresh scales, unless the model was converted
-    before. The scales are in the file."""
+def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
+    """Trainer loads before accelerate converts: delayed scaling starts with fresh scales, unless the model was
+    converted before. The scales are in the file."""
     model, data = llama(), rows()
     late, early = copy.deepcopy(model), copy.deepcopy(model)
     losses, _ = fit(model, data, tmp_path / "whole")
@@ -183,8 +182,6 @@ def test_scales_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found, _ = fit(early, data, tmp_path / "early", resume=half)
     assert found == losses
     assert_same_parameters(early, model)
-    state = json.loads(Path(half, "trainer_state.json").read_text())
-    assert state["global_step"] == STEPS // 2
 
 
 @pytest.mark.gpu
