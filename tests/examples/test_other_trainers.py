@@ -1,5 +1,6 @@
 """The examples with other libraries' trainers, and the diffs of their pages: both sides of a diff train alike."""
 
+import json
 import re
 import sys
 from importlib.util import find_spec
@@ -11,7 +12,8 @@ from te_lite.testing.distributed import launch
 from tests.examples.demo import REPOSITORY, run
 
 EXAMPLES = REPOSITORY / "examples"
-PAGES = {"accelerate": "accelerate", "lightning": "lightning", "trainer": "transformers"}  # page -> what it needs
+# Page -> the module that its example needs.
+PAGES = {"accelerate": "accelerate", "lightning": "lightning.pytorch", "trainer": "transformers.trainer"}
 STEPS = 12
 # Of the first loss: one forward in bf16 and in fp8 (operands rounded by at most 2^-4) of the same weights.
 FIRST = 2.0**-4
@@ -44,23 +46,45 @@ def losses(printed: str) -> list[float]:
     return found
 
 
-def train(script: Path, *args: str, **env: str) -> list[float]:
+# A process for each command, forked from one that has imported the library: that takes longer than the training.
+IN_TURN = """
+import importlib, json, os, runpy, sys
+for module in sys.argv[1], "gpt.llama":
+    importlib.import_module(module)
+for command in map(json.loads, sys.argv[2:]):
+    sys.argv = command
+    print("begins", flush=True)
+    child = os.fork()
+    if not child:
+        runpy.run_path(command[0], run_name="__main__")
+        sys.exit()
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{command} failed")
+"""
+
+
+def train(library: str, commands: list[list[str]], **env: str) -> list[list[float]]:
+    """The losses of each command: a script and its arguments."""
+    given = [json.dumps([*command, "--steps", str(STEPS)]) for command in commands]
     path = {"PYTHONPATH": f"{REPOSITORY}:{EXAMPLES}", **env}
-    done = run([sys.executable, "-W", "ignore", str(script), "--steps", str(STEPS), *args], path)
+    done = run([sys.executable, "-W", "ignore", "-c", IN_TURN, library, *given], path)
     assert done.returncode == 0, done.stderr
-    return losses(done.stdout)
+    return [losses(printed) for printed in done.stdout.split("begins\n")[1:]]
 
 
 def compare(page: str, folder: Path, **env: str) -> None:
-    if find_spec(PAGES[page]) is None:
-        pytest.skip(f"needs {PAGES[page]} (pip install -e '.[test]')")
+    library = PAGES[page].partition(".")[0]
+    if find_spec(library) is None:
+        pytest.skip(f"needs {library} (pip install -e '.[test]')")
     example, other = EXAMPLES / f"{page}_llama.py", folder / "before.py"
     other.write_text(before(example, diff_of(page)))
     code = other.read_text().partition('"""\n')[2]
     assert "te_lite" not in code and "fp8" not in code
-    out = [("--out", str(folder / name)) if page == "trainer" else () for name in ("fp8", "bf16")]
-    fp8, bf16 = train(example, *out[0], **env), train(other, *out[1], **env)
-    assert 0 < abs(fp8[0] / bf16[0] - 1) < FIRST and fp8 != bf16
+    commands = [[str(script)] for script in (example, other)]
+    if page == "trainer":
+        commands = [[*command, "--out", str(folder / str(number))] for number, command in enumerate(commands)]
+    fp8, bf16 = train(PAGES[page], commands, **env)
+    assert abs(fp8[0] / bf16[0] - 1) < FIRST and fp8 != bf16
 
 
 @pytest.mark.parametrize("page", PAGES)
