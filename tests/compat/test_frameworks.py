@@ -12,6 +12,11 @@ ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("accelerate", "lightning", "transformers")
 
 
+def first_gpu() -> str:
+    """CUDA_VISIBLE_DEVICES for one GPU: over several, Trainer would use DataParallel."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+
+
 def run_tests(framework: str, mark: str, **env: str) -> None:
     """The tests of aliased/ for one framework, in a process of their own: the alias stays in the process it is in."""
     if find_spec(framework) is None:
@@ -32,4 +37,4 @@ def test_on_the_cpu(framework: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_on_a_gpu(framework: str) -> None:
-    run_tests(framework, "gpu")
+    run_tests(framework, "gpu", CUDA_VISIBLE_DEVICES=first_gpu())

@@ -37,8 +37,9 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As `accelerate launch --mixed_precision fp8` starts a script. TrainingArguments has no option for fp8."""
+    """As `accelerate launch --mixed_precision fp8 --fp8_backend te` starts a script."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
     return monkeypatch
 
 
