@@ -7,6 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from te_lite.compat.alias.finder import VERSION
 
 _ALIAS = "te_lite.compat.alias"
@@ -144,5 +146,10 @@ def fill(module: ModuleType) -> None:
         else:
             values[name] = _no_class(f"transformer_engine.pytorch.{name}")
     vars(module).update(values, __all__=sorted(values), __getattr__=functools.partial(_missing, full))
+    if full == "transformer_engine.pytorch":
+        # Lightning knows Transformer Engine's modules by this name, which pickles of whole modules hold too.
+        for value in values.values():
+            if isinstance(value, type) and issubclass(value, nn.Module):
+                value.__module__ = full
     if full == "transformer_engine":
         module.__version__ = VERSION  # type: ignore[attr-defined]
