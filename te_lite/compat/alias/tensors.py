@@ -94,10 +94,15 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
-    """After the bytes of weights were written by an all-gather: what was made from the old ones is forgotten."""
+    """After the bytes of weights were written by an all-gather: what was made from the old ones is made again, in the
+    same memory, where CUDA graphs read it."""
     for weight in model_weights:
         if isinstance(weight, QuantizedTensor):
-            weight.free_caches()
+            q = weight.q
+            if q.row is not None and q.col is not None and q.format.col_from_row:
+                for held, made in zip((q.col, q.col_scale), q.format.make_col(q), strict=True):
+                    if held is not None and made is not None and held is not made:
+                        held.copy_(made)
             torch.autograd.graph.increment_version(weight)
 
 
