@@ -1,14 +1,14 @@
-"""Megatron-core's GPT by te_lite's alias, by Transformer Engine and by Megatron's own layers: losses and tokens a second.
+"""Megatron-core's GPT by te_lite's alias, Transformer Engine and Megatron's own layers: losses and tokens a second.
 
     python benchmarks/megatron_gpt.py
     python benchmarks/megatron_gpt.py --recipes bf16 current --steps 30 --total-limit 240
-    python benchmarks/megatron_gpt.py --te-pythonpath FOLDER            # where transformer_engine is to be imported from
+    python benchmarks/megatron_gpt.py --te-pythonpath FOLDER            # where transformer_engine is imported from
     python benchmarks/megatron_gpt.py --device cpu --steps 4            # smoke test of a tiny model
 
 Layers of Llama 3 8B's size, bf16 and fp8. Each candidate of each recipe is a process of its own (megatron_steps.py), in
 which two seeds train; te_lite and Transformer Engine take turns in going first. All start from the same weights and see
-the same data. A seed rounds the weights to bf16 at random, up or down: what two seeds of Transformer Engine differ by is
-what roundings alone do to the losses. With --seed-is weights each seed draws weights of its own.
+the same data. A seed rounds the weights to bf16 at random, up or down: what two seeds of Transformer Engine differ by
+is what roundings alone do to the losses. With --seed-is weights each seed draws weights of its own.
 
     loss_ratio   = max over steps of off[t] / noise[t]; at most MAX_LOSS_RATIO, else the row has an error
     off[t]       = max over seeds of |loss of te_lite - loss of Transformer Engine|

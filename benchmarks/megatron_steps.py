@@ -206,7 +206,8 @@ def main() -> None:
 
         found["version"] = transformer_engine.__version__
     data = [tokens_of(step, args).to(device) for step in range(args.steps)]
-    for args.seed in args.seeds:
+    for seed in args.seeds:
+        args.seed = seed
         if device.type == "cpu":
             megatron_on_cpu.patch_imported()
             with megatron_on_cpu.CpuForCuda():
