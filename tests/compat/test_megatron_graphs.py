@@ -11,6 +11,7 @@ import te_lite as te
 from te_lite.compat.alias import contexts, graph
 from te_lite.compat.alias.names import NotThere
 from te_lite.modules.base import TeLiteModule
+from te_lite.quantize import graph_scales
 from te_lite.testing.distributed import launch
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.compat.graphing import DELAYED, K, draw, make, scales
@@ -28,6 +29,13 @@ def test_gpt(impl: str, ranks: int) -> None:
     """The cases of ranks_megatron_graphs.py, bit for bit as without graphs; two ranks are two stages of a pipeline."""
     out = launch(SCRIPT, impl, ranks=ranks, timeout=300, env={"CUDA_VISIBLE_DEVICES": ""})
     assert out.count("ok Case(") >= (5 if ranks == 1 else 2), out
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """No pools of other tests, no compiled code that would ask for steps of its own."""
+    manager.reset()
+    monkeypatch.setattr(graph_scales, "active", False)
 
 
 def trained(kind=LN_MLP) -> TeLiteModule:
