@@ -39,7 +39,7 @@ def run_command(
     """
     mark = secrets.token_hex(8)
     environment = {**os.environ, **SAFE_ENVIRONMENT, **variables, MARK: mark}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     begin = time.monotonic()
     process = subprocess.Popen(
         command,

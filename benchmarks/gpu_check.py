@@ -56,6 +56,7 @@ LIMITS_S |= {
     "random": 360.0,
     "peers": 170.0,
     "llama": 400.0,
+    "megatron": 500.0,
     "graphs": 170.0,
     "host": 90.0,
 }
@@ -105,18 +106,18 @@ def script_options(args: argparse.Namespace) -> list[str]:
     return ["--out", str(args.out), "--tree-hash", args.tree_hash, "--device", args.device, *rounds]
 
 
-def benchmark_stage(name: str, args: argparse.Namespace) -> list[Stage]:
-    command = [sys.executable, f"benchmarks/{name}.py", *script_options(args)]
+def benchmark_stage(name: str, args: argparse.Namespace, script: str = "") -> list[Stage]:
+    command = [sys.executable, f"benchmarks/{script or name}.py", *script_options(args)]
     # One card: a process that sees several keeps torch's backward thread (te_lite/modules/backward_thread.py).
     run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=visible(args).split(",")[0])
     return [finished(name, run, command, args.out, {})]
 
 
-def peer_stage(name: str, package: str, args: argparse.Namespace) -> list[Stage]:
+def peer_stage(name: str, package: str, args: argparse.Namespace, script: str = "") -> list[Stage]:
     """A benchmark that has nothing to compare with, or nothing to run, without another package."""
     if importlib.util.find_spec(package) is None:
         return [Stage(name, "skipped", detail={"reason": f"{package} is not installed"})]
-    return benchmark_stage(name, args)
+    return benchmark_stage(name, args, script)
 
 
 def gpu_count(args: argparse.Namespace) -> int:
@@ -230,6 +231,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "recipes": lambda args: benchmark_stage("recipes", args),
     "peers": lambda args: peer_stage("peers", "transformer_engine", args),
     "llama": lambda args: peer_stage("llama", "transformers", args),
+    "megatron": lambda args: peer_stage("megatron", "megatron", args, "megatron_gpt"),
     "graphs": lambda args: benchmark_stage("graphs", args),
     "host": lambda args: benchmark_stage("host", args),
     # What per-shard scales cost and save against an all-reduce of the amax.

@@ -20,7 +20,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
 
 from benchmarks.result_files import BY_NAME
-from benchmarks.tables import gpu_mark, markdown, number, provenance, ratio, render_host, render_llama, render_peers
+from benchmarks.tables import (
+    gpu_mark,
+    markdown,
+    number,
+    provenance,
+    ratio,
+    render_host,
+    render_llama,
+    render_megatron,
+    render_peers,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -275,6 +285,7 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "peers": ("peers", render_peers),
     "host": ("host", render_host),
     "llama": ("llama", render_llama),
+    "megatron": ("megatron", render_megatron),
     "kernels": ("kernels", render_kernels),
     "gemms": ("gemms", render_gemms),
     "recipes": ("recipes", render_recipes),

@@ -36,9 +36,10 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "grouped": ("section", "split", "what", "candidate"),
     "grouped_kernels": ("split", "what", "candidate"),
     "llama": ("library", "recipe", "compiled"),
+    "megatron": ("candidate", "recipe"),
 }
-# gpu_check.py runs them only where --stages names them: two need other libraries, one its time.
-BY_NAME = ("peers", "llama", "graphs")
+# gpu_check.py runs them only where --stages names them: three need other libraries, one its time.
+BY_NAME = ("peers", "llama", "megatron", "graphs")
 Key = tuple[object, ...]
 _TREE_SKIPPED = {"__pycache__", "build"}
 _TREE_SKIPPED_SUFFIXES = (".pyc", ".so", ".o", ".egg-info")

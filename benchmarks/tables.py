@@ -79,3 +79,16 @@ def render_llama(content: dict) -> str:
     left_out = "".join(f" {said}" for said in content["left_out"])
     about = f"{content['layers']} layers, {content['tokens']} tokens a step.{left_out}"
     return f"{provenance(content)} {about}\n\n{markdown(header, lines, text_columns=4)}"
+
+
+def render_megatron(content: dict) -> str:
+    lines = []
+    for row in content["rows"]:
+        cells = [number(row.get("tokens_s")), number(row.get("over_te"), 2), number(row.get("wall_over_te"), 2)]
+        cells += [number(row.get("loss_ratio"), 2), number(row.get("peak_gib"), 1)]
+        lines.append([row["candidate"], row["recipe"], *cells])
+    header = ["candidate", "recipe", "tokens/s", "of TE", "of TE, wall", "losses", "peak GiB"]
+    left_out = "".join(f" {said}" for said in content["left_out"])
+    tokens = content["micro_batch"] * content["sequence"]
+    about = f"{content['layers']} layers, {tokens} tokens a step, {content['steps']} steps. Seeds: {content['seed']}."
+    return f"{provenance(content)} {about}{left_out}\n\n{markdown(header, lines, text_columns=2)}"

@@ -38,8 +38,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer import cuda_graphs  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -47,7 +49,7 @@ if CPU:
     megatron_on_cpu.patch_imported()
 
 
-def options() -> argparse.Namespace:
+def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "groups": 2, "vocabulary": 256, "sequence": 128}
     counts = {"micro-batch": 2, "micro-batches": 2, "steps": 20, "tp": 1, "pp": 1}
@@ -56,10 +58,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--recipe", default="bf16", choices=("bf16", "delayed", "tensorwise", "mxfp8", "blockwise"))
     parser.add_argument("--spec", default="te", choices=("te", "local"), help="local: Megatron's own layers")
     parser.add_argument("--recompute", choices=("full", "selective"))
+    parser.add_argument("--cuda-graphs", default="none", choices=("none", "local", "transformer_engine"))
     parser.add_argument("--lr", type=float, default=3e-3)
-    for name in ("overlap", "fp8-param", "distributed-optimizer"):
+    for name in ("overlap", "fp8-param", "distributed-optimizer", "fuse-wgrad"):
         parser.add_argument(f"--{name}", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def config(args: argparse.Namespace) -> TransformerConfig:
@@ -77,7 +80,8 @@ def config(args: argparse.Namespace) -> TransformerConfig:
         sequence_parallel=args.tp > 1 and te_spec, bf16=True, params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16, fp8_param=args.fp8_param, tp_comm_overlap=args.overlap,
         recompute_granularity=args.recompute, persist_layer_norm=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, finalize_model_grads_func=finalize_model_grads, **given,
+        gradient_accumulation_fusion=args.fuse_wgrad, cuda_graph_impl=args.cuda_graphs,
+        finalize_model_grads_func=finalize_model_grads, **given,
     )  # fmt: skip
 
 
@@ -106,9 +110,23 @@ def build(args: argparse.Namespace) -> tuple[TransformerConfig, DistributedDataP
     return cfg, ddp, get_megatron_optimizer(adam, [ddp])
 
 
-def train(args: argparse.Namespace) -> None:
+def captures(args: argparse.Namespace, cfg: TransformerConfig, ddp: Any, optimizer: Any) -> Any:
+    """What captures Transformer Engine's graphs; None where there are none, or Megatron captures by itself."""
+    # Megatron-core 0.16.1 hands out the first layer's input again before its backward has read it.
+    cuda_graphs.TensorReusePool.insert = lambda pool, tensor: None
+    if args.cuda_graphs != "transformer_engine":
+        return None
+    batch, data = args.micro_batch, mpu.get_data_parallel_world_size()
+    init_num_microbatches_calculator(dist.get_rank(), None, batch * args.micro_batches * data, batch, data)
+    return cuda_graphs.TECudaGraphHelper([ddp], cfg, args.sequence, batch, [optimizer])
+
+
+def train(args: argparse.Namespace) -> list[float]:
+    """The loss of each step, on the ranks that print it."""
     device = torch.device("cpu") if CPU else torch.device("cuda", torch.cuda.current_device())
     cfg, ddp, optimizer = build(args)
+    graphs = captures(args, cfg, ddp, optimizer)
+    found: list[float] = []
     draw = torch.Generator().manual_seed(mpu.get_data_parallel_rank())
     position = torch.arange(args.sequence, device=device).expand(args.micro_batch, -1)
     mask = (
@@ -131,6 +149,8 @@ def train(args: argparse.Namespace) -> None:
     tokens = args.sequence * args.micro_batch * args.micro_batches * mpu.get_data_parallel_world_size()
     for step in range(args.steps):
         began = time.perf_counter()
+        if step == 1 and graphs is not None:
+            graphs.create_cudagraphs()
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
         losses = schedule(
@@ -142,11 +162,13 @@ def train(args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
         if losses and mpu.get_tensor_model_parallel_rank() == mpu.get_data_parallel_rank() == 0:
             loss = sum(float(one["loss"]) for one in losses) / len(losses)
+            found.append(loss)
             speed = tokens / (time.perf_counter() - began)
             print(f"step {step:3}  loss {loss:.4f}  grad norm {norm:.3f}  {speed:,.0f} tokens/s", flush=True)
         assert good, "the gradients were not finite"
     if dist.get_rank() == 0 and args.spec == "te":
         print(te.format_report(te.overlap_report()), flush=True)
+    return found
 
 
 def main() -> None:

@@ -31,7 +31,12 @@ def patch() -> None:
     """Before Megatron's first import. Its own files stay as they are."""
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_, **__: None
-    # APEX's extension, which Megatron's own output layer needs for gradient_accumulation_fusion.
+    stand_in_for_apex()
+
+
+def stand_in_for_apex() -> None:
+    """Its extension, which Megatron's own output layer needs for gradient_accumulation_fusion; before Megatron's first
+    import."""
     apex = ModuleType("fused_weight_gradient_mlp_cuda")
     apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = _accumulate
     sys.modules[apex.__name__] = apex

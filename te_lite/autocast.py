@@ -66,7 +66,11 @@ class Open(threading.local):
     """The autocasts that this thread is in, outermost first.
 
     inits: the same for quantized_model_init. pools: what delayed scaling keeps of this thread's forwards.
+    graphs: of the class, for all threads; a framework is warming up or capturing CUDA graphs. Scales take their steps
+    around the replays, and is_first_microbatch is not followed: a replay may be of any micro-batch, so it quantizes.
     """
+
+    graphs = False
 
     def __init__(self) -> None:
         self.stack: list[Context] = []

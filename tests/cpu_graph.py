@@ -18,9 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from te_lite.quantize.tensor import QuantizedTensor
+
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    for leaf in tree_leaves(tree):
+        parts = leaf.q.tensors if isinstance(leaf, QuantizedTensor) else (leaf,)
+        yield from (part.untyped_storage() for part in parts if isinstance(part, Tensor))
 
 
 class _Recorder(TorchDispatchMode):

@@ -49,16 +49,25 @@ class CallerQuantizer:
     def _flag(self, name: str, value: object) -> bool:
         return flag(type(self).__name__, name, value)
 
-    def quantize(self, tensor: Tensor) -> QuantizedTensor:
-        """`tensor` quantized; its gradient is that of the result. The result may be written to."""
+    def quantize(self, tensor: Tensor, *, out: QuantizedTensor | None = None) -> QuantizedTensor:
+        """`tensor` quantized; its gradient is that of the result. The result may be written to. out: update_quantized
+        of it instead, without a gradient."""
+        if out is not None:
+            return self.update_quantized(tensor, out)
         _check_tensor(type(self).__name__, "tensor", tensor)
         layouts = {"row": self.rowwise_usage, "col": self.columnwise_usage}
         return SameToAutograd.apply(tensor, lambda values: quantized(values, self._value, **layouts))
 
     __call__ = quantize
 
-    def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
-        """Writes `src`, quantized, into the memory of `dst`, in every layout that it holds. Returns dst."""
+    def update_quantized(
+        self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensor:
+        """Writes `src`, quantized, into the memory of `dst`, in every layout that it holds. Returns dst.
+
+        noop_flag: fp32, one element on dst's device. Where it is not 0, dst stays as it is, and so does this
+        quantizer's amax. The host does not read it; src is quantized in any case.
+        """
         if not isinstance(dst, QuantizedTensor) or dst.q.format != self._value.format:
             given = dst._summary() if isinstance(dst, QuantizedTensor) else type(dst).__name__
             raise TypeError(
@@ -67,7 +76,17 @@ class CallerQuantizer:
             )
         _check_tensor("update_quantized", "src", src)
         layouts = {"row": dst.q.row is not None, "col": dst.q.col is not None}
-        return dst.quantize_(quantized(src.expand(dst.shape), self._value, **layouts))
+        if noop_flag is None:
+            return dst.quantize_(quantized(src.expand(dst.shape), self._value, **layouts))
+        _check_scalar("update_quantized(noop_flag)", "noop_flag", noop_flag)
+        written = [*dst.q.tensors[:4], getattr(self, "amax", None)]
+        # Of fp8 the bytes, for where() knows none.
+        held = [t.view(torch.uint8) if t.element_size() == 1 else t for t in written if t is not None]
+        before = [part.clone() for part in held]
+        self.update_quantized(src, dst)
+        for part, old in zip(held, before, strict=True):
+            part.copy_(torch.where(noop_flag != 0, old, part))
+        return dst
 
     def make_empty(
         self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: Any = None
@@ -99,10 +118,10 @@ def _check_tensor(owner: str, name: str, value: Tensor) -> None:
         raise TypeError(f"{owner} got {name} of {value.dtype}: must be of a floating-point type; cast it first")
 
 
-def _check_scalar(name: str, value: Tensor | None) -> None:
+def _check_scalar(owner: str, name: str, value: Tensor | None) -> None:
     if not isinstance(value, Tensor) or (value.dtype, value.numel()) != (torch.float32, 1):
         given = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"Float8Quantizer(scale, amax): {name} is {given}; must be a tensor of one fp32 element")
+        raise TypeError(f"{owner}: {name} is {given}; must be a tensor of one fp32 element")
 
 
 def _check_dtype(owner: str, fp8_dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
@@ -117,8 +136,8 @@ class Float8Quantizer(CallerQuantizer):
         self, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True
     ) -> None:
         _check_dtype("Float8Quantizer", fp8_dtype, tuple(FP8_MAX))
-        _check_scalar("scale", scale)
-        _check_scalar("amax", amax)
+        _check_scalar("Float8Quantizer(scale, amax)", "scale", scale)
+        _check_scalar("Float8Quantizer(scale, amax)", "amax", amax)
         self.scale, self.amax = scale, amax
         super().__init__(Given(FORMATS[fp8_dtype], scale=scale, amax=amax), rowwise, columnwise)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -79,8 +80,22 @@ class Capturing:
         if original.caches:
             for linear in self.linears:
                 if linear is not original.module:
-                    hook = linear.register_forward_pre_hook(self._hand_first, with_kwargs=True)
+                    hook = linear.register_forward_pre_hook(self._hooks_first(linear), with_kwargs=True)
                     stack.callback(hook.remove)
+
+    def _hooks_first(self, linear: nn.Module) -> Callable[..., Any]:
+        """What hands `linear` is_first_microbatch. Megatron's subclasses take no argument; they read an attribute."""
+        if "is_first_microbatch" in inspect.signature(linear.forward).parameters:
+            return self._hand_first
+        if not hasattr(linear, "is_first_microbatch"):
+            self.original.refuse(
+                TypeError, f"hold a {type(linear).__name__}, whose forward takes no is_first_microbatch: leave out "
+                "cache_quantized_params"
+            )  # fmt: skip
+        return self._set_first
+
+    def _set_first(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        module.is_first_microbatch = self.first
 
     def _hand_first(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """is_first_microbatch for a linear of te_lite, whatever its caller gave."""

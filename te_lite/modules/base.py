@@ -238,7 +238,7 @@ class TeLiteModule(SpecModule):
             self._scales.fix()
         if residual is not None:
             checks.check_residual(residual, inp, last, plans)
-        cached = self._uncached
+        cached, first = self._uncached, None if OPEN.graphs else first
         if self._quantized:
             cached = tuple([parameter_operand(w, plan.operands, grad) for w, plan in zip(weights, plans, strict=True)])
         elif first is not None:

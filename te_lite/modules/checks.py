@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_lite.arguments import flag, remedy
-from te_lite.autocast import State, opened_in_backward
+from te_lite.autocast import OPEN, State, opened_in_backward
 from te_lite.functional.layer import output_shape
 from te_lite.functional.plan import LinearPlan
 from te_lite.ops.registry import makes_data
@@ -190,7 +190,7 @@ def followed(owner: str, outstanding: replay.Outstanding, state: State | None) -
 
 def check_capture(module: object, state: Any) -> None:
     """In a capture with delayed scaling: scales take their step where the outermost autocast ends, in replays too."""
-    if not state.one_pass.captured:
+    if not (state.one_pass.captured or OPEN.graphs):
         raise RuntimeError(
             f"{type(module).__name__} runs with DelayedScaling in the capture of a CUDA graph, but its autocast began "
             "before the capture, so replays would take no step of the scales; open the autocast inside"

@@ -144,6 +144,7 @@ class GroupedLinear(TeLiteModule):
             self._delayed(state, recomputes, x, weights, w, offs) if state and state.delayed else (None, None)
         )
         cached = None
+        is_first_microbatch = None if OPEN.graphs else is_first_microbatch
         if is_first_microbatch is not None and rule.kind != "none":
             first = flag("GroupedLinear", "is_first_microbatch", is_first_microbatch)
             cached = replay.recall((id(self), "weights"), partial(self._cached, first, weights, w, rule, given))

@@ -158,7 +158,7 @@ class Pool:
 
     def copied(self, column: int) -> Tensor:
         """A scale that no update will write to. Where none may come, all are copied at once: a copy is a kernel."""
-        if not self.key.owner.held:
+        if not self.key.owner.one_graph:
             return self.scales[column].clone()
         self.copies = self.copies or self.scale.clone().unbind(0)
         return self.copies[column]
@@ -208,7 +208,7 @@ class Pools:
     def __init__(self) -> None:
         self.pools: list[Pool] = []
         self.lock = threading.RLock()  # of the list, and of what lies in which pool
-        self.held = False  # in recording()
+        self.held = self.one_graph = False  # in recording()
         self._pending = False  # a module ran backward and its pass' first one did not, since the last step
         self._end: Callable[[], Any] = lambda: None  # a weak reference: the engine drops what it queued, on errors
         _owners.add(self)
@@ -252,17 +252,17 @@ class Pools:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Pool]]:
+    def recording(self, one_graph: bool = True) -> Iterator[list[Pool]]:
         """Inside, amaxes are recorded and no scale takes a step. Gives a list: at the end, of the pools that were used
-        inside, which are then as much in need of a step as before."""
+        inside, which are then as much in need of a step as before. one_graph: one at most is captured inside."""
         before, used = {pool: pool.touched for pool in self.pools}, list[Pool]()
         for pool in before:
             pool.touched = False
-        self.held = True
+        self.held, self.one_graph = True, one_graph
         try:
             yield used
         finally:
-            self.held = False
+            self.held = self.one_graph = False
             used += [pool for pool in self.pools if pool.touched]
             for pool in self.pools:
                 pool.touched, pool.copies = before.get(pool, False), ()

@@ -85,8 +85,8 @@ def test_state_manager():
     with contexts.quantized_model_init(recipe=recipes.Float8CurrentScaling()):
         assert manager.with_fp8_parameters() and isinstance(linear().weight, tensors.Float8Tensor)
     assert not manager.with_fp8_parameters() and manager.is_fp8_available() == (True, "")
-    with pytest.raises(NotThere, match="set_skip_fp8_weight_update_tensor"):
-        manager.set_skip_fp8_weight_update_tensor(True)
+    with pytest.raises(NotThere, match="get_buffer_info"):
+        manager.get_buffer_info()
 
 
 def test_support():
@@ -109,6 +109,42 @@ def test_isinstance_by_format_and_dtypes():
         tensors.replace_raw_data(mx, torch.empty(1024, dtype=torch.uint8))
     with pytest.raises(TypeError, match="Tensor"):
         tensors.replace_raw_data(torch.ones(4), torch.empty(4, dtype=torch.uint8))
+
+
+def test_what_tensors_have_under_the_alias():
+    x, y = torch.randn(2, 32, 48)
+    tensor = te.Float8CurrentScalingQuantizer(torch.float8_e5m2)(x)
+    assert tensor._fp8_dtype is tensors.DType.kFloat8E5M2 and tensor._transpose is not None
+    again = tensor._quantizer.update_quantized(y, te.Float8CurrentScalingQuantizer(torch.float8_e5m2)(x))
+    assert torch.equal(again.dequantize(), te.Float8CurrentScalingQuantizer(torch.float8_e5m2)(y).dequantize())
+    assert torch.equal(tensor._get_quantizer()(x).dequantize(), tensor.dequantize())
+    before, moved = tensor.dequantize(), torch.empty(32 * 48, dtype=torch.uint8)
+    moved.copy_(tensor._data.view(torch.uint8).flatten())
+    tensor._data = moved
+    assert tensor._transpose is None and torch.equal(tensor.dequantize(), before)
+    moved.bitwise_xor_(0x80)  # the signs
+    assert torch.equal(tensor.dequantize(), -before), "the bytes are those of the new memory"
+    tensor.update_usage(columnwise_usage=True)
+    tensor._reset_caches()
+    assert tensor._transpose is None
+    for wrong in (moved[:-1], moved.float()):
+        with pytest.raises(ValueError, match="_data"):
+            tensor._data = wrong
+    with pytest.raises(AttributeError, match="no one scale"):
+        te.MXFP8Quantizer(torch.float8_e4m3fn)(x)._data = moved
+
+
+def test_bytes_from_an_all_gather_are_transposed_where_they_were():
+    """CUDA graphs read the columnwise bytes at their address."""
+    for made in (te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn), te.Float8BlockQuantizer(torch.float8_e4m3fn)):
+        weight, other = made(torch.randn(256, 128)), made(torch.randn(256, 128))
+        where = weight.q.col.data_ptr()
+        weight.q.row.copy_(other.q.row)
+        weight.q.row_scale.copy_(other.q.row_scale)
+        tensors.post_all_gather_processing([weight])
+        assert weight.q.col.data_ptr() == where
+        assert torch.equal(weight.q.col.view(torch.uint8), other.q.col.view(torch.uint8))
+        assert torch.equal(weight.q.col_scale, other.q.col_scale)
 
 
 def test_sharded_masters_and_vocabularies():

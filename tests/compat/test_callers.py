@@ -53,6 +53,22 @@ def test_update_quantized_and_make_empty(kind):
 
 
 @all_kinds
+def test_a_flag_that_leaves_the_destination_as_it_is(kind):
+    quantizer = KINDS[kind][0]()
+    dst, flag, v = quantizer(values(32, 64)), torch.ones(1), 3 * values(32, 64)
+    before, amax = dst.clone(), getattr(quantizer, "amax", torch.zeros(1)).clone()
+    assert quantizer.update_quantized(v, dst, noop_flag=flag) is dst
+    same_bytes("left", dst, before)
+    assert torch.equal(getattr(quantizer, "amax", torch.zeros(1)), amax)
+    quantizer.update_quantized(v, dst, noop_flag=flag.zero_())
+    same_bytes("written", dst, quantizer(v))
+    assert quantizer(values(32, 64), out=dst) is dst
+    same_bytes("out", dst, quantizer(values(32, 64)))
+    with pytest.raises(TypeError, match="noop_flag"):
+        quantizer.update_quantized(v, dst, noop_flag=torch.ones(1, dtype=torch.int32))
+
+
+@all_kinds
 def test_usage_belongs_to_each_copy(kind):
     quantizer = KINDS[kind][0]()
     other = quantizer.copy()

@@ -11,7 +11,7 @@ from te_lite.autocast import autocast as _autocast
 from te_lite.autocast import current, model_init
 from te_lite.autocast import quantized_model_init as _quantized_model_init
 from te_lite.compat import contexts
-from te_lite.compat.alias import recipes, support
+from te_lite.compat.alias import graph, recipes, support
 from te_lite.compat.alias.names import NotThere
 from te_lite.recipe import Recipe
 
@@ -56,6 +56,9 @@ class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
     is_fp8_available = staticmethod(support.check_fp8_support)
     is_mxfp8_available = staticmethod(support.check_mxfp8_support)
     is_fp8_block_scaling_available = staticmethod(support.check_fp8_block_scaling_support)
+    add_fp8_tensors_to_global_buffer = staticmethod(graph.add_fp8_tensors_to_global_buffer)
+    reduce_and_update_fp8_tensors = staticmethod(graph.reduce_and_update_fp8_tensors)
+    set_skip_fp8_weight_update_tensor = staticmethod(graph.set_skip_fp8_weight_update_tensor)
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
@@ -72,3 +75,8 @@ class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
     def is_first_fp8_module(cls) -> bool:
         """No module of this pass has run yet that will take the backward scales' step."""
         return (state := current()) is not None and not state.one_pass.claimed
+
+    @classmethod
+    def reset(cls) -> None:
+        super().reset()
+        graph.forget_graphs()

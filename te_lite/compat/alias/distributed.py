@@ -57,6 +57,12 @@ def in_fp8_activation_recompute_phase() -> bool:
     return _RECOMPUTE.phase
 
 
+def get_all_rng_states() -> dict[str, torch.Generator]:
+    """Generators that a CUDA graph must register, beside torch's own: none. te_lite's CudaRNGStatesTracker puts its
+    states into torch's generator, and in a capture torch refuses that."""
+    return {}
+
+
 def get_dummy_wgrad(shape: list[int] | tuple[int, ...], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """A gradient that nobody reads, where the real one was added to main_grad. zero: of zeros."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,16 +26,21 @@ _QUANTIZERS = "Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer Floa
 _TENSORS = "Float8Tensor MXFP8Tensor Float8BlockwiseQTensor"
 _MOE = "moe_permute moe_permute_with_probs moe_unpermute moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs"
 _RECOMPUTE = "activation_recompute_forward is_fp8_activation_recompute_enabled in_fp8_activation_recompute_phase"
+_GRAPH = (
+    "make_graphed_callables set_capture_start set_capture_end is_graph_capturing graph_pool_handle save_fp8_tensors "
+    "restore_fp8_tensors"
+)
 _UB = "initialize_ub destroy_ub UserBufferQuantizationMode"
 
 # (module below transformer_engine, where its names stand, the names; "a=b": te_lite's b under the name a).
 # "": te_lite has no such class; building one raises NotImplementedError, asking isinstance is False.
 TABLE = (
     ("common.recipe", f"{_ALIAS}.recipes", _RECIPES),
+    ("common.recipe", "", "NVFP4BlockScaling"),
     ("pytorch", "te_lite", f"Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm DotProductAttention {_UB}"),
     ("pytorch", "te_lite", "CudaRNGStatesTracker QuantizedTensor"),
-    ("pytorch", "te_lite", "GroupedLinear make_graphed_callables"),
-    ("pytorch", "te_lite", "TransformerLayer MultiheadAttention RotaryPositionEmbedding"),
+    ("pytorch", "te_lite", "GroupedLinear TransformerLayer MultiheadAttention RotaryPositionEmbedding"),
+    ("pytorch", f"{_ALIAS}.graph", "make_graphed_callables"),
     ("pytorch", f"{_ALIAS}.contexts", _CONTEXTS),
     ("pytorch", f"{_ALIAS}.support", _SUPPORT),
     ("pytorch", f"{_ALIAS}.distributed", "checkpoint"),
@@ -45,9 +50,9 @@ TABLE = (
     ("pytorch.quantization", f"{_ALIAS}.support", _SUPPORT),
     ("pytorch.fp8", f"{_ALIAS}.contexts", _CONTEXTS),
     ("pytorch.fp8", f"{_ALIAS}.support", _SUPPORT),
-    ("pytorch.distributed", f"{_ALIAS}.distributed", f"checkpoint {_RECOMPUTE}"),
+    ("pytorch.distributed", f"{_ALIAS}.distributed", f"checkpoint {_RECOMPUTE} get_all_rng_states"),
     ("pytorch.distributed", "te_lite", "CudaRNGStatesTracker"),
-    ("pytorch.graph", "te_lite", "make_graphed_callables"),
+    ("pytorch.graph", f"{_ALIAS}.graph", _GRAPH),
     ("pytorch.module", "te_lite", f"Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm {_UB}"),
     ("pytorch.module", "te_lite", "GroupedLinear"),
     ("pytorch.module.base", "te_lite", _UB),
@@ -93,6 +98,7 @@ TABLE = (
     ("pytorch", "te_lite", "Fp8Padding Fp8Unpadding"),
     ("pytorch.module", "te_lite", "Fp8Padding Fp8Unpadding"),
     ("pytorch", f"{_ALIAS}.cross_entropy", "parallel_cross_entropy"),
+    ("pytorch.utils", f"{_ALIAS}.graph", "make_weak_ref"),
     ("pytorch.utils", f"{_ALIAS}.support", "is_bf16_compatible=is_bf16_available get_device_compute_capability"),
 )  # fmt: skip
 
@@ -144,7 +150,7 @@ def fill(module: ModuleType) -> None:
         if where:
             values[name] = getattr(import_module(where), own or name)
         else:
-            values[name] = _no_class(f"transformer_engine.pytorch.{name}")
+            values[name] = _no_class(f"{full if full.endswith('recipe') else 'transformer_engine.pytorch'}.{name}")
     vars(module).update(values, __all__=sorted(values), __getattr__=functools.partial(_missing, full))
     if full == "transformer_engine.pytorch":
         # Lightning knows Transformer Engine's modules by this name, which pickles of whole modules hold too.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_lite.compat.callers import CallerQuantizer
 from te_lite.ops.block_cast import BLOCK
 from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref
 from te_lite.ops.source import plain
@@ -72,6 +73,41 @@ class Float8BlockwiseQTensor(metaclass=_ByFormat):
     formats = (BlockFormat,)
 
 
+def _quantizer(tensor: QuantizedTensor) -> CallerQuantizer | None:
+    """What writes to the tensor, for the layouts that it holds; None where nothing does. It has no scale, no amax."""
+    q = tensor.q
+    return None if tensor.quantizer is None else CallerQuantizer(tensor.quantizer, q.row is not None, q.col is not None)
+
+
+def _fp8_dtype(tensor: QuantizedTensor) -> torch.dtype:
+    """Of its bytes, a member of DType."""
+    data = tensor.q.row if tensor.q.row is not None else tensor.q.col
+    assert data is not None
+    return data.dtype
+
+
+def _set_data(tensor: QuantizedTensor, data: Tensor) -> None:
+    """The rowwise bytes are `data` (uint8 or fp8, of as many elements) from now on, with the scale as it is. Columnwise
+    bytes that were made from the old ones are dropped."""
+    row = tensor._per_tensor().row
+    if row is None or data.element_size() != 1 or data.numel() != row.numel() or data.device != row.device:
+        raise ValueError(
+            f"_data of {tensor._summary()} got {tuple(data.shape)} {data.dtype} on {data.device}: must be bytes of the "
+            "same number on the same device, for a tensor that holds its rows"
+        )
+    tensor.q.row = data.detach().view(row.dtype).view(row.shape)
+    tensor.free_caches()
+
+
+# What Transformer Engine's tensors have and te_lite's do not need: Megatron's optimizers for fp8 parameters use it.
+_ADDED: Any = {
+    "_quantizer": property(_quantizer), "_get_quantizer": _quantizer, "_fp8_dtype": property(_fp8_dtype),
+    "_data": property(QuantizedTensor._data.fget, _set_data), "_reset_caches": QuantizedTensor.free_caches,
+}  # fmt: skip
+for _name, _value in _ADDED.items():
+    setattr(QuantizedTensor, _name, _value)
+
+
 def _row(weight: Any, what: str) -> Tensor:
     """The rowwise bytes of a quantized weight whose columnwise bytes follow from them."""
     if not isinstance(weight, QuantizedTensor):
@@ -94,10 +130,15 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
-    """After the bytes of weights were written by an all-gather: what was made from the old ones is forgotten."""
+    """After the bytes of weights were written by an all-gather: what was made from the old ones is made again, in the
+    same memory, where CUDA graphs read it."""
     for weight in model_weights:
         if isinstance(weight, QuantizedTensor):
-            weight.free_caches()
+            q = weight.q
+            if q.row is not None and q.col is not None and q.format.col_from_row:
+                for held, made in zip((q.col, q.col_scale), q.format.make_col(q), strict=True):
+                    if held is not None and made is not None and held is not made:
+                        held.copy_(made)
             torch.autograd.graph.increment_version(weight)
 
 
