@@ -75,7 +75,7 @@ def test_runs_at_once(tmp_path, monkeypatch) -> None:
 def test_nothing_is_started_after_a_failure(tmp_path, monkeypatch) -> None:
     started = []
 
-    def train(key, folder, extra, place):
+    def train(key, folder, extra, place, cut):
         started.append(key)
         if key[0] == "bf16":
             raise RuntimeError("bf16 ended with status 1")
