@@ -4,9 +4,9 @@
     python examples/compare_recipes.py --experts        # train_moe.py: a mixture of experts, ep in the place of tp
 
 All recipes run at tp 1. At tp 2, sequence parallel, only those of TP2_RECIPES run, so that the whole stays short; they
-need 2 GPUs, or none. Writes docs/img/recipes.png (--experts: moe.png) and its .json, prints the final losses relative to
-bf16 at tp 1, and exits with 1 if one is more than BOUND away. Runs that are already in --runs with the same options are
-not repeated.
+need 2 GPUs, or none. Writes docs/img/recipes.png (--experts: moe.png) and its .json, prints the final losses relative
+to bf16 at tp 1, and exits with 1 if one is more than BOUND away. Runs that are already in --runs with the same options
+are not repeated.
 """
 
 import argparse

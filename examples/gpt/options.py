@@ -147,9 +147,7 @@ def check_shapes(args: argparse.Namespace, dp: int) -> None:
 
 def check_experts(args: argparse.Namespace, dp: int) -> None:
     experts, ep = args.experts, args.ep
-    require(
-        args.tp == 1, f"--tp {args.tp}: tensor parallelism does not cut experts. Pass --ep {args.tp} instead."
-    )
+    require(args.tp == 1, f"--tp {args.tp}: tensor parallelism does not cut experts. Pass --ep {args.tp} instead.")
     require(experts >= 1, f"--experts {experts}: must be at least 1. Raise it.")
     require(1 <= args.top_k <= experts, f"--top-k {args.top_k}: must lie within 1 and --experts {experts}. Change one.")
     require(
