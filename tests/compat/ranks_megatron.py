@@ -27,8 +27,8 @@ megatron_on_cpu.patch()
 warnings.filterwarnings("ignore")  # Megatron's, about what is not installed
 
 import megatron.core.extensions.transformer_engine as extensions  # noqa: E402
+from megatron.core import dist_checkpointing, tensor_parallel  # noqa: E402, F401
 from megatron.core import parallel_state as mpu  # noqa: E402
-from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,

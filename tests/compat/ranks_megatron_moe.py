@@ -19,9 +19,7 @@ import te_lite as te
 from te_lite.testing.distributed import init_ranks, leave_ranks
 from te_lite.testing.numerics import assert_bitwise_equal, assert_close_to_oracle
 from tests.compat import ranks_megatron as dense
-from tests.compat.ranks_megatron import Case, Run, megatron_on_cpu, mpu
-
-from megatron.core import dist_checkpointing  # noqa: E402, I001  # after the alias is in place
+from tests.compat.ranks_megatron import Case, Run, dist_checkpointing, megatron_on_cpu, mpu
 
 EXPERTS, TOP_K = 4, 2
 
@@ -80,13 +78,8 @@ def check_swapped(run: MoeRun, case: MoeCase) -> None:
     ep = mpu.get_expert_model_parallel_world_size()
     for layer in run.model.decoder.layers:
         for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2):
-            assert (
-                isinstance(linear, te.GroupedLinear)
-                and linear.num_gemms == EXPERTS // mpu.get_expert_model_parallel_world_size()
-            )
-            assert all(
-                weight.allreduce == (mpu.get_expert_model_parallel_world_size() == 1) for weight in linear.parameters()
-            )
+            assert isinstance(linear, te.GroupedLinear) and linear.num_gemms == EXPERTS // ep
+            assert all(weight.allreduce == (ep == 1) for weight in linear.parameters())
             state = linear.get_extra_state()
             assert (state.numel() > 0) == (case.recipe == "delayed")
             if state.numel():
