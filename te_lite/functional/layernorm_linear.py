@@ -77,7 +77,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         else:
             dx, dgamma, dbeta, dw, db = recorded_backward(call, (needs, ctx.x_shape, ctx.spec), dy, saved, body)
         if needs[1] and plan.sink.answers:
-            dw = plan.sink.answer(param, dw)
+            dw = plan.sink.answer(dw, param)
         if call.pools is not None:
             call.pools.close(call.first)
         return None, None, dx, dgamma, dbeta, dw, db, residual_grad(dy) if grads[7] else None

@@ -142,9 +142,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
             decided = needs, ctx.needs, ctx.x_shape, ctx.spec, ctx.activation
             dx, dgamma, dbeta, dw1, db1, dw2, db2 = recorded_backward(call, decided, dy, saved, body)
         if ctx.needs[1] and plan1.sink.answers:
-            dw1 = plan1.sink.answer(param1, dw1)
+            dw1 = plan1.sink.answer(dw1, param1)
         if ctx.needs[3] and plan2.sink.answers:
-            dw2 = plan2.sink.answer(param2, dw2)
+            dw2 = plan2.sink.answer(dw2, param2)
         if call.pools is not None:
             call.pools.close(call.first)
         return None, None, None, dx, dgamma, dbeta, dw1, db1, dw2, db2, residual_grad(dy) if grads[10] else None

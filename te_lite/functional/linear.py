@@ -133,7 +133,7 @@ def linear_backward(
         wq = _weight_for_dgrad(plan, w, weight)
         dgrad = Gemm(wq, "col", plan.dtype, plan.operands.dgrad.fast_accum, "te_lite.dgrad", None, None, epilogue)
     if need_w:
-        wgrad = partial(plan.sink, param, plan.operands.wgrad.fast_accum)
+        wgrad = partial(plan.put_wgrad, param)
     return *plan.parallel.backward(dgrad, wgrad, dq, dq_wgrad, x), db
 
 
@@ -295,7 +295,7 @@ class LinearFunction(torch.autograd.Function):
         else:
             dx, dw, db = recorded_backward(call, needs, dy, saved, body)
         if ctx.needs[1] and plan.sink.answers:
-            dw = plan.sink.answer(param, dw)
+            dw = plan.sink.answer(dw, param)
         if call.pools is not None:
             call.pools.close(call.first)
         if dx is not None:

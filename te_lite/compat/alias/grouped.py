@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-import te_lite
+from te_lite.modules import grouped_linear
 
 
-class GroupedLinear(te_lite.GroupedLinear):
+class GroupedLinear(grouped_linear.GroupedLinear):
     """te_lite's, which answers Megatron's sharded checkpoints that there is no state to split: the entry of each expert
     is then the state of all experts of its rank, and loads where a rank has as many of them."""
 
