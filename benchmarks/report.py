@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
 
 from benchmarks.result_files import BY_NAME
-from benchmarks.tables import gpu_mark, markdown, number, provenance, ratio, render_llama, render_peers
+from benchmarks.tables import gpu_mark, markdown, number, provenance, ratio, render_grouped, render_llama, render_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -274,6 +274,7 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "summary": ("modules", render_summary),
     "peers": ("peers", render_peers),
     "llama": ("llama", render_llama),
+    "grouped": ("grouped", render_grouped),
     "kernels": ("kernels", render_kernels),
     "gemms": ("gemms", render_gemms),
     "recipes": ("recipes", render_recipes),

@@ -36,8 +36,8 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "grouped_kernels": ("split", "what", "candidate"),
     "llama": ("library", "recipe", "compiled"),
 }
-# gpu_check.py runs them only where --stages names them: two need other libraries, one its time.
-BY_NAME = ("peers", "llama", "graphs")
+# gpu_check.py runs them only where --stages names them: two need other libraries, two their time.
+BY_NAME = ("peers", "llama", "graphs", "grouped")
 Key = tuple[object, ...]
 _TREE_SKIPPED = {"__pycache__", "build"}
 _TREE_SKIPPED_SUFFIXES = (".pyc", ".so", ".o", ".egg-info")
