@@ -207,6 +207,18 @@ def test_learns_on_two_ranks_and_resumes_bitwise(tmp_path: Path) -> None:
     assert held == ["ep_0_of_2.pt", "ep_1_of_2.pt"]
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_gpus_train_as_one_does(recipe: str, tmp_path: Path) -> None:
+    """Sums are rounded elsewhere, so losses differ as between recipes."""
+    args = ("--device", "cuda", "--recipe", recipe, "--steps", "24", "--lr", "6e-3")
+    both = [train(tmp_path, *args, "--ep", str(ranks), ranks=ranks)[0] for ranks in (1, 2)]
+    for log in both:
+        assert log["summary"]["held_out_loss"] < 1.25 * log["summary"]["unigram_entropy"]
+    for one, two in zip(*(log["losses"] for log in both), strict=True):
+        assert abs(two / one - 1) < 0.03
+
+
 def test_refuses_what_cannot_work(tmp_path: Path) -> None:
     for argv, ranks, expected in (
         ("--tp 2", 2, ("--tp 2", "--ep 2")),
