@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one call: tests, benchmarks, training; results go to benchmarks/results/.
 
     python benchmarks/gpu_check.py                                   # all stages but those of BY_NAME
-    python benchmarks/gpu_check.py --stages peers llama              # beside Transformer Engine and others
+    python benchmarks/gpu_check.py --stages peers llama grouped      # beside Transformer Engine and others
     python benchmarks/gpu_check.py --stages tests modules --workers 4
     python benchmarks/gpu_check.py --tree-hash $(git rev-parse HEAD:te_lite) --out results
 
@@ -59,6 +59,7 @@ LIMITS_S |= {
     "megatron": 500.0,
     "graphs": 170.0,
     "host": 90.0,
+    "grouped": 300.0,
 }
 BESIDE_TESTS = ("ranks", "training", "matrix", "matrix_tp2", "random", "memcheck", "demo")
 RANKS_WORKERS = 6  # of tests that start processes of their own
@@ -234,6 +235,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "megatron": lambda args: peer_stage("megatron", "megatron", args, "megatron_gpt"),
     "graphs": lambda args: benchmark_stage("graphs", args),
     "host": lambda args: benchmark_stage("host", args),
+    "grouped": lambda args: benchmark_stage("grouped", args),
     # What per-shard scales cost and save against an all-reduce of the amax.
     "per_shard": lambda args: ranks_stage(
         "per_shard", ["benchmarks/recipes.py", "--part", "per_shard", *script_options(args)], args

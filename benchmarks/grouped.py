@@ -13,7 +13,7 @@ the first.
     steps      forward and backward of te.scaled_grouped_mm by recipe, of torch._grouped_mm in bf16 (over_torch: its GPU
                time over te_lite's, median over rounds), of torchao's rowwise one
     modules    the same of te.GroupedLinear, with gradients added to fp32 main_grad: weights quantized in every step or
-               cached; of Transformer Engine's (over_te: te_lite's time over its)
+               cached; of torch._grouped_mm and an addition; of Transformer Engine's (over_te: te_lite's time over its)
 
 A product that errs by more than MAX_ERROR of its largest value fails the run, as does a candidate that raises.
 """
@@ -63,14 +63,17 @@ COLUMNS = (
 
 
 class Step:
-    """Forward and backward of y = call(x, w_t), gradients to autograd."""
+    """Forward and backward of y = call(x, w_t), gradients to autograd; adds: those of w are then added up in fp32."""
 
-    def __init__(self, call: Callable[[Tensor, Tensor], Tensor], data: Data) -> None:
+    def __init__(self, call: Callable[[Tensor, Tensor], Tensor], data: Data, adds: bool = False) -> None:
         self.call, self.dy = call, data.dy
         self.x, self.w = own(data.x), own(data.w)
+        self.main_grad = torch.zeros_like(self.w, dtype=torch.float32) if adds else None
 
     def step(self) -> None:
         self.call(self.x, self.w.mT).backward(self.dy)
+        if self.main_grad is not None:
+            self.main_grad.add_(self.w.grad)
 
     def reset(self) -> None:
         self.x.grad = self.w.grad = None
@@ -165,7 +168,7 @@ def step_rows(data: Data, run: argparse.Namespace) -> list[dict]:
 
     calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
     if run.device != "cpu":
-        calls["torch"] = lambda x, w_t: torch._grouped_mm(x, w_t, offs=data.offs)
+        calls["torch"] = partial(torch._grouped_mm, offs=data.offs)
     for recipe in run.recipes:
         calls[f"te_lite {recipe}"] = partial(te.scaled_grouped_mm, offs=data.offs, recipe=recipe)
     if "torchao" in run.peers:
@@ -187,7 +190,9 @@ def module_rows(data: Data, run: argparse.Namespace) -> list[dict]:
     """Recipe by recipe: weights and main_grads of all together would not fit."""
     rows = []
     for recipe in [*run.recipes, "delayed"]:
-        work: dict[str, Callable[[], ModuleStep]] = {}
+        work: dict[str, Callable[[], Any]] = {}
+        if run.device != "cpu":
+            work["torch"] = partial(Step, partial(torch._grouped_mm, offs=data.offs), data, True)
         for library in ("te_lite", *(("te",) if "te" in run.peers else ())):
             if library == "te" and recipe not in PEER_RECIPES:
                 continue
@@ -211,7 +216,7 @@ def module_rows(data: Data, run: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def _module_case(recipe: str, work: dict[str, Callable[[], ModuleStep]], data: Data, run: argparse.Namespace) -> list:
+def _module_case(recipe: str, work: dict[str, Callable[[], Any]], data: Data, run: argparse.Namespace) -> list:
     made, rows = {}, []
     for name, make in work.items():
         try:
@@ -225,6 +230,7 @@ def _module_case(recipe: str, work: dict[str, Callable[[], ModuleStep]], data: D
         found["tflops"] = bench.tflops(3 * data.problem.flops, timing.gpu_us)
         other = f"te list{' cached' if 'cached' in name else ''}"
         found["over_te"] = ratio(samples, name, other) if name.startswith("te_lite") else None
+        found["over_torch"] = ratio(samples, "torch", name) if name != "torch" else None
         rows.append(found)
     return rows
 

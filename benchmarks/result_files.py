@@ -38,8 +38,8 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "llama": ("library", "recipe", "compiled"),
     "megatron": ("candidate", "recipe"),
 }
-# gpu_check.py runs them only where --stages names them: three need other libraries, one its time.
-BY_NAME = ("peers", "llama", "megatron", "graphs")
+# gpu_check.py runs them only where --stages names them: three need other libraries, two their time.
+BY_NAME = ("peers", "llama", "megatron", "graphs", "grouped")
 Key = tuple[object, ...]
 _TREE_SKIPPED = {"__pycache__", "build"}
 _TREE_SKIPPED_SUFFIXES = (".pyc", ".so", ".o", ".egg-info")

@@ -69,6 +69,36 @@ def render_host(content: dict) -> str:
     return f"{provenance(content)}\n\n{markdown(header, lines, text_columns=3)}"
 
 
+# Of grouped.py: section -> its title and the columns of numbers, by the name of the field, digits and heading.
+_GPU, _HOST, _RATE = ("gpu_us", 0, "GPU us"), ("host_us", 0, "host us"), ("tflops", 0, "TFLOP/s")
+_TORCH, _TE = ("over_torch", 2, "torch / this"), ("over_te", 2, "this / TE")
+GROUPED = {
+    "steps": ("Forward and backward of a call, gradients to autograd", (_GPU, _HOST, _RATE, _TORCH)),
+    "modules": ("Forward and backward of the module, gradients added in fp32", (_GPU, _HOST, _RATE, _TORCH, _TE)),
+    "products": ("One product of operands that lie ready", (_GPU, _RATE, _TORCH)),
+    "casts": ("Quantization of all groups", (_GPU, ("gbps", 0, "GB/s"))),
+}
+
+
+def render_grouped(content: dict) -> str:
+    """A table for each section of grouped.py, its rows in the order in which they were measured."""
+    groups, tokens, k, n = content["shape"]
+    peers = ", ".join(name for name in content["peers"] if name != "te_lite") or "none"
+    shape = f"{groups} experts, {tokens} tokens, K {k}, N {n}."
+    parts = [f"{provenance(content)} {shape} Other libraries that were there: {peers}."]
+    for section, (title, columns) in GROUPED.items():
+        lines = []
+        for row in content["rows"]:
+            if row["section"] == section and not row["error"]:
+                numbers = (number(row.get(name), digits) for name, digits, _ in columns)
+                lines.append([row["split"], row["what"], row["candidate"], *numbers])
+        if lines:
+            header = ["tokens", "what", "by", *(heading for *_, heading in columns)]
+            parts += [f"{title}:", markdown(header, lines, text_columns=3)]
+    failed = [f"{row['what']} by {row['candidate']} ({row['split']})" for row in content["rows"] if row["error"]]
+    return "\n\n".join([*parts, *([f"Not measured, because they failed: {'; '.join(failed)}."] if failed else [])])
+
+
 def render_llama(content: dict) -> str:
     lines = []
     for row in content["rows"]:

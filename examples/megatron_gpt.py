@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 8 examples/megatron_gpt.py --tp 4 --pp 2 --layers 32 --hidden 4096 --ffn 14336 \
         --heads 32 --groups 8 --sequence 4096 --micro-batches 16 --recipe delayed --distributed-optimizer
 
+    torchrun --nproc-per-node 2 examples/megatron_gpt.py --experts 4 --ep 2 --recipe delayed    # mixture of experts
+
 On a machine without GPUs the ranks run on the CPU. The data are sequences that count up from a token of their own.
 """
 
@@ -52,7 +54,7 @@ if CPU:
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "groups": 2, "vocabulary": 256, "sequence": 128}
-    counts = {"micro-batch": 2, "micro-batches": 2, "steps": 20, "tp": 1, "pp": 1}
+    counts = {"micro-batch": 2, "micro-batches": 2, "steps": 20, "tp": 1, "pp": 1, "experts": 0, "ep": 1}
     for name, usual in (sizes | counts).items():
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--recipe", default="bf16", choices=("bf16", "delayed", "tensorwise", "mxfp8", "blockwise"))
@@ -72,6 +74,12 @@ def config(args: argparse.Namespace) -> TransformerConfig:
     if args.recompute == "full":
         given.update(recompute_method="uniform", recompute_num_layers=1)
     te_spec = args.spec == "te"
+    if args.experts:
+        given.update(
+            num_moe_experts=args.experts, moe_ffn_hidden_size=args.ffn, expert_model_parallel_size=args.ep,
+            moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=1e-2, moe_grouped_gemm=te_spec,
+            moe_permute_fusion=te_spec,
+        )  # fmt: skip
     return TransformerConfig(
         num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads, num_query_groups=args.groups,
         ffn_hidden_size=args.ffn, normalization="RMSNorm", activation_func=torch.nn.functional.silu,
@@ -88,9 +96,11 @@ def config(args: argparse.Namespace) -> TransformerConfig:
 def build(args: argparse.Namespace) -> tuple[TransformerConfig, DistributedDataParallel, Any]:
     """(config, the model in Megatron's DDP, its optimizer)."""
     cfg = config(args)
-    local = get_gpt_layer_local_spec(normalization="RMSNorm")
+    experts = args.experts or None
+    local = get_gpt_layer_local_spec(experts, moe_grouped_gemm=False, normalization="RMSNorm")
+    grouped = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True)
     model = GPTModel(
-        cfg, get_gpt_layer_with_transformer_engine_spec() if args.spec == "te" else local, vocab_size=args.vocabulary,
+        cfg, grouped if args.spec == "te" else local, vocab_size=args.vocabulary,
         max_sequence_length=args.sequence, position_embedding_type="rope", share_embeddings_and_output_weights=False,
         pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
     )  # fmt: skip
@@ -176,7 +186,7 @@ def main() -> None:
     if not CPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if CPU else "nccl")
-    mpu.initialize_model_parallel(args.tp, args.pp)
+    mpu.initialize_model_parallel(args.tp, args.pp, expert_model_parallel_size=args.ep)
     tensor_parallel.model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
     if args.overlap:
         from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub

@@ -27,6 +27,14 @@ def _accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
     main_grad.add_(dy.float().t() @ x.float())
 
 
+def _splits_as_numbers(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    """In place of MoEAlltoAllTokenDispatcher's copy of the splits from a GPU."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if isinstance(splits := getattr(self, name), Tensor):
+            setattr(self, name, splits.numpy())
+    return tokens_per_expert
+
+
 def patch() -> None:
     """Before Megatron's first import. Its own files stay as they are."""
     torch.cuda.current_device = lambda: "cpu"
@@ -43,10 +51,14 @@ def stand_in_for_apex() -> None:
 
 
 def patch_imported() -> None:
-    """After it: there is no CUDA generator to save, and gloo has no coalesced all-gather."""
+    """After it: there is no CUDA generator to save, gloo has no coalesced all-gather, and numbers of tokens are on the
+    host already, so that no stream has to copy them there."""
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1)
     random._set_cuda_rng_state = lambda *_, **__: None
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_numbers
     param_and_grad_buffer._coalescing_manager = lambda *_, **__: contextlib.nullcontext()

@@ -10,7 +10,7 @@ docs/how-to/run-the-demo.md explains the options and what the summary says.
 import faulthandler
 import sys
 import traceback
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 from gpt import loop, mesh, options, report
 from gpt.data import load_corpus
@@ -53,28 +53,29 @@ def train(args: Namespace, here: mesh.Mesh) -> None:
     rows = te.overlap_report()
     if not here.is_main:
         return
-    summary = report.summarise(args, history, corpus, here)
+    summary = report.summarise(args, history, corpus, here, trainer.model)
     report.plot_curve(args.plot, history, summary)
     if args.log_json is not None:
         report.write_log(args.log_json, args, history, summary, rows)
     print(report.format_summary(summary, report.written(args, history), rows), flush=True)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parser: ArgumentParser | None = None) -> int:
     """0, or 2 with one message for values that cannot work."""
     faulthandler.enable()  # a crash below Python still says where it was
-    args = options.build_parser().parse_args(argv)
+    parser = parser or options.build_parser()
+    args = parser.parse_args(argv)
     rank = 0
     try:
         _, rank, world_size, _ = mesh.place()
         options.check(args, world_size)
-        here = mesh.connect(args.tp, args.device)
+        here = mesh.connect(args.tp, args.device, args.ep)
         options.check_device(args, here)
         train(args, here)
     except mesh.RefusedError as error:
         # all ranks refuse alike, so one of them says it
         if rank == 0:
-            print(f"train_gpt.py: error: {error}", file=sys.stderr, flush=True)
+            print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
         mesh.disconnect()
         return 2
     except Exception:

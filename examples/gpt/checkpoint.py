@@ -1,6 +1,7 @@
-"""Checkpoints: one file a tensor parallel rank, written so that a crash at any moment loses nothing.
+"""Checkpoints: one file a tensor or expert parallel rank, written so that a crash at any moment loses nothing.
 
-    DIR/step_00000100/tp_0_of_2.pt      model, optimizer, random states, losses, identity of the run
+    DIR/step_00000100/tp_0_of_2.pt      model, optimizer, random states, losses, identity of the run; with experts
+                                        over several ranks ep_0_of_2.pt
     DIR/latest.json                     {"step": 100}: replaced last, when all ranks' files are complete
 
 Every file is written under a temporary name and renamed. Older steps are kept: delete what is not wanted.
@@ -38,8 +39,8 @@ def latest_step(directory: Path) -> int | None:
     return int(json.loads(pointer.read_text())["step"]) if pointer.is_file() else None
 
 
-def rank_file(directory: Path, step: int, tp_rank: int, tp_size: int) -> Path:
-    return directory / f"step_{step:08d}" / f"tp_{tp_rank}_of_{tp_size}.pt"
+def rank_file(directory: Path, step: int, rank: int, size: int, cut: str = "tp") -> Path:
+    return directory / f"step_{step:08d}" / f"{cut}_{rank}_of_{size}.pt"
 
 
 def write_atomically(path: Path, write) -> None:
@@ -62,9 +63,9 @@ def save(
     identity: Identity,
     mesh: Mesh,
 ) -> None:
-    """Collective. All data parallel ranks hold the same state, so the first of them writes it."""
+    """Collective. Of the ranks that hold the same state the first writes it."""
     problem = None
-    if mesh.dp_rank == 0:
+    if mesh.writes:
         state = {
             "version": VERSION,
             "step": step,
@@ -77,7 +78,7 @@ def save(
             "cuda_rng": torch.cuda.get_rng_state() if mesh.device.type == "cuda" else None,
         }
         try:
-            path = rank_file(directory, step, mesh.tp_rank, mesh.tp_size)
+            path = rank_file(directory, step, *mesh.piece)
             write_atomically(path, lambda stream: torch.save(state, stream))
         except OSError as error:
             problem = f"checkpoint of step {step} could not be written: {error}. The older ones are untouched."
@@ -102,12 +103,12 @@ def resume_problem(directory: Path, step: int | None, identity: Identity, mesh: 
     """Why this run cannot continue the checkpoint in `directory`, with the remedy, or None."""
     if step is None:
         return f"--resume: no checkpoint in {directory} (no latest.json). Check the path, or drop --resume."
-    path = rank_file(directory, step, mesh.tp_rank, mesh.tp_size)
+    path = rank_file(directory, step, *mesh.piece)
     if not path.is_file():
-        held = sorted(path.parent.glob("tp_*.pt"))
-        if not held or held[0].name.endswith(path.name.partition("_of_")[2]):
+        held = sorted(path.parent.glob("*_of_*.pt"))
+        if any(other.name[:2] == path.name[:2] and other.name[4:] == path.name[4:] for other in held) or not held:
             return f"{path} is missing, so the checkpoint of step {step} is not whole. Restore the file."
-        path = held[0]  # written with another --tp: the comparison below says with which
+        path = held[0]  # written with another --tp or --ep: the comparison below says with which
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if saved["version"] != VERSION:
         return (
@@ -129,7 +130,7 @@ def load(
     """Collective. Restores everything; (steps done, their history). Refuses on all ranks if one must."""
     step = latest_step(directory)
     mesh.agree(resume_problem(directory, step, identity, mesh))
-    path = rank_file(directory, step, mesh.tp_rank, mesh.tp_size)
+    path = rank_file(directory, step, *mesh.piece)
     state = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"], strict=True)
     optimizer.load_state_dict(state["optimizer"])

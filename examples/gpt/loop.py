@@ -26,11 +26,14 @@ def build_model(config: GPTConfig, seed: int, mesh: Mesh) -> GPT:
     torch.manual_seed(seed)
     model = GPT(config, mesh)
     init_weights(model, seed)
-    if config.fuse_wgrad:
-        for block in model.blocks:
-            for name, p in block.named_parameters():
-                if "norm" not in name and p.numel():
-                    p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    for module in model.modules():
+        if getattr(module, "fuse_wgrad_accumulation", False):
+            weights = [p for p in module.parameters() if p.ndim > 1]
+            sizes = [p.numel() for p in weights]
+            # side by side: one GEMM adds to those of all experts
+            buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=mesh.device)
+            for p, part in zip(weights, buffer.split(sizes), strict=True):
+                p.main_grad = part.view_as(p)
     return model
 
 

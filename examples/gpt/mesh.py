@@ -9,6 +9,7 @@ Three ways to start are told apart from the environment:
 
 import os
 import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,8 @@ class RefusedError(ValueError):
 class Mesh:
     """Ranks are laid out tensor parallel fastest: rank = dp_rank * tp_size + tp_rank.
 
-    A group of one rank is None.
+    ep_size data parallel neighbours share a model's experts; expert_group: the ranks that hold the same of them. A
+    group of one rank is None.
     """
 
     launcher: str
@@ -39,6 +41,23 @@ class Mesh:
     tp_group: dist.ProcessGroup | None
     dp_group: dist.ProcessGroup | None
     device: torch.device
+    ep_size: int = 1
+    ep_group: dist.ProcessGroup | None = None
+    expert_group: dist.ProcessGroup | None = None
+
+    @property
+    def ep_rank(self) -> int:
+        return self.dp_rank % self.ep_size
+
+    @property
+    def piece(self) -> tuple[int, int, str]:
+        """Which piece of the model this rank holds: its number, how many there are, and what cuts them."""
+        return (self.ep_rank, self.ep_size, "ep") if self.ep_size > 1 else (self.tp_rank, self.tp_size, "tp")
+
+    @property
+    def writes(self) -> bool:
+        """Whether no rank before this one holds the same piece."""
+        return self.dp_rank < self.ep_size
 
     @property
     def is_main(self) -> bool:
@@ -132,15 +151,27 @@ def mpi_store(rank: int, world_size: int) -> dist.TCPStore:
     return store or dist.TCPStore(address, port, world_size, is_master=False)
 
 
-def connect(tp_size: int, device: str) -> Mesh:
+def own_group(groups: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """A process group of those ranks among which this one is; None where they are one. Every rank takes part in the
+    creation of every group, in the same order."""
+    own = None
+    for ranks in groups:
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks))
+            own = group if rank in ranks else own
+    return own
+
+
+def connect(tp_size: int, device: str, ep_size: int = 1) -> Mesh:
     """Joins the process group (gloo on CPUs, nccl on GPUs) and cuts the world into tensor parallel groups of
-    tp_size neighbours; the ranks at the same place of each group are data parallel."""
+    tp_size neighbours; the ranks at the same place of each group are data parallel. ep_size: with tp_size 1."""
     launcher, rank, world_size, local_rank = place()
-    if tp_size < 1 or world_size % tp_size:
-        raise RefusedError(
-            f"--tp {tp_size} does not divide the {world_size} rank(s) started by {launcher}. "
-            f"Start a multiple of that (`torchrun --nproc-per-node {max(tp_size, 1)} ...`), or change --tp."
-        )
+    for option, size in (("--tp", tp_size), ("--ep", ep_size)):
+        if size < 1 or world_size % size:
+            raise RefusedError(
+                f"{option} {size} does not divide the {world_size} rank(s) started by {launcher}. "
+                f"Start a multiple of that (`torchrun --nproc-per-node {max(size, 1)} ...`), or change {option}."
+            )
     chosen = choose_device(device, local_rank)
     if world_size > 1:
         backend = "nccl" if chosen.type == "cuda" else "gloo"
@@ -148,29 +179,18 @@ def connect(tp_size: int, device: str) -> Mesh:
             dist.init_process_group(backend, store=mpi_store(rank, world_size), rank=rank, world_size=world_size)
         else:
             dist.init_process_group(backend)
-    dp_size = world_size // tp_size
-    tp_group = dp_group = None
-    # every rank must take part in the creation of every group, in the same order
-    if tp_size > 1:
-        for first in range(0, world_size, tp_size):
-            group = dist.new_group(list(range(first, first + tp_size)))
-            tp_group = group if first <= rank < first + tp_size else tp_group
-    if dp_size > 1:
-        for tp_rank in range(tp_size):
-            group = dist.new_group(list(range(tp_rank, world_size, tp_size)))
-            dp_group = group if rank % tp_size == tp_rank else dp_group
+    neighbours = [range(first, first + tp_size) for first in range(0, world_size, tp_size)]
+    tp_group = own_group(neighbours, rank)
+    dp_group = own_group([range(first, world_size, tp_size) for first in range(tp_size)], rank)
+    ep_group, expert_group = None, dp_group
+    if ep_size > 1:
+        ep_group = own_group([range(first, first + ep_size) for first in range(0, world_size, ep_size)], rank)
+        expert_group = own_group([range(first, world_size, ep_size) for first in range(ep_size)], rank)
+    tp_rank, dp_rank, dp_size = rank % tp_size, rank // tp_size, world_size // tp_size
     return Mesh(
-        launcher,
-        rank,
-        world_size,
-        rank % tp_size,
-        tp_size,
-        rank // tp_size,
-        dp_size,
-        tp_group,
-        dp_group,
-        chosen,
-    )
+        launcher, rank, world_size, tp_rank, tp_size, dp_rank, dp_size, tp_group, dp_group, chosen, ep_size, ep_group,
+        expert_group,
+    )  # fmt: skip
 
 
 def disconnect() -> None:

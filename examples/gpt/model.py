@@ -15,6 +15,7 @@ import te_lite as te
 
 from .data import seeded_generator
 from .mesh import Mesh
+from .moe import MixtureOfExperts, MoEConfig
 from .parallel_layers import (
     VocabParallelEmbedding,
     copy_to_ranks,
@@ -36,6 +37,7 @@ class GPTConfig:
     recompute: bool = False
     overlap: bool = False
     fuse_wgrad: bool = False
+    moe: MoEConfig | None = None
 
 
 def parallel_options(config: GPTConfig, mesh: Mesh) -> dict[str, object]:
@@ -71,7 +73,7 @@ class Block(nn.Module):
         q, k, v = rms_norm(x) @ qkv_weight^T           [S, B, A/R, 3, D], column-parallel
         a = softmax(causal(rotate(q) rotate(k)^T / sqrt(D))) v
         x = x + a @ proj_weight^T                      row-parallel
-        g, u = rms_norm(x) @ fc1_weight^T;  x = x + (silu(g) * u) @ fc2_weight^T
+        g, u = rms_norm(x) @ fc1_weight^T;  x = x + (silu(g) * u) @ fc2_weight^T      or a mixture of such MLPs
 
     The rows of qkv_weight are ordered [A, 3, D]: a shard of rows is whole heads with their q, k and v.
     """
@@ -98,6 +100,11 @@ class Block(nn.Module):
         self.proj = te.Linear(
             config.hidden, config.hidden, parallel_mode="row", ub_name="proj", **options, **gather, **scatter
         )
+        if config.moe is not None:
+            self.mlp: nn.Module = MixtureOfExperts(
+                config.hidden, config.ffn, config.moe, mesh, config.params_dtype, config.fuse_wgrad
+            )
+            return
         self.mlp = te.LayerNormMLP(
             config.hidden,
             config.ffn,
@@ -180,19 +187,20 @@ def init_weights(model: GPT, seed: int) -> None:
     its piece: the model is the same for every tp_size and device. Norm weights stay as built (ones).
 
     Standard deviation 1/sqrt(H) / 2 (0.02 at H = 640, GPT-2's, and larger for smaller models), and less by
-    sqrt(2 layers) for the two matrices that write into the residual stream.
+    sqrt(2 layers) for the two matrices that write into the residual stream. An expert's name has its number among all.
     """
     config, mesh = model.config, model.mesh
     std = 0.5 / math.sqrt(config.hidden)
     for name, parameter in model.named_parameters():
         if "norm" in name or parameter.numel() == 0:
             continue
-        generator = seeded_generator(seed, name)
+        expert = getattr(parameter, "expert", None)
+        generator = seeded_generator(seed, name if expert is None else f"{name.rstrip('0123456789')}{expert}")
         shape = list(parameter.shape)
         dim = getattr(parameter, "partition_dim", 0)
         if is_sharded(parameter):
             shape[dim] *= mesh.tp_size
-        residual = name.endswith(("proj.weight", "fc2_weight"))
+        residual = name.endswith("proj.weight") or "mlp.fc2" in name
         scale = std / math.sqrt(2 * config.layers) if residual else std
         full = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
         if is_sharded(parameter):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .mesh import Mesh
 from .model import is_sharded
+from .moe import is_expert
 
 
 def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
@@ -22,10 +23,11 @@ class MasterAdamW:
     """One step:
 
         g      = mean over data parallel ranks of p.grad (or p.main_grad), in fp32
-        g     *= min(1, clip / norm(g))                 norm over all parameters of all tensor parallel ranks
+        g     *= min(1, clip / norm(g))                 norm over all parameters of all ranks of a replica
         master = adamw(master, g);  p = master rounded to p's type
 
-    A bf16 weight alone would lose every update smaller than 1/256 of itself; the master keeps it.
+    An expert's gradient comes from the tokens of all ranks, wherever it lies: only the ranks that hold the same expert
+    add theirs up. A bf16 weight alone would lose every update smaller than 1/256 of itself; the master keeps it.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, weight_decay: float = 0.1, clip: float = 1.0) -> None:
@@ -57,23 +59,34 @@ class MasterAdamW:
 
     def clip_coefficient(self, gradients: list[Tensor]) -> Tensor:
         """min(1, clip / norm) without leaving the device. Squares of shards are summed over the tensor parallel
-        ranks; a replicated parameter counts once."""
-        squares = torch.zeros(2, device=self.mesh.device)
+        ranks, those of experts over the expert parallel ones; a replicated parameter counts once."""
+        squares = torch.zeros(3, device=self.mesh.device)
         for p, g in zip(self.parameters, gradients, strict=True):
-            squares[int(is_sharded(p))] += g.square().sum()
-        if self.mesh.tp_group is not None:
-            dist.all_reduce(squares[1:], group=self.mesh.tp_group)
+            squares[2 if is_expert(p) else int(is_sharded(p))] += g.square().sum()
+        for kind, group in ((1, self.mesh.tp_group), (2, self.mesh.ep_group)):
+            if group is not None:
+                dist.all_reduce(squares[kind : kind + 1], group=group)
         return (self.clip / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        gradients = [self.gradient(p, name) for p, name in zip(self.parameters, self.names, strict=True)]
-        if self.mesh.dp_group is not None:
-            flat = torch.cat([g.reshape(-1) for g in gradients])
-            dist.all_reduce(flat, group=self.mesh.dp_group)
+    def gradients(self) -> list[Tensor]:
+        """Of each parameter in fp32, the mean over the data parallel ranks' batches. Collective."""
+        own = [self.gradient(p, name) for p, name in zip(self.parameters, self.names, strict=True)]
+        for experts, group in ((False, self.mesh.dp_group), (True, self.mesh.expert_group)):
+            which = [i for i, p in enumerate(self.parameters) if is_expert(p) == experts]
+            if self.mesh.dp_size == 1 or not which:
+                continue
+            flat = torch.cat([own[i].reshape(-1) for i in which])
+            if group is not None:
+                dist.all_reduce(flat, group=group)
             flat /= self.mesh.dp_size
-            sizes = [g.numel() for g in gradients]
-            gradients = [f.view_as(g) for f, g in zip(flat.split(sizes), gradients, strict=True)]
+            for i, mean in zip(which, flat.split([own[i].numel() for i in which]), strict=True):
+                own[i] = mean.view_as(own[i])
+        return own
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        gradients = self.gradients()
         coefficient = self.clip_coefficient(gradients)
         for master, g in zip(self.masters, gradients, strict=True):
             master.grad = g * coefficient

@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py and the rules its values obey."""
+"""The command lines of train_gpt.py and train_moe.py, and the rules their values obey."""
 
 import argparse
 from pathlib import Path
@@ -10,18 +10,21 @@ import te_lite as te
 from .data import BYTES
 from .mesh import Mesh, RefusedError
 from .model import GPTConfig
+from .moe import MoEConfig
 
 PARAMS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # fp16 would need loss scaling
 FP8_MULTIPLE = 16
 FFN_MULTIPLE = 128
 
 
-def build_parser() -> argparse.ArgumentParser:
+DENSE = "Trains a byte-level GPT with te_lite: tensor and sequence parallel, in bf16 or fp8."
+
+
+def build_parser(prog: str = "train_gpt.py", description: str = DENSE) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train_gpt.py",
-        description="Trains a byte-level GPT with te_lite: tensor and sequence parallel, in bf16 or fp8.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        prog=prog, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    parser.set_defaults(experts=0, ep=1)
     parallel = parser.add_argument_group("parallelism and precision")
     parallel.add_argument(
         "--tp", type=int, default=1, help="tensor parallel size; the rest of the ranks is data parallel"
@@ -64,8 +67,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def default_ffn(hidden: int) -> int:
-    return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+def build_moe_parser() -> argparse.ArgumentParser:
+    """train_gpt.py's options, with experts in the place of the MLPs."""
+    parser = build_parser("train_moe.py", "Trains a byte-level mixture-of-experts GPT with te_lite: expert parallel.")
+    moe = parser.add_argument_group("mixture of experts")
+    moe.add_argument("--experts", type=int, default=8, help="in each layer")
+    moe.add_argument("--top-k", type=int, default=2, help="experts of a token; --ffn is one expert's, by default 1/k")
+    moe.add_argument("--ep", type=int, default=1, help="data parallel neighbours that share the experts")
+    moe.add_argument("--balance", type=float, default=0.01, help="factor of the load-balancing loss")
+    return parser
+
+
+def default_ffn(hidden: int, parts: int = 1) -> int:
+    return -(-8 * hidden // (3 * parts * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 def require(holds: bool, message: str) -> None:
@@ -74,7 +88,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    at_least_one = "tp layers hidden heads ffn seq_length steps batch_size eval_tokens"
+    at_least_one = "tp ep layers hidden heads seq_length steps batch_size eval_tokens"
     at_least_zero = "warmup save_every eval_every"
     for names, least in ((at_least_one, 1), (at_least_zero, 0)):
         for name in names.split():
@@ -90,6 +104,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 def check_shapes(args: argparse.Namespace, dp: int) -> None:
     tp, hidden, heads, ffn = args.tp, args.hidden, args.heads, args.ffn
+    require(ffn >= 1, f"--ffn {ffn}: must be at least 1. Raise it.")
     require(
         hidden % (2 * heads) == 0,
         f"--hidden {hidden} is not divisible by twice --heads {heads}: a head takes hidden/heads features and rotary "
@@ -130,6 +145,18 @@ def check_shapes(args: argparse.Namespace, dp: int) -> None:
     )
 
 
+def check_experts(args: argparse.Namespace, dp: int) -> None:
+    experts, ep = args.experts, args.ep
+    require(args.tp == 1, f"--tp {args.tp}: tensor parallelism does not cut experts. Pass --ep {args.tp} instead.")
+    require(experts >= 1, f"--experts {experts}: must be at least 1. Raise it.")
+    require(1 <= args.top_k <= experts, f"--top-k {args.top_k}: must lie within 1 and --experts {experts}. Change one.")
+    require(
+        experts % ep == 0, f"--experts {experts} is not divisible by --ep {ep}: ranks hold equal numbers. Change one."
+    )
+    require(dp % ep == 0, f"--ep {ep} does not divide the {dp} rank(s). Start a multiple of {ep}, or change --ep.")
+    require(args.balance >= 0, f"--balance {args.balance}: must be at least 0. 0.01 is usual.")
+
+
 def check_directories(args: argparse.Namespace) -> None:
     if args.checkpoint_dir is None:
         need = "--checkpoint-dir is not given. Pass --checkpoint-dir DIR."
@@ -139,9 +166,13 @@ def check_directories(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Fills the derived defaults in; RefusedError for the first rule that is broken."""
-    args.ffn = default_ffn(args.hidden) if args.ffn is None else args.ffn
     check_numbers(args)
-    check_shapes(args, max(1, world_size // args.tp))
+    dp = max(1, world_size // args.tp)
+    if args.experts:
+        check_experts(args, dp)
+    if args.ffn is None:
+        args.ffn = default_ffn(args.hidden, args.top_k if args.experts else 1)
+    check_shapes(args, dp)
     check_directories(args)
 
 
@@ -153,6 +184,8 @@ def check_device(args: argparse.Namespace, mesh: Mesh) -> None:
 
 
 def model_config(args: argparse.Namespace) -> GPTConfig:
+    recipe = te.recipe.from_name(args.recipe)
+    moe = MoEConfig(args.experts, args.top_k, args.balance, recipe) if args.experts else None
     return GPTConfig(
         layers=args.layers,
         hidden=args.hidden,
@@ -165,11 +198,13 @@ def model_config(args: argparse.Namespace) -> GPTConfig:
         recompute=args.recompute == "full",
         overlap=args.overlap,
         fuse_wgrad=args.fuse_wgrad,
+        moe=moe,
     )
 
 
 def identity(args: argparse.Namespace, digest: str) -> dict[str, object]:
     """What a run must share with a checkpoint to continue it; --steps, --save-every and so on may change."""
     keys = "tp layers hidden heads ffn vocab seq_length params_dtype batch_size seed".split()
+    keys += ["experts", "top_k", "ep", "balance"] if args.experts else []
     recipe = te.recipe.from_name(args.recipe).name
     return {"recipe": recipe, "data": digest, **{key: getattr(args, key) for key in keys}}

@@ -81,6 +81,19 @@ class _ReduceScatter(torch.autograd.Function):
         return gather_raw(dx_shard, ctx.group), None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        y = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(y, x.contiguous(), received, sent, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return _AllToAll.apply(dy, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
     """y = x; dx = sum over ranks of dy. Before a column-parallel product of a replicated x."""
     return x if group is None else _Copy.apply(x, group)
@@ -99,6 +112,12 @@ def gather_sequence(x_shard: Tensor, group: Group) -> Tensor:
 def reduce_scatter_sequence(x_partial: Tensor, group: Group) -> Tensor:
     """[S, ...], one term a rank -> [S/R, ...] of the sum; dx = all-gather of dy."""
     return x_partial if group is None else _ReduceScatter.apply(x_partial, group)
+
+
+def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """x [sum(sent), ...], rows for each rank in turn -> [sum(received), ...], rows of each rank in turn; dx travels
+    back."""
+    return _AllToAll.apply(x, sent, received, group)
 
 
 def vocabulary_range(vocab_size: int, group: Group) -> tuple[int, int]:

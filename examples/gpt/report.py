@@ -13,6 +13,8 @@ import te_lite as te
 from .checkpoint import History
 from .data import Corpus, unigram_entropy
 from .mesh import Mesh
+from .model import GPT
+from .moe import busiest
 
 SMOOTHING = 20  # steps that the reported training loss is the mean of
 
@@ -39,7 +41,7 @@ def final_train_loss(losses: list[float]) -> float:
     return sum(tail) / len(tail)
 
 
-def summarise(args: Namespace, history: History, corpus: Corpus, mesh: Mesh) -> dict[str, object]:
+def summarise(args: Namespace, history: History, corpus: Corpus, mesh: Mesh, model: GPT) -> dict[str, object]:
     """The run's numbers, plain values throughout."""
     step, held_out = max(history.held_out.items())
     entropy = unigram_entropy(corpus)
@@ -47,6 +49,9 @@ def summarise(args: Namespace, history: History, corpus: Corpus, mesh: Mesh) -> 
         "recipe": args.recipe,
         "tp": mesh.tp_size,
         "dp": mesh.dp_size,
+        "ep": mesh.ep_size,
+        "experts": args.experts,
+        "busiest_expert": busiest(model),
         "sequence_parallel": args.sequence_parallel,
         "launcher": mesh.launcher,
         "device": mesh.device.type,
@@ -76,11 +81,16 @@ def written(args: Namespace, history: History) -> list[str]:
 def format_summary(summary: dict, files: list[str], report_rows: list[dict]) -> str:
     s = summary
     parallel = f"tp {s['tp']}, dp {s['dp']}, sequence parallel {'on' if s['sequence_parallel'] else 'off'}"
+    experts = []
+    if s["experts"]:
+        loads = ", ".join(f"{load:.2f}" for load in s["busiest_expert"])
+        experts = [f"experts          {s['experts']}, ep {s['ep']}; the busiest of each layer had {loads} even shares"]
     bits = s["held_out_loss"] / math.log(2)
     return "\n".join(
         [
             "",
             f"run              {s['recipe']}, {parallel}, {s['device']}, started by {s['launcher']}",
+            *experts,
             f"data             {s['data']}",
             f"steps            {s['steps']}",
             f"train loss       {s['train_loss']:.4f} nats a byte (mean of the last {SMOOTHING} steps)",
@@ -122,7 +132,8 @@ def plot_curve(path: Path, history: History, summary: dict) -> None:
     axes.plot(steps, [history.held_out[s] for s in steps], "o", label="held out")
     axes.axhline(summary["unigram_entropy"], color="grey", linestyle="--", label="unigram entropy (held out)")
     axes.set(xlabel="step", ylabel="loss (nats a byte)", ylim=(0, None))
-    axes.set_title(f"{summary['recipe']}, tp {summary['tp']}, {summary['device']}")
+    experts = f", {summary['experts']} experts, ep {summary['ep']}" if summary["experts"] else ""
+    axes.set_title(f"{summary['recipe']}, tp {summary['tp']}{experts}, {summary['device']}")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")

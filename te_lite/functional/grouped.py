@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.saved import backward_method, forward_method, without_amp
-from te_lite.ops.grouped_gemm import group_product, group_wgrad
+from te_lite.ops.grouped_gemm import group_product, group_wgrad, group_wgrad_accumulate_
 from te_lite.ops.grouped_layout import group_layout, group_sums
 from te_lite.quantize.grouped import (
     Given,
@@ -27,8 +27,8 @@ from te_lite.quantize.grouped import (
 )
 
 
-class Wgrad(NamedTuple):
-    """The weight gradient as a product that is still to be computed: dy and x for wgrad."""
+class GroupedWgrad(NamedTuple):
+    """functional/plan.py's Wgrad for all groups: dy and x for wgrad."""
 
     rule: Rule
     dy: Operand
@@ -46,6 +46,18 @@ class Wgrad(NamedTuple):
         rule = self.rule
         return group_wgrad(*self.operands(), dtype, rule.wgrad_scaling == "none", rule.fast[2])
 
+    def add_to(self, *outs: Tensor) -> None:
+        """outs: one [N, K] for each group, or one [G, N, K]."""
+        rule, each = self.rule, list(outs[0].unbind()) if outs[0].dim() == 3 else list(outs)
+        group_wgrad_accumulate_(each, *self.operands(), rule.wgrad_scaling == "none", rule.fast[2])
+
+    def keep(self, copies_dy: bool, copies_x: bool) -> GroupedWgrad:
+        if self.rule.kind != "none" and not self.rule.hp_wgrad:
+            return self  # quantized
+        copied = zip((self.dy, self.x), (copies_dy, copies_x), strict=True)
+        dy, x = (one._replace(data=one.data.clone()) if copy else one for one, copy in copied)
+        return self._replace(dy=dy, x=x)
+
 
 class GroupedCall(NamedTuple):
     """What was decided for one call.
@@ -60,7 +72,7 @@ class GroupedCall(NamedTuple):
     grad: bool
     weights: tuple[Operand, Operand] | None = None
     given: Callable[[str], Given | None] | None = None
-    sink: Callable[[Wgrad], Tensor | None] | None = None
+    sink: Callable[[GroupedWgrad], Tensor | None] | None = None
     after: Callable[[], None] | None = None
     note: Any = None
     original: bool = False
@@ -119,7 +131,7 @@ class GroupedFunction(torch.autograd.Function):
             x: Any = (
                 quantize_tokens(rule, data, layout, False, False, True)[1] if call.original else Operand(data, scale)
             )
-            wgrad = Wgrad(rule, by_col, x, layout, ctx.dtypes[0])
+            wgrad = GroupedWgrad(rule, by_col, x, layout, ctx.dtypes[0])
             dw = wgrad(ctx.dtypes[1]) if call.sink is None else call.sink(wgrad)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
             db = group_sums(dy, layout).to(ctx.bias_dtype)
@@ -135,4 +147,4 @@ def grouped_wgrad(rule: Rule, dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
     of_x = quantize_tokens(rule, x, layout, False, False, True)[1]
     of_dy = quantize_tokens(rule, dy, layout, True, False, True)[1]
     assert of_x is not None and of_dy is not None
-    return Wgrad(rule, of_dy, of_x, layout, x.dtype)(x.dtype)
+    return GroupedWgrad(rule, of_dy, of_x, layout, x.dtype)(x.dtype)

@@ -83,7 +83,7 @@ def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Operand:
         whole = x.q.row is not None and (x.q.col is not None or x.q.format.col_from_row)
         if x.q.format == quantizer.format and whole and not gathered:
             return x.q.map(Tensor.clone) if plan.sink.late and x.quantizer is not None else x.q
-    return plain(as_matrix(x, plan.dtype))
+    return Source("plain", as_matrix(x, plan.dtype))
 
 
 def output_shape(x_shape: torch.Size, features: int, plan: LinearPlan | None) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ class LayerFunction(torch.autograd.Function):
             for i, (plan, weight) in enumerate(zip(plans, call.weights, strict=True)):
                 at = len(grads) - 2 * (len(plans) - i)
                 if wanted[at]:
-                    grads[at] = plan.sink.answer(weight, grads[at])
+                    grads[at] = plan.sink.answer(grads[at], weight)
         if call.pools is not None:
             call.pools.close(call.first)
         residual = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -95,7 +96,7 @@ class MLPLayer:
             grad1 = quantize_grad(plan1, dh, param1.shape[1], needs1) if need_h else None
         dh = activate_grad = h = None  # the size of h, not needed beside the products
         if one_read:
-            _, dw2, _ = linear_backward(plan2, (a, None), w2, param2, grad, (False, True, False))
+            _, dw2 = plan2.parallel.backward(None, partial(plan2.put_wgrad, param2), None, grad[1], a)
         a = grad = None
         if grad1 is not None:
             norm_grad = NormGrad(self.spec, back, norm_saved, dln) if need_ln else None

@@ -130,7 +130,7 @@ def linear_backward(
         wq = _weight_for_dgrad(plan, w, weight)
         dgrad = Gemm(wq, "col", plan.dtype, plan.operands.dgrad.fast_accum, "te_lite.dgrad", None, None, epilogue)
     if need_w:
-        wgrad = partial(plan.sink, param, plan.operands.wgrad.fast_accum)
+        wgrad = partial(plan.put_wgrad, param)
     return *plan.parallel.backward(dgrad, wgrad, dq, dq_wgrad, x), db
 
 
@@ -159,7 +159,9 @@ class LinearLayer:
         needs = *back.needs, back.wanted[2]
         grad = quantize_grad(plan, dy, param.shape[1], needs)
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs)
-        return None if dx is None else as_output(dx, back.x_shape, back.call.grad_input), dw, db
+        if dx is not None and (back.call.grad_input is not None or len(back.x_shape) != 2):
+            dx = as_output(dx, back.x_shape, back.call.grad_input)
+        return dx, dw, db
 
 
 LINEAR = LinearLayer()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,83 +22,106 @@ from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accum
 from te_lite.quantize.quantizer import GemmOperands
 
 
+class Wgrad(NamedTuple):
+    """A weight gradient that is still to be computed: dw[N, K] = dy.col[N, M] @ x.col[K, M]^T. Sinks take any product
+    with these methods: functional/grouped.py has that of all groups, dw[G, N, K]."""
+
+    fast_accum: bool
+    dy: QTensor
+    x: QTensor
+
+    def __call__(self, dtype: torch.dtype) -> Tensor:
+        return matmul(self.dy, "col", self.x, "col", dtype, fast_accum=self.fast_accum)
+
+    def add_to(self, out: Tensor) -> None:
+        """out += dw. Groups take several, one for each."""
+        matmul_accumulate_(out, self.dy, self.x, self.fast_accum)
+
+    def keep(self, copies_dy: bool, copies_x: bool) -> Wgrad:
+        """One that may outlive backward. copies_...: where it is not quantized, it may be the caller's memory."""
+        return self._replace(dy=self.dy.keep(copies_dy), x=self.x.keep(copies_x))
+
+
 class WgradSink:
-    """What becomes of a weight gradient: returned to autograd, in the weight's dtype. late: after backward. answers:
-    autograd is to get what answer() gives."""
+    """What becomes of a weight gradient: returned to autograd, in the weight's dtype. takes: something else. late:
+    after backward. answers: autograd is to get what answer() gives."""
 
-    late = answers = False
+    late = answers = takes = False
 
-    @ranged("te_lite.wgrad")
-    def __call__(self, weight: Tensor, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
-        """dw[N, K] = dy.col[N, M] @ x.col[K, M]^T, put where it belongs; None where that is no tensor of its own.
+    def __call__(self, wgrad: Any, *weights: Any) -> Tensor | None:
+        """wgrad, put where it belongs; None where that is no tensor of its own.
 
-        weight: the parameter itself, not what autograd saved of it: under saved-tensor hooks that is another tensor.
+        weights: the parameter itself, not what autograd saved of it: under saved-tensor hooks that is another tensor.
+        Of groups one for all [G, N, K], or one for each [N, K].
         """
-        return matmul(dy, "col", x, "col", weight.dtype, fast_accum=fast_accum)
+        return wgrad(weights[0].dtype)
 
     def where(self, weight: Tensor) -> tuple[Tensor | None, bool]:
         """(what a call writes to beside its result, whether that is overwritten)."""
         return None, False
 
-    def answer(self, weight: Tensor, dw: Tensor | None) -> Tensor | None:
-        """What autograd gets for the weight in place of the result dw of the call, which is over."""
+    def answer(self, dw: Tensor | None, *weights: Any) -> Tensor | None:
+        """What autograd gets in place of the result dw of the call, which is over."""
         return dw
 
 
 class MainGrad(WgradSink):
     """Accumulated into weight.main_grad (overwritten where weight.overwrite_main_grad): Megatron's contract."""
 
-    answers = True
+    answers = takes = True
 
-    @ranged("te_lite.wgrad")
-    def __call__(self, weight: Any, fast_accum: bool, dy: QTensor, x: QTensor) -> None:
-        if getattr(weight, "overwrite_main_grad", False):
-            weight.main_grad.zero_()
-        matmul_accumulate_(weight.main_grad, dy, x, fast_accum)
+    def __call__(self, wgrad: Any, *weights: Any) -> None:
+        for weight in weights:
+            if getattr(weight, "overwrite_main_grad", False):
+                weight.main_grad.zero_()
+        wgrad.add_to(*[weight.main_grad for weight in weights])
 
     def where(self, weight: Any) -> tuple[Tensor | None, bool]:
         return getattr(weight, "main_grad", None), getattr(weight, "overwrite_main_grad", False)
 
-    def answer(self, weight: Any, dw: Tensor | None) -> Tensor | None:
+    def answer(self, dw: Tensor | None, *weights: Any) -> Tensor | None:
         """A dummy where Megatron's hooks look for a gradient, else None."""
-        if not hasattr(weight, "grad_added_to_main_grad"):
+        first = weights[0]
+        if not hasattr(first, "grad_added_to_main_grad"):
             return None
-        weight.grad_added_to_main_grad = True
-        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight, requires_grad=False)
+        for weight in weights:
+            weight.grad_added_to_main_grad = True
+        zeroed = any([getattr(weight, "zero_out_wgrad", False) for weight in weights])
+        like = first if len(weights) == 1 else first.expand(len(weights), *first.shape)
+        return (torch.zeros_like if zeroed else torch.empty_like)(like, requires_grad=False)
 
 
 class DelayedWgrads(WgradSink):
     """Weight gradients put off until backward_dw(), first in, first out.
 
-    copies_dy, copies_x: whether it may be the caller's memory where it is not quantized. It is copied then: after
-    backward the caller may write there, and a receive, a collective or `.data` leaves no trace by which to notice.
+    copies: keep()'s. What may be the caller's is copied: after backward the caller may write there, and a receive, a
+    collective or `.data` leaves no trace by which to notice.
     """
 
-    late = True
+    late = takes = True
 
-    def __init__(self, sink: WgradSink, copies_dy: bool, copies_x: bool) -> None:
-        self.sink, self.copies_dy, self.copies_x, self.answers = sink, copies_dy, copies_x, sink.answers
+    def __init__(self, sink: WgradSink, copies: tuple[bool, bool]) -> None:
+        self.sink, self.copies, self.answers = sink, copies, sink.answers
         self.queue: deque[Callable[[], None]] = deque()
 
-    def __call__(self, weight: Tensor, fast_accum: bool, dy: QTensor, x: QTensor) -> Tensor | None:
-        dy, x = dy.keep(self.copies_dy), x.keep(self.copies_x)
+    def __call__(self, wgrad: Any, *weights: Any) -> Tensor | None:
+        self.queue.append(partial(self._run, wgrad.keep(*self.copies), *weights))
+        return None
 
-        def run() -> None:
+    def _run(self, wgrad: Any, *weights: Any) -> None:
+        for weight in weights:
             if weight.numel() and not weight.untyped_storage().nbytes():
                 raise RuntimeError(
                     f"backward_dw() for a weight {tuple(weight.shape)} whose memory is freed, as FSDP does after "
                     "backward: its gradient would reach nobody; leave out delay_wgrad_compute"
                 )
-            dw: Any = self.sink(weight, fast_accum, dy, x)
-            if not isinstance(self.sink, MainGrad):
-                weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
+        dw: Any = self.sink(wgrad, *weights)
+        if not isinstance(self.sink, MainGrad):
+            for weight, one in zip(weights, [dw] if dw.dim() == weights[0].dim() else dw.unbind(), strict=True):
+                weight.grad = one if weight.grad is None else weight.grad.add_(one)
 
-        self.queue.append(run)
-        return None
-
-    def answer(self, weight: Tensor, dw: Tensor | None) -> Tensor | None:
-        return self.sink.answer(weight, dw)
+    def answer(self, dw: Tensor | None, *weights: Any) -> Tensor | None:
+        return self.sink.answer(dw, *weights)
 
     def run_next(self) -> bool:
         """Computes the oldest weight gradient that was put off; False when there is none."""
@@ -162,6 +186,14 @@ class LinearPlan:
         gemms = self.operands.fprop, self.operands.dgrad, self.operands.wgrad
         own = all(vars(type(q)).get("recordable") for gemm in gemms for q in (gemm.a, gemm.b))
         return WANTED and not ENABLED and own and type(self.parallel) is Unsplit and not self.sink.late
+
+    @ranged("te_lite.wgrad")
+    def put_wgrad(self, param: Tensor, dy: QTensor, x: QTensor) -> Tensor | None:
+        """The weight gradient, put where it belongs; None where that is no tensor of its own."""
+        fast_accum = self.operands.wgrad.fast_accum
+        if self.sink.takes:
+            return self.sink(Wgrad(fast_accum, dy, x), param)
+        return matmul(dy, "col", x, "col", param.dtype, fast_accum=fast_accum)  # as Wgrad, in a call less
 
     def bytes_saved(self, tokens: int, features: int) -> int:
         """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""

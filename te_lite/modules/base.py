@@ -128,16 +128,16 @@ class TeLiteModule(SpecModule):
     # weight gradients
 
     def _make_sink(self, index: int) -> WgradSink:
-        """Of the linear of that index. Memory that the caller has too: the last one's dy and, unless a norm makes it
-        for the linear alone, the first one's x; but what is gathered lies in memory of its own."""
+        """Of the linear of that index."""
         sink = MainGrad() if self.fuse_wgrad_accumulation else WgradSink()
-        if not self.delay_wgrad_compute:
-            return sink
+        return DelayedWgrads(sink, self._callers(index)) if self.delay_wgrad_compute else sink
+
+    def _callers(self, index: int) -> tuple[bool, bool]:
+        """Whether dy and x of that linear lie in memory that the caller has too: the last one's dy and, unless a norm
+        makes it for the linear alone, the first one's x; but what is gathered lies in memory of its own."""
         tp = TensorParallel(self._modes[index], self.tp_size, self.tp_group, self.sequence_parallel)
         last = index == len(self.gemm_names) - 1
-        return DelayedWgrads(
-            sink, last and not tp.gathers_grad, index == 0 and self._outer_input and not tp.gathers_input
-        )
+        return last and not tp.gathers_grad, index == 0 and self._outer_input and not tp.gathers_input
 
     def need_backward_dw(self) -> bool:
         """True when weight gradients wait for backward_dw()."""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from te_lite import epoch
 from te_lite.arguments import flag
 from te_lite.autocast import OPEN, Pass, State, model_init
-from te_lite.functional.grouped import GroupedCall, GroupedFunction
-from te_lite.functional.grouped_sink import GroupedSink
+from te_lite.functional.grouped import GroupedCall, GroupedFunction, GroupedWgrad
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.base import TeLiteModule
@@ -114,8 +113,15 @@ class GroupedLinear(TeLiteModule):
                 absent = torch.empty(0, dtype=self.params_dtype, device=self._device)
                 self.register_buffer(name, absent, persistent=False)
 
-    def _make_sink(self, index: int) -> Any:
-        return GroupedSink(self.fuse_wgrad_accumulation, self.delay_wgrad_compute)
+    def _callers(self, index: int) -> tuple[bool, bool]:
+        return True, True
+
+    def _put_wgrad(self, weights: tuple[Tensor, ...], wgrad: GroupedWgrad) -> Tensor | None:
+        """What autograd gets for the joined weights [G, N, K]; the first sink has the gradients of all."""
+        sink = self._sinks[0]
+        dw = sink(wgrad, *weights)
+        dw = sink.answer(dw, *weights) if sink.answers else dw
+        return None if dw is None else dw.view(self.num_gemms, self.out_features, self.in_features)
 
     def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         """x [..., in_features], its tokens sorted by group -> y [..., out_features]; with return_bias (y, the biases).
@@ -151,8 +157,7 @@ class GroupedLinear(TeLiteModule):
         elif self._caching:
             self.clear_caches()
         self._caching = is_first_microbatch is not None
-        sinks: Any = self._sinks  # GroupedSinks, of which the first has all gradients
-        sink = partial(sinks[0].take, weights) if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None
+        sink = partial(self._put_wgrad, weights) if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None
         note = self._outstanding.note(state, grad)
         original = self.save_original_input and not rule.delayed
         fresh = partial(_check_versions, weights, tuple([weight._version for weight in weights])) if grad else None

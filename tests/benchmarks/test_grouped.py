@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import torch
 
-from benchmarks import bench, grouped, grouped_kernels
+from benchmarks import bench, gpu_check, grouped, grouped_kernels, report
 
 
 def test_every_section_writes_rows(tmp_path):
@@ -16,6 +17,29 @@ def test_every_section_writes_rows(tmp_path):
         f"te_lite {name}" for name in grouped.RECIPES
     }
     assert all(row["gpu_us"] > 0 for row in rows)
+    # its table, as of a GPU: every row and what failed
+    content["device"], rows[-1]["error"] = "a GPU", "RuntimeError"
+    (tmp_path / "grouped.json").write_text(json.dumps(content))
+    text = report.rendered("<!-- results:grouped -->\n<!-- /results:grouped -->\n", tmp_path)
+    assert text.count("| zipf |") == len(rows) - 1 and "because they failed: delayed by te_lite device cached" in text
+
+
+def test_a_step_that_adds_to_main_grad_adds():
+    data = grouped_kernels.Data(grouped_kernels.Problem("balanced", (16, 16), 32, 48), "cpu")
+    one = grouped.Step(lambda x, w_t: torch.stack([x[:16] @ w_t[0], x[16:] @ w_t[1]]).flatten(0, 1), data, True)
+    for times in (1, 2):
+        one.step()
+        assert one.w.grad.any() and torch.equal(one.main_grad, times * one.w.grad.float())
+        one.reset()
+
+
+def test_stage(tmp_path, monkeypatch):
+    """gpu_check.py runs it where it is named."""
+    commands = []
+    monkeypatch.setattr(gpu_check, "run_command", lambda command, *_, **__: commands.append(command) or (0, 1.0, []))
+    assert gpu_check.main(["--device", "cpu", "--out", str(tmp_path), "--tree-hash", "t", "--stages", "grouped"]) == 0
+    assert [command[1] for command in commands] == ["benchmarks/grouped.py"] and "--tree-hash" in commands[0]
+    assert "grouped" not in gpu_check.parse([]).stages
 
 
 @pytest.mark.parametrize("kind", grouped.SPLITS)

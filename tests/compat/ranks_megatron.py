@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import gc
 import math
+import re
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,8 @@ megatron_on_cpu.patch()
 warnings.filterwarnings("ignore")  # Megatron's, about what is not installed
 
 import megatron.core.extensions.transformer_engine as extensions  # noqa: E402
+from megatron.core import dist_checkpointing, tensor_parallel  # noqa: E402, F401
 from megatron.core import parallel_state as mpu  # noqa: E402
-from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -89,8 +90,9 @@ CASES = {
 }
 
 
-def config(case: Case, tp: int, pp: int, dtype: torch.dtype, sequence_parallel: bool) -> TransformerConfig:
-    given: dict[str, Any] = {}
+def config(
+    case: Case, tp: int, pp: int, dtype: torch.dtype, sequence_parallel: bool, **given: Any
+) -> TransformerConfig:
     if case.recipe != "bf16":
         given.update(fp8="e4m3" if case.recipe in ("mxfp8", "blockwise") else "hybrid", fp8_recipe=case.recipe)
     if case.recompute == ("full",):
@@ -109,9 +111,10 @@ def config(case: Case, tp: int, pp: int, dtype: torch.dtype, sequence_parallel: 
 
 
 def local_name(name: str) -> str:
-    """Of a parameter of the TE spec in the local spec."""
+    """Of a parameter of the TE spec in the local spec; weight3 of grouped experts is that of local_experts.3."""
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+    name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+    return re.sub(r"experts\.(linear_fc\d)\.weight(\d+)", r"experts.local_experts.\2.\1.weight", name)
 
 
 class Run:
@@ -120,8 +123,7 @@ class Run:
     def __init__(self, spec: Any, case: Case, weights: dict[str, torch.Tensor] | None = None,
                  dtype: torch.dtype = torch.bfloat16) -> None:  # fmt: skip
         self.local = spec is LOCAL
-        tp, pp = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
-        self.config = config(case, tp, pp, dtype, sequence_parallel=tp > 1 and not self.local)
+        self.config = self._config(case, dtype)
         tensor_parallel.model_parallel_cuda_manual_seed(3, te_rng_tracker=True, force_reset_rng=True)
         torch.manual_seed(1)
         ends = {"pre_process": mpu.is_pipeline_first_stage(), "post_process": mpu.is_pipeline_last_stage()}
@@ -148,6 +150,10 @@ class Run:
             options = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=dtype, clip_grad=1.0,
                                       use_distributed_optimizer=case.distributed, **recipe, **reuse)  # fmt: skip
             self.optimizer = get_megatron_optimizer(options, [self.ddp])
+
+    def _config(self, case: Case, dtype: torch.dtype, **more: Any) -> TransformerConfig:
+        tp, pp = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
+        return config(case, tp, pp, dtype, sequence_parallel=tp > 1 and not self.local, **more)
 
     def _forward(self, batches: Any, model: Any) -> Any:
         tokens = next(batches)

@@ -238,6 +238,8 @@ def test_permutation():
     torch.testing.assert_close(probs.grad, routing * x.detach().sum(-1, keepdim=True))
     sizes, order = torch.tensor([2, 0, 3, 2]), torch.tensor([2, 3, 0, 1])
     assert torch.equal(permutation.moe_sort_chunks_by_index(x, sizes, order), x[[2, 3, 4, 5, 6, 0, 1]])
+    both = permutation.moe_sort_chunks_by_index_with_probs(x, probs[:, 0], sizes, order)
+    assert torch.equal(both[0], x[[2, 3, 4, 5, 6, 0, 1]]) and torch.equal(both[1], probs[[2, 3, 4, 5, 6, 0, 1], 0])
     with pytest.raises(NotImplementedError, match="index"):
         permutation.moe_permute(x, routing, map_type="index")
 

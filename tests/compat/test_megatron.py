@@ -8,6 +8,7 @@ import pytest
 from te_lite.testing.distributed import launch
 
 SCRIPT = Path(__file__).parent / "ranks_megatron.py"
+EXPERTS = Path(__file__).parent / "ranks_megatron_moe.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
 RANKS = {"one": 1, "tp": 2, "pp": 2, "dp": 2}
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core (pip install -e '.[test]')")
@@ -24,17 +25,26 @@ def test_gpt(world: str) -> None:
     assert out.count("ok Case(") >= 5, out
 
 
-def test_example_learns() -> None:
-    args = "--recipe", "delayed", "--steps", "12", "--lr", "0.01"
+@pytest.mark.parametrize("world", ["one", "ep", "tp"])
+def test_experts(world: str) -> None:
+    """The cases of ranks_megatron_moe.py: grouped experts, dispatchers, permutation, main_grad, checkpoints."""
+    out = launch(EXPERTS, world, ranks=1 if world == "one" else 2, timeout=300, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert out.count("ok MoeCase(") >= 3, out
+
+
+@pytest.mark.parametrize("more", [(), ("--experts", "4")], ids=" ".join)
+def test_example_learns(more: tuple[str, ...]) -> None:
+    args = "--recipe", "delayed", "--steps", "12", "--lr", "0.01", *more
     found = losses(launch(EXAMPLE, *args, ranks=1, timeout=200, env={"CUDA_VISIBLE_DEVICES": ""}))
     assert len(found) == 12 and found[-1] < 0.95 * found[0], found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "mxfp8", "blockwise"])
-def test_example_on_a_gpu(recipe: str) -> None:
+@pytest.mark.parametrize("more", [(), ("--experts", "4")], ids=" ".join)
+def test_example_on_a_gpu(more: tuple[str, ...], recipe: str) -> None:
     """Its losses are those of Megatron's own layers, within the roundings of fp8 in the first step."""
-    args = "--hidden", "256", "--ffn", "512", "--steps", "12", "--lr", "0.01"
+    args = "--hidden", "256", "--ffn", "512", "--steps", "12", "--lr", "0.01", *more
     found = losses(launch(EXAMPLE, "--recipe", recipe, *args, ranks=1, timeout=300))
     local = losses(launch(EXAMPLE, "--spec", "local", *args, ranks=1, timeout=300))
     assert abs(found[0] / local[0] - 1) < 2.0**-4 and found[-1] < 0.95 * found[0], (found, local)
@@ -43,6 +53,7 @@ def test_example_on_a_gpu(recipe: str) -> None:
 @pytest.mark.multigpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "mxfp8", "blockwise"])
 @pytest.mark.parametrize("more", [("--tp", "2", "--overlap"), ("--pp", "2", "--recompute", "full"),
+                                  ("--experts", "4", "--ep", "2"),
                                   ("--fp8-param", "--distributed-optimizer")], ids=" ".join)  # fmt: skip
 def test_example_on_two_gpus(recipe: str, more: tuple[str, ...]) -> None:
     if recipe == "bf16" and "--fp8-param" in more:

@@ -31,6 +31,14 @@ def test_every_recipe_runs() -> None:
     assert compare_recipes.runs(["mxfp8"], 0) == [("mxfp8", 2), BASELINE, ("mxfp8", 1)]
 
 
+def test_experts_are_cut_by_ep_and_the_rest_by_tp() -> None:
+    for cut, script, more in (("tp", "train_gpt.py", True), ("ep", "train_moe.py", False)):
+        line = compare_recipes.command("rowwise", 2, REPOSITORY / "log.json", ["--steps", "3"], cut)
+        at = line.index(f"--{cut}")
+        assert line[at + 1] == "2" and any(part.endswith(script) for part in line) and line[-2:] == ["--steps", "3"]
+        assert ("--sequence-parallel" in line) == more and "--nproc-per-node" in line
+
+
 def test_runs_spread_over_gpus_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_recipes.os, "cpu_count", lambda: 16)
     keys: list[Key] = [("bf16", 2), ("mxfp8", 2), ("bf16", 1), ("mxfp8", 1)]
@@ -75,7 +83,7 @@ def test_runs_at_once(tmp_path, monkeypatch) -> None:
 def test_nothing_is_started_after_a_failure(tmp_path, monkeypatch) -> None:
     started = []
 
-    def train(key, folder, extra, place):
+    def train(key, folder, extra, place, cut):
         started.append(key)
         if key[0] == "bf16":
             raise RuntimeError("bf16 ended with status 1")
@@ -108,23 +116,29 @@ def test_a_run_is_repeated_only_when_its_options_change(tmp_path, monkeypatch) -
         compare_recipes.main([*small, "--steps", "3", "--lr", "0"])
 
 
-def test_the_committed_comparison_is_of_every_recipe_and_within_the_bound() -> None:
-    result = json.loads((REPOSITORY / "docs" / "img" / "recipes.json").read_text())
+# (the comparison, what cuts its model, the page with its rows)
+COMMITTED = [("recipes.json", "tp", "run-the-demo.md"), ("moe.json", "ep", "mixture-of-experts.md")]
+
+
+@pytest.mark.parametrize(("name", "cut", "page"), COMMITTED)
+def test_the_committed_comparison_is_of_every_recipe_and_within_the_bound(name: str, cut: str, page: str) -> None:
+    result = json.loads((REPOSITORY / "docs" / "img" / name).read_text())
     assert result["steps"] == 200 and result["bound"] == BOUND
-    assert [(row["recipe"], row["tp"]) for row in result["runs"] if row["tp"] == 1] == [(name, 1) for name in NAMES]
+    assert [(row["recipe"], row[cut]) for row in result["runs"] if row[cut] == 1] == [(name, 1) for name in NAMES]
     for row in result["runs"]:
         assert abs(row["train_ratio"] - 1) <= result["worst"] <= BOUND
         assert abs(row["held_out_ratio"] - 1) <= result["worst"]
         assert row["held_out_loss"] < result["unigram_entropy"]
 
 
-def test_the_demos_page_says_what_the_comparison_says() -> None:
-    result = json.loads((REPOSITORY / "docs" / "img" / "recipes.json").read_text())
-    text = (REPOSITORY / "docs" / "how-to" / "run-the-demo.md").read_text()
+@pytest.mark.parametrize(("name", "cut", "page"), COMMITTED)
+def test_the_page_says_what_the_comparison_says(name: str, cut: str, page: str) -> None:
+    result = json.loads((REPOSITORY / "docs" / "img" / name).read_text())
+    text = (REPOSITORY / "docs" / "how-to" / page).read_text()
     for row in result["runs"]:
         numbers = (row[key] for key in ("train_loss", "held_out_loss", "train_ratio", "held_out_ratio"))
-        line = f"| {row['recipe']} | {row['tp']} | " + " | ".join(f"{number:.4f}" for number in numbers) + " |"
-        assert line in text, f"docs/how-to/run-the-demo.md lacks {line}"
+        line = f"| {row['recipe']} | {row[cut]} | " + " | ".join(f"{number:.4f}" for number in numbers) + " |"
+        assert line in text, f"{page} lacks {line}"
     flat = " ".join(text.split())
     assert f"{100 * result['worst']:.1f}%, the bound {100 * BOUND:.0f}%" in flat
     assert f"held-out text is {result['unigram_entropy']:.4f}" in flat
