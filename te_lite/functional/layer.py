@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_not
 from typing import Any, Protocol
 
 import torch
@@ -106,8 +107,8 @@ class Layer(Protocol):
     params: the Function's: those of the module, and the residual last; None where there is none. needs: of needs().
     """
 
-    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[bool, ...]:
-        """Which gradients will be wanted, as far as forward must know."""
+    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
+        """Which gradients will be wanted: first of x, or of the norm, and of the weight; of biases their dtypes."""
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> Sequence[Item]:
         """(y, norm(x) where it is an output, what is kept)."""
@@ -119,12 +120,11 @@ class Layer(Protocol):
 
 @dataclass(slots=True)
 class Backward:
-    """What a backward knows of its forward. wanted: the gradients, of x and each of params."""
+    """What a backward knows of its forward."""
 
     call: Call
     needs: Any
     x_shape: torch.Size
-    wanted: Sequence[bool]
 
 
 class LayerFunction(torch.autograd.Function):
@@ -136,7 +136,7 @@ class LayerFunction(torch.autograd.Function):
         found = key = None
         if recordings is not None and x.__class__ in PLAIN and call.output is None:
             inputs = (x, *params, *[t for q in call.cached if q is not None for t in q.tensors])
-            key, found = recordings.look_up((layer, needs), inputs)
+            key, found = recordings.look_up((layer, "forward", needs), inputs)
         if found is not None:
             for plan in call.plans:
                 plan.parallel.rows = x.numel() // x.shape[-1]
@@ -159,17 +159,19 @@ class LayerFunction(torch.autograd.Function):
         grads: list[Any] = []
         found = key = None
         if call.parts:
-            check_parts(call, needs)
+            check_parts(call, needs[:2])
         if recordings is not None and dy.__class__ is Tensor and dln is None and call.grad_input is None:
             if answers:
                 written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]
                 targets, how = zip(*written, strict=True)
-            key, found = recordings.look_up((layer, needs, *wanted, *how), (dy, *targets, *saved))
+            key, found = recordings.look_up((layer, "backward", needs, *how), (dy, *targets, *saved))
         if found is None:
-            kept, saved = placed_items(shells[2:], saved)
-            body = partial(layer.backward, Backward(call, needs, x_shape, wanted), kept, dy, dln)
+            kept, placed = placed_items(shells[2:], saved)
+            if key is not None and any(map(is_not, placed, saved)):
+                key = None  # it is that of tensors which the launches cannot read
+            body = partial(layer.backward, Backward(call, needs, x_shape), kept, dy, dln)
             if key is None:
-                del saved, kept
+                del saved, placed, kept
                 grads += body()
             else:
                 found = recordings.run(key, (dy, *targets, *saved), body)

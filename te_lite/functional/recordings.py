@@ -48,7 +48,7 @@ class Recordings:
         )
         known = self._known.get(key, 0)
         if known.__class__ is int:
-            return key if known != _TRIES else None, None
+            return key if known < _TRIES else None, None
         recorded, shells = known  # type: ignore[misc]
         if torch._C._cuda_getDevice() != recorded.device.index:
             return None, None
@@ -56,13 +56,11 @@ class Recordings:
 
     def run(self, key: tuple, inputs: Sequence[Tensor | None], body: Callable[[], Sequence[Item]]) -> Taken:
         """body(), of which look_up() gave the key; its second run is recorded."""
-        current = torch.cuda.current_device()
-        here = all(t is None or (t.is_cuda and t.device.index == current) for t in inputs)
-        if not here or capturing():
+        tries: Any = self._known.get(key, 0)  # since look_up() another thread may have recorded it
+        if not on_one_gpu(inputs) or capturing() or tries.__class__ is not int:
             return taken_apart(body())
         if len(self._known) >= _MOST:
             self._known.clear()
-        tries: Any = self._known.get(key, 0)
         self._known[key] = tries + 1
         if not tries:
             return taken_apart(body())
@@ -72,3 +70,9 @@ class Recordings:
         if recorded is not None:
             self._known[key] = recorded, shells
         return tensors, shells
+
+
+def on_one_gpu(inputs: Sequence[Tensor | None]) -> bool:
+    """Whether all of them lie on the current GPU."""
+    current = torch.cuda.current_device()
+    return all(t is None or (t.is_cuda and t.device.index == current) for t in inputs)
