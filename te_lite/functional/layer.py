@@ -192,6 +192,7 @@ class LayerFunction(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, LayerFunction).apply  # what apply() calls where no torch.func transform is
+_alive = torch._C._functorch.unwrap_if_dead  # of a tensor that outlives its transform: what it wrapped
 
 
 def run_layer(layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
@@ -199,4 +200,6 @@ def run_layer(layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
     if not call.grad:
         return LayerFunction.forward(None, layer, call, x, *params)
     apply = LayerFunction.apply if torch._C._are_functorch_transforms_active() else _apply
-    return apply(layer, call, x, *params)
+    if params[-1] is not None:
+        params = *params[:-1], _alive(params[-1])
+    return apply(layer, call, _alive(x), *params)
