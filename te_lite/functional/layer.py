@@ -1,7 +1,8 @@
 """One call of a module's linears: what it reads and gives, and the autograd.Function that runs it.
 
-What is computed is said by a Layer (linear.py, layernorm_linear.py, layernorm_mlp.py). What all of them share stands
-here: what is kept for backward, recorded launches, the answer to Megatron's hooks, the end of a pass.
+A Layer (linear.py, layernorm_linear.py, layernorm_mlp.py) says what is computed. What all layers share stands here:
+keeping tensors for backward, replaying recorded launches, the dummy gradient that Megatron's hooks look for, and
+closing a pass of delayed scaling.
 """
 
 from __future__ import annotations
@@ -102,9 +103,11 @@ def as_output(
 
 
 class Layer(Protocol):
-    """What a module computes. The same object as long as that is the same: recordings are found by it.
+    """What a module computes. A module hands in the same object until it computes something else: the object is part
+    of the key under which its launches are recorded.
 
-    params: the Function's: those of the module, and the residual last; None where there is none. needs: of needs().
+    params: as LayerFunction takes them: the module's parameters, then the residual; None stands for what is absent.
+    needs: what needs() gave.
     """
 
     def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
@@ -123,12 +126,17 @@ class Backward:
     """What a backward knows of its forward."""
 
     call: Call
-    needs: Any
+    needs: Any  # what Layer.needs() gave
     x_shape: torch.Size
 
 
 class LayerFunction(torch.autograd.Function):
-    """y, or (y, norm(x)), of x and params. Autograd casts gradients to the dtypes of what they belong to."""
+    """y, or (y, norm(x)), of x and params.
+
+    Forward and backward ask the module's Recordings first. Where the launches are recorded, look_up() has issued them
+    and gives what the layer would have given, as tensors and shells (see saved.py). Otherwise the layer itself runs.
+    Autograd casts gradients to the dtypes of what they belong to.
+    """
 
     @forward_method
     def forward(ctx: Any, layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
@@ -180,7 +188,7 @@ class LayerFunction(torch.autograd.Function):
             grads = [None if shell is None else next(each) for shell in found[1]]
         if answers:
             for i, (plan, weight) in enumerate(zip(plans, call.weights, strict=True)):
-                at = len(grads) - 2 * (len(plans) - i)
+                at = len(grads) - 2 * (len(plans) - i)  # they end in dw and db of each linear
                 if wanted[at]:
                     grads[at] = plan.sink.answer(weight, grads[at])
         if call.pools is not None:
