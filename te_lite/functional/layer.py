@@ -1,7 +1,8 @@
 """One call of a module's linears: what it reads and gives, and the autograd.Function that runs it.
 
-What is computed is said by a Layer (linear.py, layernorm_linear.py, layernorm_mlp.py). What all of them share stands
-here: what is kept for backward, recorded launches, the answer to Megatron's hooks, the end of a pass.
+A Layer (linear.py, layernorm_linear.py, layernorm_mlp.py) says what is computed. What all layers share stands here:
+keeping tensors for backward, replaying recorded launches, the dummy gradient that Megatron's hooks look for, and
+closing a pass of delayed scaling.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_not
 from typing import Any, Protocol
 
 import torch
@@ -110,13 +112,15 @@ def as_output(
 
 
 class Layer(Protocol):
-    """What a module computes. The same object as long as that is the same: recordings are found by it.
+    """What a module computes. A module hands in the same object until it computes something else: the object is part
+    of the key under which its launches are recorded.
 
-    params: the Function's: those of the module, and the residual last; None where there is none. needs: of needs().
+    params: as LayerFunction takes them: the module's parameters, then the residual; None stands for what is absent.
+    needs: what needs() gave.
     """
 
-    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[bool, ...]:
-        """Which gradients will be wanted, as far as forward must know."""
+    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
+        """Which gradients will be wanted: first of x, or of the norm, and of the weight; of biases their dtypes."""
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> Sequence[Item]:
         """(y, norm(x) where it is an output, what is kept)."""
@@ -128,16 +132,20 @@ class Layer(Protocol):
 
 @dataclass(slots=True)
 class Backward:
-    """What a backward knows of its forward. wanted: the gradients, of x and each of params."""
+    """What a backward knows of its forward."""
 
     call: Call
-    needs: Any
+    needs: Any  # what Layer.needs() gave
     x_shape: torch.Size
-    wanted: Sequence[bool]
 
 
 class LayerFunction(torch.autograd.Function):
-    """y, or (y, norm(x)), of x and params. Autograd casts gradients to the dtypes of what they belong to."""
+    """y, or (y, norm(x)), of x and params.
+
+    Forward and backward ask the module's Recordings first. Where the launches are recorded, look_up() has issued them
+    and gives what the layer would have given, as tensors and shells (see saved.py). Otherwise the layer itself runs.
+    Autograd casts gradients to the dtypes of what they belong to.
+    """
 
     @forward_method
     def forward(ctx: Any, layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
@@ -145,7 +153,7 @@ class LayerFunction(torch.autograd.Function):
         found = key = None
         if recordings is not None and x.__class__ in PLAIN and call.output is None:
             inputs = (x, *params, *[t for q in call.cached if q is not None for t in q.tensors])
-            key, found = recordings.look_up((layer, needs), inputs)
+            key, found = recordings.look_up((layer, "forward", needs), inputs)
         if found is not None:
             for plan in call.plans:
                 plan.parallel.rows = x.numel() // x.shape[-1]
@@ -167,7 +175,7 @@ class LayerFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dln: Tensor | None = None) -> tuple[Tensor | None, ...]:
         layer, call, needs, x_shape, shells, copies = ctx.kept
         if call.parts:
-            check_parts(call, needs)
+            check_parts(call, needs[:2])
         plans, saved, (_, _, *wanted) = call.plans, ctx.saved_tensors, ctx.needs_input_grad
         recordings, answers, targets, how = plans[0].recordings, plans[0].sink.answers, (), ()
         grads: list[Any] = []
@@ -178,12 +186,14 @@ class LayerFunction(torch.autograd.Function):
             if answers:
                 written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]
                 targets, how = zip(*written, strict=True)
-            key, found = recordings.look_up((layer, needs, *wanted, *how), (dy, *targets, *saved))
+            key, found = recordings.look_up((layer, "backward", needs, *how), (dy, *targets, *saved))
         if found is None:
-            kept, saved = placed_items(shells[2:], saved)
-            body = partial(layer.backward, Backward(call, needs, x_shape, wanted), kept, dy, dln)
+            kept, placed = placed_items(shells[2:], saved)
+            if key is not None and any(map(is_not, placed, saved)):
+                key = None  # it is that of tensors which the launches cannot read
+            body = partial(layer.backward, Backward(call, needs, x_shape), kept, dy, dln)
             if key is None:
-                del saved, kept
+                del saved, placed, kept
                 grads += body()
             else:
                 found = recordings.run(key, (dy, *targets, *saved), body)
@@ -192,7 +202,7 @@ class LayerFunction(torch.autograd.Function):
             grads = [None if shell is None else next(each) for shell in found[1]]
         if answers:
             for i, (plan, weight) in enumerate(zip(plans, call.weights, strict=True)):
-                at = len(grads) - 2 * (len(plans) - i)
+                at = len(grads) - 2 * (len(plans) - i)  # they end in dw and db of each linear
                 if wanted[at]:
                     grads[at] = plan.sink.answer(grads[at], weight)
         if call.pools is not None:
@@ -204,6 +214,7 @@ class LayerFunction(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, LayerFunction).apply  # what apply() calls where no torch.func transform is
+_alive = torch._C._functorch.unwrap_if_dead  # of a tensor that outlives its transform: what it wrapped
 
 
 def run_layer(layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
@@ -211,4 +222,6 @@ def run_layer(layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
     if not call.grad:
         return LayerFunction.forward(None, layer, call, x, *params)
     apply = LayerFunction.apply if torch._C._are_functorch_transforms_active() else _apply
-    return apply(layer, call, x, *params)
+    if params[-1] is not None:
+        params = *params[:-1], _alive(params[-1])
+    return apply(layer, call, _alive(x), *params)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from te_lite.functional.layer import Backward, Call, as_output
-from te_lite.functional.linear import linear_backward, linear_forward, quantize_grad
+from te_lite.functional.linear import Needs, linear_backward, linear_forward, quantize_grad, sum_dtypes
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source, norm_wanted
 from te_lite.functional.plan import LinearPlan
 from te_lite.ops.activation import Activation
@@ -20,10 +20,9 @@ from te_lite.quantize.qtensor import QTensor
 
 
 @ranged("te_lite.quantize")
-def _grad_and_again(plan: LinearPlan, dh: Source, needs: tuple[bool, bool, bool], a: QTensor) -> Any:
+def _grad_and_again(plan: LinearPlan, dh: Source, needs: Needs, a: QTensor) -> Any:
     """(quantize_grad(plan, dh), a = activation(h) by column) from one read of h; a: what forward kept of it."""
-    need_x, need_w, need_b = needs
-    sums_in = plan.bias_dtype if need_b else None
+    need_x, need_w, sums_in = needs
     q, sums, a = plan.operands.dgrad.a.quantize_and_again(dh, need_x, need_w, sums_in, a)
     return (q, q, sums), a
 
@@ -40,15 +39,16 @@ class MLPLayer:
     def __init__(self, spec: NormSpec, activation: Activation) -> None:
         self.spec, self.activation = spec, activation
 
-    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[bool, bool, bool, bool]:
-        """Of the norm, w1, h and w2."""
-        gamma, beta, w1, b1, w2, *_ = params
+    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
+        """Of the norm, w1, h and w2; of b1 and b2."""
+        gamma, beta, w1, b1, w2, b2, _ = params
+        sums1, sums2 = sum_dtypes(call, b1, b2)
         need_ln, need_w1 = norm_wanted(call, x, gamma, beta), call.grad and w1.requires_grad
-        need_h = need_ln or need_w1 or (call.grad and b1 is not None and b1.requires_grad)
-        return need_ln, need_w1, need_h, call.grad and w2.requires_grad
+        need_h = need_ln or need_w1 or sums1 is not None
+        return need_ln, need_w1, need_h, call.grad and w2.requires_grad, sums1, sums2
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
-        (plan1, plan2), (need_ln, need_w1, need_h, need_w2) = call.plans, needs
+        (plan1, plan2), (need_ln, need_w1, need_h, need_w2, *_) = call.plans, needs
         (gamma, beta, w1, b1, w2, b2, residual), spec, activation = params, self.spec, self.activation
         a_again = need_h and need_w2 and plan2.recomputes_x
         operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
@@ -66,16 +66,18 @@ class MLPLayer:
         y, kept2 = linear_forward(
             plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual, x_again=a_again
         )
-        y, ln = as_output(y, x.shape), ln if ln is None else norm_output(spec, call, ln)
-        return y, ln, *kept1, w1, *kept2, w2, h if need_h else None, *(norm_saved if need_ln else ())
+        a, h = None, h if need_h else None  # free before norm(x) is gathered
+        y = y if x.dim() == 2 else as_output(y, x.shape)
+        ln = ln if ln is None else norm_output(spec, call, ln)
+        return y, ln, *kept1, w1, *kept2, w2, h, *(norm_saved if need_ln else ())
 
     def backward(self, back: Backward, kept: list[Any], dy: Tensor, dln: Tensor | None) -> tuple[Any, ...]:
-        call, (need_ln, need_w1, need_h, need_w2) = back.call, back.needs
-        need_b1, need_b2, activation = back.wanted[4], back.wanted[6], self.activation
+        call, (need_ln, need_w1, need_h, need_w2, sums1, sums2) = back.call, back.needs
+        activation = self.activation
         (plan1, plan2), (param1, param2) = call.plans, call.weights
         x1, q1, w1, a, q2, w2, h, *norm_saved = kept
         kept.clear()
-        needs1 = need_ln, need_w1, need_b1
+        needs1 = need_ln, need_w1, sums1
         activate_grad = norm_grad = dx = dw1 = db1 = None
         a_again = need_h and need_w2 and plan2.recomputes_x
         one_read = a_again and plan2.one_read and (need_ln or need_w1)
@@ -84,10 +86,10 @@ class MLPLayer:
             if needs1[2] or (want == "fp8" and not (need_ln and need_w1)):
                 want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
             activate_grad = ActivateGrad(plan1.operands.dgrad.a, activation, want, h)
-        grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, need_b2))
+        grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, sums2))
         if a_again and not one_read:
             a = plan2.operands.wgrad.b.again(Source("act", h, activation=activation), a)
-        needs = need_h, need_w2 and not one_read, need_b2
+        needs = need_h, need_w2 and not one_read, sums2
         dh, dw2, db2 = linear_backward(plan2, (a, q2), w2, param2, grad, needs, activate_grad)
         if one_read:
             grad1, a = _grad_and_again(plan1, dh, needs1, a)

@@ -13,7 +13,7 @@ from te_lite.functional.layer import Backward, Call, as_matrix, as_operand, as_o
 from te_lite.functional.plan import LinearPlan
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import ranged
-from te_lite.ops.source import Source, plain
+from te_lite.ops.source import Source, SumDtype, plain
 from te_lite.overlap.epilogues import Epilogue, Operand
 from te_lite.overlap.exchange import Gemm
 from te_lite.quantize.qtensor import QTensor
@@ -22,8 +22,8 @@ from te_lite.quantize.qtensor import QTensor
 # weight gradient is wanted; the quantized weight, cached or its col layout. Of either perhaps just the seed to quantize
 # it again.
 Kept = tuple[QTensor | None, QTensor | None]
-# A gradient y[M, N] quantized: for dgrad, for wgrad, and its sums over tokens [N], as a rule in the plan's bias_dtype;
-# None where it is not wanted.
+Needs = tuple[bool, bool, SumDtype]  # of linear_backward
+# A gradient y[M, N] quantized: for dgrad, for wgrad, and its sums over tokens [N]; None where it is not wanted.
 Grad = tuple[QTensor | None, QTensor | None, Tensor | None]
 
 
@@ -78,18 +78,17 @@ def linear_forward(
 
 
 @ranged("te_lite.quantize")
-def quantize_grad(plan: LinearPlan, dy: Tensor | Operand, columns: int, needs: tuple[bool, bool, bool]) -> Grad:
+def quantize_grad(plan: LinearPlan, dy: Tensor | Operand, columns: int, needs: Needs) -> Grad:
     """dy as linear_backward takes it. columns: of dx. needs: as there.
 
     A copy of what autograd gave is free again when this returns, before the products."""
-    need_x, need_w, need_b = needs
-    sums_in = plan.bias_dtype if need_b else None
+    need_x, need_w, sums_in = needs
     if isinstance(dy, Tensor):
         dy = as_operand(dy, plan, grad=True)
     if isinstance(dy, QTensor):
-        return dy, dy, dy.dequantize().sum(0, dtype=torch.float32).to(sums_in) if need_b else None
+        return dy, dy, dy.dequantize().sum(0, dtype=torch.float32).to(sums_in) if sums_in else None
     if not (need_x or need_w):
-        return None, None, transform(dy, bias_grad=sums_in).bias_grad if need_b else None
+        return None, None, transform(dy, bias_grad=sums_in).bias_grad if sums_in else None
     quantizer, for_wgrad = plan.operands.dgrad.a, plan.operands.wgrad.a
     by_row = plan.gathers_dy and for_wgrad.format.col_from_row  # the gathered rows give the col layout
     if plan.dy_is_wgrads:
@@ -114,13 +113,14 @@ def _weight_for_dgrad(plan: LinearPlan, kept: Any, weight: Tensor) -> QTensor:
 
 
 def linear_backward(
-    plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, grad: Grad, needs: tuple[bool, bool, bool],
+    plan: LinearPlan, kept: Kept, weight: Tensor, param: Tensor, grad: Grad, needs: Needs,
     epilogue: Epilogue | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx[M, K] = dy @ weight, dw[N, K] = dy^T @ x by the plan's sink, db[N] = sum of dy over tokens, see Grad).
 
     weight: its values, as saved; only for dx. param: the parameter itself, whose gradient dw is. grad: dy, by
-    quantize_grad(). needs: which of the three. epilogue: of dx, whose result is then in its place.
+    quantize_grad(). needs: whether dx, whether dw, and the dtype of db. epilogue: of dx, whose result is then
+    in its place.
     """
     (need_x, need_w, _), (x, w), (dq, dq_wgrad, db) = needs, kept, grad
     if not (need_x or need_w):
@@ -134,29 +134,38 @@ def linear_backward(
     return *plan.parallel.backward(dgrad, wgrad, dq, dq_wgrad, x), db
 
 
+def sum_dtypes(call: Call, *biases: Tensor | None) -> list[SumDtype]:
+    """Of the biases' gradients, as far as they are wanted."""
+    found: list[SumDtype] = []
+    for bias in biases:  # no comprehension: a call in Python 3.11
+        found.append(bias.dtype if call.grad and bias is not None and bias.requires_grad else None)
+    return found
+
+
 class LinearLayer:
     """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N]."""
 
-    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[bool, bool]:
-        """Of x and of the weight."""
-        return call.grad and x.requires_grad, call.grad and params[0].requires_grad
+    def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> Needs:
+        """Of x, the weight and the bias."""
+        weight, bias, _ = params
+        return call.grad and x.requires_grad, call.grad and weight.requires_grad, sum_dtypes(call, bias)[0]
 
-    def forward(self, call: Call, needs: tuple[bool, bool], x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
+    def forward(self, call: Call, needs: Needs, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         (plan,), (cached,), (weight, bias, residual) = call.plans, call.cached, params
         operand = as_operand(x, plan, grad=False)
-        y, kept = linear_forward(plan, operand, weight, bias, needs, cached, residual=residual)
+        y, kept = linear_forward(plan, operand, weight, bias, needs[:2], cached, residual=residual)
         original = x if needs[1] and plan.keep_original else None
-        y = as_output(y, x.shape, call.output, plan)
-        return y, None, *kept, weight if any(needs) else None, original
+        if call.output is not None or x.dim() != 2:
+            y = as_output(y, x.shape, call.output, plan)
+        return y, None, *kept, weight if any(needs[:2]) else None, original
 
     def backward(self, back: Backward, kept: list[Any], dy: Tensor, dln: Tensor | None) -> tuple[Tensor | None, ...]:
-        (plan,), (param,) = back.call.plans, back.call.weights
+        (plan,), (param,), needs = back.call.plans, back.call.weights, back.needs
         x, w, weight, original = kept
         if original is not None:  # it was kept in place of what wgrad reads of it
             quantizer = plan.operands.wgrad.b
             by_row = quantizer.format.col_from_row
             x, _ = quantizer.quantize(plain(as_matrix(original, plan.dtype)), row=by_row, col=not by_row)
-        needs = *back.needs, back.wanted[2]
         grad = quantize_grad(plan, dy, param.shape[1], needs)
         dx, dw, db = linear_backward(plan, (x, w), weight, param, grad, needs)
         if dx is not None and (back.call.grad_input is not None or len(back.x_shape) != 2):

@@ -149,16 +149,15 @@ class LinearPlan:
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     recompute: the input had better be computed and quantized again than kept, where what it is computed from is kept.
     one_read: see one_read(). compiled: in a graph of torch.compile, which serves any number of tokens.
-    bias_dtype: of the bias' gradient. info: for the report, None where it shows no row. The rest follows from these.
+    info: for the report, None where it shows no row. The rest follows from these.
     """
 
     def __init__(
         self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
         keep_original: bool = False, info: PlanInfo | None = None, recompute: bool = False, one_read: bool = False,
-        compiled: bool = False, bias_dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
-        self.bias_dtype = bias_dtype
         self.keep_original, self.info, self.one_read, self.compiled = keep_original, info, one_read, compiled
         self.tp = tp = parallel.tp
         fprop, dgrad, wgrad = operands.fprop, operands.dgrad, operands.wgrad

@@ -1,4 +1,8 @@
-"""Bodies of forward and backward on a GPU, recorded where the host takes longer than the device (ops/recorder.py)."""
+"""Bodies of forward and backward on a GPU, recorded where the host takes longer than the device (ops/recorder.py).
+
+A body is Layer.forward or Layer.backward for one call. Its first run is an ordinary one, its second is recorded, and
+later ones are replayed: their launches alone are issued.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +24,26 @@ WANTED = os.environ.get("TE_LITE_RECORD", "1") not in ("", "0")
 _MOST = 256  # kept for one module; each token count makes some
 _TRIES = 16  # the first calls compile and allocate what later ones find, some only after a pass has ended
 
-Taken = tuple[list[Tensor], Shells]  # of taken_apart()
-Known = tuple[Recorded, Shells] | int  # or how often a body of this kind has run
+Taken = tuple[list[Tensor], Shells]  # what a body gives, as taken_apart() has it
+Known = tuple[Recorded, Shells] | int  # a recording and the shells of its results, or how often the body has run
 
 
 class Recordings:
-    """Of one module's forward and backward, by what decides about the launches. weights: elements of its largest."""
+    """The recordings of one module, by all that its launches follow from. weights: elements of its largest weight."""
 
     def __init__(self, weights: int) -> None:
         self._known: dict[tuple, Known] = {}
         self._most_tokens = MOST_FLOPS // (2 * max(1, weights))
 
     def look_up(self, decided: tuple, inputs: Sequence[Tensor | None]) -> tuple[tuple | None, Taken | None]:
-        """(a key for run(), None where the body is to run as it is; the body's results from its launches alone, None
-        where it is not recorded).
+        """(key, results). Where the body is recorded, it has been replayed, and these are its results. Else results is
+        None: the body must run, through run(key, ...), or by itself where key is None too.
 
         decided: all that the body depends on beside shapes, dtypes and addresses of `inputs`. inputs: all tensors that
-        it reads or writes, first one [..., features] of all tokens."""
+        it reads or writes. The first is [..., features] of all tokens."""
         first: Any = inputs[0]
-        # A checkpoint hands out the scales that its first run took. Large layers are not held up by the host.
+        # In a checkpoint the scales come from its first run, not from where a recording fetches them. And the host does
+        # not hold up large layers.
         if not unwatched() or replay.OPEN.frames or first.numel() > first.shape[-1] * self._most_tokens:
             return None, None
         key = (
@@ -48,21 +53,19 @@ class Recordings:
         )
         known = self._known.get(key, 0)
         if known.__class__ is int:
-            return key if known != _TRIES else None, None
+            return key if known < _TRIES else None, None
         recorded, shells = known  # type: ignore[misc]
         if torch._C._cuda_getDevice() != recorded.device.index:
             return None, None
         return key, (recorded.run(inputs), shells)
 
     def run(self, key: tuple, inputs: Sequence[Tensor | None], body: Callable[[], Sequence[Item]]) -> Taken:
-        """body(), of which look_up() gave the key; its second run is recorded."""
-        current = torch.cuda.current_device()
-        here = all(t is None or (t.is_cuda and t.device.index == current) for t in inputs)
-        if not here or capturing():
+        """body(), for which look_up() gave `key`. The second run under a key is recorded."""
+        tries: Any = self._known.get(key, 0)  # since look_up() another thread may have recorded it
+        if not on_one_gpu(inputs) or capturing() or tries.__class__ is not int:
             return taken_apart(body())
         if len(self._known) >= _MOST:
             self._known.clear()
-        tries: Any = self._known.get(key, 0)
         self._known[key] = tries + 1
         if not tries:
             return taken_apart(body())
@@ -72,3 +75,9 @@ class Recordings:
         if recorded is not None:
             self._known[key] = recorded, shells
         return tensors, shells
+
+
+def on_one_gpu(inputs: Sequence[Tensor | None]) -> bool:
+    """Whether all of them lie on the current GPU."""
+    current = torch.cuda.current_device()
+    return all(t is None or (t.is_cuda and t.device.index == current) for t in inputs)

@@ -36,7 +36,7 @@ def forward_method(method: Callable) -> Any:
 
 
 def backward_method(method: Callable) -> Any:
-    """Decorates its backward likewise, of which no gradient can be taken."""
+    """Decorates its backward likewise. A gradient of its gradients is refused, as once_differentiable does it."""
     refusing = once_differentiable(without_amp(method))
 
     @wraps(method)
@@ -50,15 +50,15 @@ def backward_method(method: Callable) -> Any:
 _aliases: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 Item = QTensor | Tensor | None
-# Of each item what it has beside tensors: None of None, () of a Tensor; of a QTensor its format, shape and dtype, and
-# which of its tensors it has.
+# For each item what is left of it without its tensors. None: nothing, for the item is None. (): nothing, for it is one
+# Tensor. Of a QTensor: (format, shape, dtype, which of its five tensors are there).
 Shells = list[Any]
 
 
 def taken_apart(items: Iterable[Item]) -> tuple[list[Tensor], Shells]:
-    """The tensors of `items`, to be kept for backward, and what placed_items() makes of them the items again.
+    """(the tensors of `items` in one list, a shell for each item). placed_items() puts the items together again.
 
-    Memory that belongs to a userbuffer is refused: peers write there."""
+    RuntimeError for memory that belongs to a userbuffer: it cannot be kept for backward, for peers write there."""
     tensors: list[Tensor] = []
     shells: Shells = []
     for item in items:
@@ -83,8 +83,10 @@ def taken_apart(items: Iterable[Item]) -> tuple[list[Tensor], Shells]:
 
 
 def placed_items(shells: Shells, saved: Iterable[Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """The items of taken_apart() and their tensors, which saved-tensor hooks may have put anywhere: data and scales of
-    QTensors are where cuBLAS can read them."""
+    """(the items that taken_apart() took apart, their tensors). saved: the tensors as autograd gives them back.
+
+    Saved-tensor hooks may have put them anywhere. Data and scales of QTensors are copied where cuBLAS cannot read them.
+    """
     tensors, at, items = list(saved), 0, list[Any]()
     for shell in shells:
         if not shell:
@@ -115,8 +117,11 @@ def without_copy(call: Any, tensors: list[Tensor]) -> tuple[list[Tensor], list[i
 
 
 def check_parts(call: Any, needs: Iterable[bool]) -> None:
-    """Autograd checks versions of what it saved; a joined weight has one of its own, whatever is written to its
-    parts. Before anything is read of what was saved."""
+    """RuntimeError where a part of a split weight was written to since forward. needs: whether dx, whether dw.
+
+    Autograd checks the versions of what it saved. But a joined weight has a version of its own, which does not change
+    when its parts are written to. To be called before anything that was saved is read.
+    """
     if any(needs) and tuple([part._version for part in call.parts]) != call.versions:
         raise RuntimeError(
             "a split weight was written to between forward and backward, which still needed it; run backward before "

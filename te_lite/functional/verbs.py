@@ -90,16 +90,17 @@ class GatherLinears(torch.autograd.Function):
             tensors, ctx.shells = taken_apart((*kept, *params[:n]))
             ctx.save_for_backward(*tensors)
             ctx.call, ctx.needs, ctx.x_shape = call, (need_x, *need_ws), x.shape
+            ctx.sums_in = linear.sum_dtypes(call, *params[n:])
         return tuple([as_output(y, x.shape, None, plans[0]) for y in ys])
 
     @backward_method
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        call, (need_x, *need_ws), n = ctx.call, ctx.needs, len(dys)
+        call, (need_x, *need_ws), sums_in, n = ctx.call, ctx.needs, ctx.sums_in, len(dys)
         saved, _ = placed_items(ctx.shells, ctx.saved_tensors)
         terms, wgrads, dbs, firsts = list[Any](), list[Any](), list[Tensor | None](), [None, None]
         for i, plan in enumerate(call.plans):
             w, weight, param = saved[2 * i + 1], saved[2 * n + i], call.weights[i]
-            needs = need_x, need_ws[i], ctx.needs_input_grad[2 + n + i]
+            needs = need_x, need_ws[i], sums_in[i]
             grad: Any = linear.quantize_grad(plan, dys[i], param.shape[1], needs)
             dgrad, wgrad, db = linear.linear_backward(plan, (None, w), weight, param, grad, needs)
             terms.append((dgrad, grad[0]))

@@ -96,7 +96,4 @@ def _build_plan(
     parallel = parallel_linear(tp, exchanges)
     sink, once = module._sinks[index], before is not None and one_read(before, operands, tp)
     recompute = before is not None and module._recomputes[once and bool(operands.fprop.a.format.label)]
-    biases = [getattr(module, name) for name in module._linear_names()[index][1]] if module.use_bias else []
-    bias_dtype = biases[0].dtype if biases else torch.float32
-    keep = module.save_original_input
-    return LinearPlan(operands, parallel, sink, dtype, keep, info, recompute, once, bias_dtype=bias_dtype)
+    return LinearPlan(operands, parallel, sink, dtype, module.save_original_input, info, recompute, once)

@@ -86,7 +86,7 @@ def _allocate(
     if col:
         col_data = empty(m, n, dtype=E4M3) if flat else empty(n, padded_rows(m), dtype=E4M3)
         col_scale = squares(nb, mb) if square else empty(mb, n)
-    sums = None if bias_grad is None else empty(n, dtype=bias_grad)
+    sums = empty(n, dtype=bias_grad) if bias_grad else None
     return Blocks(row_data, row_scale, col_data, col_scale, sums)
 
 

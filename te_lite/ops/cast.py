@@ -105,7 +105,7 @@ def transform(
         x.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None,
         None if scale is None and amax is None else new_scalar(x),
         None if amax is None else new_scalar(x),
-        None if bias_grad is None else x.new_empty((n,), dtype=bias_grad),
+        x.new_empty((n,), dtype=bias_grad) if bias_grad else None,
         act,
         None if act_scale is None else new_scalar(x),
     )

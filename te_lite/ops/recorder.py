@@ -67,8 +67,8 @@ class Recorded:
     ) -> None:  # fmt: skip
         self._sequence, self.device, self._fetches, self._results = sequence, device, fetches, results
         allocations = [*made, (torch.Size((block,)), torch.uint8)] if block else made
-        # Of one element each: empty_like() of them takes half the time of empty().
-        self._made = [torch.empty((), dtype=dtype, device=device).expand(shape) for shape, dtype in allocations]
+        # Of at most one element in memory: empty_like() of them takes half the time of empty().
+        self._made = [_like(shape, dtype, device) for shape, dtype in allocations]
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         """The body's results for inputs of the same shapes, dtypes and addresses modulo 256."""
@@ -231,6 +231,12 @@ class Recorder(TorchDispatchMode):
                 self.refuse("a result is another view of what was given")
             found.append((slot[0], None if same else _view(t, given)))
         return kept, found
+
+
+def _like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of which empty_like() has the strides of empty(shape): keys of recordings hold them. It keeps those of dense
+    tensors, of one element or none, and would take zeros from them."""
+    return torch.empty(shape if shape.numel() < 2 else (), dtype=dtype, device=device).expand(shape)
 
 
 MOST_SLOTS = 128  # of _C.Sequence

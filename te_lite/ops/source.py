@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 
 WORDS = Form("words")
-SumDtype = torch.dtype | None  # of the column sums that a cast gives beside; None: they are not wanted
+SumDtype = torch.dtype | None  # of the column sums that a cast gives beside; None (or False): they are not wanted
 
 
 class Source(NamedTuple):

@@ -57,7 +57,7 @@ class Identity(Quantizer):
         data: Any
         if source.kind == "plain":
             data = source.x.to(self.target)
-            sums = None if bias_grad is None else transform(source, bias_grad=bias_grad).bias_grad
+            sums = transform(source, bias_grad=bias_grad).bias_grad if bias_grad else None
         else:
             result = transform(source, hp_dtype=self.target, bias_grad=bias_grad)
             data, sums = result.hp, result.bias_grad

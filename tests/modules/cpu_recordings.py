@@ -1,0 +1,133 @@
+"""Recordings without a GPU: a stand-in for ops/recorder.py that repeats the ops which a body ran, for other tensors.
+
+Whatever a body takes from elsewhere than its inputs, what it allocates and fetch() stays as it was in the run that was
+seen, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from te_lite.functional import recordings
+from te_lite.modules import base
+from te_lite.ops import recorder
+
+
+def _place(t: Tensor) -> tuple:
+    """By which one tensor is known from another as long as both live."""
+    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+
+
+class Replayed:
+    """As Recorded. steps: (function, arguments with the slots of tensors in their place); results: slots."""
+
+    device = torch.device("cpu")
+    runs = 0
+
+    def __init__(self, steps: list[tuple[Any, Any, Any]], results: list[Any]) -> None:
+        self.steps, self.results = steps, results
+
+    def run(self, inputs: Any) -> list[Tensor]:
+        self.runs += 1
+        slots = list(inputs)
+        for func, args, kwargs in self.steps:
+            args, kwargs = tree_map_only(Slot, partial(Slot.of, slots=slots), (args, kwargs))
+            out = func(*args, **kwargs)
+            slots += [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        return [slot.of(slots) for slot in self.results]
+
+
+class Known(dict):
+    """As Recordings keeps them, but wherever tensors lie: on the CPU addresses differ modulo 256."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self._of(key), default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(self._of(key), value)
+
+    def _of(self, key: Any) -> Any:
+        *rest, tensors = key
+        return *rest, tuple(t and t[:-1] for t in tensors)
+
+
+class Slot:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def of(self, slots: list[Any]) -> Any:
+        return slots[self.index]
+
+
+class OpRecorder(TorchDispatchMode):
+    """As Recorder."""
+
+    def __init__(self, inputs: Any) -> None:
+        super().__init__()
+        self.foreign = False  # something computes with a tensor that it was not given
+        self.steps: list[tuple[Any, Any, Any]] = []
+        self.slots: list[Any] = list(inputs)  # held, so that no place comes twice
+        self.known = {_place(t): i for i, t in reversed(list(enumerate(self.slots))) if t is not None}
+
+    def run(self, body: Any) -> Any:
+        recorder.OPEN.recorder = self  # type: ignore[assignment]
+        try:
+            with self:
+                return body()
+        finally:
+            recorder.OPEN.recorder = None
+
+    def _add(self, *tensors: Tensor | None) -> None:
+        for t in tensors:
+            if t is not None:
+                self.known[_place(t)] = len(self.slots)
+            self.slots.append(t)
+
+    def _slot(self, t: Tensor) -> Any:
+        """The tensor itself where it is of nobody's giving or making."""
+        index = self.known.get(_place(t))
+        return t if index is None else Slot(index)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = tree_map_only(Tensor, self._slot, (args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(t, Tensor) for t in tree_flatten(given)[0]):
+            self.foreign = self.foreign or not recorder._is_view(func)
+            return out
+        self.steps.append((func, *given))
+        self._add(*[t for t in tree_flatten(out)[0] if isinstance(t, Tensor)])
+        return out
+
+    def fetched(self, fetch: Any, tensors: tuple[Tensor | None, ...]) -> None:
+        self.steps.append((lambda: [t for t in fetch() if t is not None], (), {}))
+        self._add(*[t for t in tensors if t is not None])
+
+    def finish(self, results: list[Tensor]) -> Replayed | None:
+        slots = [self._slot(t) for t in results]
+        self.slots, self.known = [], {}
+        if self.foreign or any(isinstance(slot, Tensor) for slot in slots):
+            return None
+        return Replayed(self.steps, slots)
+
+
+def record_on_cpu(monkeypatch: Any) -> None:
+    """From now on modules record on the CPU too."""
+    build = base.build_plans
+
+    def build_recorded(*args: Any) -> Any:
+        plans = build(*args)
+        if all(plan.recordable for plan in plans):
+            plans[0].recordings = recordings.Recordings(max(weight.numel() for weight in args[3]))
+            plans[0].recordings._known = Known()
+        return plans
+
+    monkeypatch.setattr(base, "build_plans", build_recorded)
+    monkeypatch.setattr(recordings, "Recorder", OpRecorder)
+    monkeypatch.setattr(recordings, "on_one_gpu", lambda inputs: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
