@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import random
+import sys
+from collections.abc import Iterator
 
 # Before torch is imported, here and in the ranks that tests start: two cores are shared by several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,3 +57,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 def _seed() -> None:
     random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """Each test begins as in a process that has compiled nothing under delayed scaling, after which autocasts do more."""
+    yield
+    if (scales := sys.modules.get("te_lite.quantize.graph_scales")) is not None:
+        scales.active = False  # type: ignore[attr-defined]

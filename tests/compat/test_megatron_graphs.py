@@ -11,7 +11,6 @@ import te_lite as te
 from te_lite.compat.alias import contexts, graph
 from te_lite.compat.alias.names import NotThere
 from te_lite.modules.base import TeLiteModule
-from te_lite.quantize import graph_scales
 from te_lite.testing.distributed import launch
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.compat.graphing import DELAYED, K, draw, make, scales
@@ -32,10 +31,9 @@ def test_gpt(impl: str, ranks: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    """No pools of other tests, no compiled code that would ask for steps of its own."""
+def _alone():
+    """No pools of other tests."""
     manager.reset()
-    monkeypatch.setattr(graph_scales, "active", False)
 
 
 def trained(kind=LN_MLP) -> TeLiteModule:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import te_lite as te
-from te_lite.quantize import graph_scales
 from te_lite.testing.distributed import launch
 
 PACKAGE = os.path.dirname(te.__file__) + os.sep
@@ -21,12 +20,6 @@ MOST = {
 }
 # CPython 3.12 runs comprehensions in the frame around them, and counts fewer.
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the numbers are CPython 3.11's")
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has compiled nothing under delayed scaling, after which autocasts do more."""
-    monkeypatch.setattr(graph_scales, "active", False)
 
 
 def calls(run: Callable[[], object]) -> int:
