@@ -61,7 +61,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
-    """Each test begins as in a process that has compiled nothing under delayed scaling, after which autocasts do more."""
+    """Each test begins as in a process that has compiled nothing under delayed scaling: then autocasts do more."""
     yield
     if (scales := sys.modules.get("te_lite.quantize.graph_scales")) is not None:
         scales.active = False  # type: ignore[attr-defined]

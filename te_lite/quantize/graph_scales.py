@@ -78,10 +78,12 @@ class GraphScales:
         pools, before, states = user.one_pass.pools, self.user, self.states
         mine = before is not None and before.one_pass.pools is pools
         same = mine and before.recipe == user.recipe and before.group is user.group and states.holds(self.states_now)
-        if not same:
+        self.compiled = self.compiled or using
+        if same:
+            self.ready = True
+        else:
             asked = [(user.recipe, user.group, self.device, pools, direction) for direction in states.sizes]
             fits = all([states.fits(*given) for given in asked])
-            self.compiled = self.compiled or using
             self.ready = using or fits or (mine and self.compiled and not states.fixed())
             if not self.ready:
                 return False
