@@ -16,6 +16,7 @@ from te_lite.functional.parallel import Unsplit
 from te_lite.functional.recordings import WANTED, Recordings
 from te_lite.ops.nvtx import ENABLED, ranged
 from te_lite.ops.transpose import PAD
+from te_lite.overlap.alone import Beside
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
@@ -124,14 +125,17 @@ class LinearPlan:
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     recompute: the input had better be computed and quantized again than kept, where what it is computed from is kept.
-    one_read: see one_read(). compiled: in a graph of torch.compile, which serves any number of tokens.
+    recompute_apart: also where a read of its own is needed for that. one_read: see one_read().
+    beside: what of fprop's and dgrad's product a kernel computes where no tokens are gathered; None: nothing.
+    compiled: in a graph of torch.compile, which serves any number of tokens.
     bias_dtype: of the bias' gradient. info: for the report, None where it shows no row. The rest follows from these.
     """
 
     def __init__(
         self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
         keep_original: bool = False, info: PlanInfo | None = None, recompute: bool = False, one_read: bool = False,
-        compiled: bool = False, bias_dtype: torch.dtype = torch.float32,
+        compiled: bool = False, bias_dtype: torch.dtype = torch.float32, recompute_apart: bool = False,
+        beside: tuple[Beside, Beside] | None = None,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
         self.bias_dtype = bias_dtype
@@ -151,6 +155,8 @@ class LinearPlan:
         self.x_in_bytes = _is_bytes(wgrad.b.format) and not keep_original
         self.w_in_bytes = self.w_is_dgrads and _is_bytes(fprop.b.format)
         self.recomputes_x = recompute and not sink.late  # wgrad after backward would need h until then
+        self.recomputes_apart = recompute_apart and not sink.late
+        self._beside = beside
         # fprop's quantized x leaves all that backward needs to quantize x again for wgrad.
         self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
         # Of the module's bodies, where their launches follow from shapes: of its first linear's plan, see record().
@@ -162,6 +168,14 @@ class LinearPlan:
         gemms = self.operands.fprop, self.operands.dgrad, self.operands.wgrad
         own = all(vars(type(q)).get("recordable") for gemm in gemms for q in (gemm.a, gemm.b))
         return WANTED and not ENABLED and own and type(self.parallel) is Unsplit and not self.sink.late
+
+    def from_gemm(self, want: str, rows: int, weight: torch.Size, grad: bool = False) -> str:
+        """`want` of fprop's product of x[rows, K], or with grad of dgrad's of dy[rows, N], where a GEMM is to be asked
+        for it; else "". weight: (N, K). Where tokens are gathered the exchange knows what it makes of it."""
+        if not want or (self.gathers_dy if grad else self.gathers_x):
+            return want
+        n, k = reversed(weight) if grad else weight
+        return "" if self._beside is None else self._beside[grad](want, rows, n, k)
 
     def bytes_saved(self, tokens: int, features: int) -> int:
         """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""

@@ -15,6 +15,7 @@ from te_lite.functional.plan import LinearPlan, PlanInfo, one_read
 from te_lite.functional.recordings import Recordings
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
+from te_lite.overlap.alone import beside
 from te_lite.overlap.userbuffers import exchanges_for
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.quantizer import GemmOperands, Site, observer, operands_for
@@ -98,5 +99,7 @@ def _build_plan(
     recompute = before is not None and module._recomputes[once and bool(operands.fprop.a.format.label)]
     biases = [getattr(module, name) for name in module._linear_names()[index][1]] if module.use_bias else []
     bias_dtype = biases[0].dtype if biases else torch.float32
-    keep = module.save_original_input
-    return LinearPlan(operands, parallel, sink, dtype, keep, info, recompute, once, bias_dtype=bias_dtype)
+    return LinearPlan(
+        operands, parallel, sink, dtype, module.save_original_input, info, recompute, once, bias_dtype=bias_dtype,
+        recompute_apart=module._recomputes[0], beside=beside(operands, dtype, device),
+    )  # fmt: skip

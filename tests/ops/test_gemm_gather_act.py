@@ -18,6 +18,8 @@ GATED = [
     Case(2, 1104, 400, 1056, E4M3, scale="tensor"),
     Case(3, 512, 1040, 2080, E4M3, scale="row", bias=FP32),
     Case(4, 640, 64, 4096, turned=True),
+    Case(1, 1104, 400, 1056, E4M3, scale="tensor"),  # one rank: overlap/alone.py
+    Case(1, 1003, 264, 1056, bias=BF16),
 ]
 
 
@@ -65,6 +67,8 @@ GRADS = [
     Case(4, 640, 640, 4096, E4M3, scale="shard"),
     Case(4, 640, 128, 4096, E4M3, scale="tensor", out=FP16),  # one step a tile
     Case(2, 640, 64, 1024, turned=True),
+    Case(1, 1104, 400, 1088, E5M2, E4M3, scale="tensor"),
+    Case(1, 1003, 264, 1088, turned=True),
 ]
 
 
