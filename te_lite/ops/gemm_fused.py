@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 @cache
 def unavailable(device: torch.device) -> str:
     """Why the kernels cannot run on a device, or ""."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors may say that they are a GPU's
         return "fused kernels need a GPU"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "fused kernels are written for compute capability 9.0"
