@@ -57,6 +57,7 @@ LIMITS_S |= {
     "peers": 170.0,
     "llama": 240.0,
     "graphs": 170.0,
+    "alone": 170.0,
     "host": 90.0,
 }
 BESIDE_TESTS = ("ranks", "training", "matrix", "matrix_tp2", "random", "memcheck", "demo")
@@ -231,6 +232,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "peers": lambda args: peer_stage("peers", "transformer_engine", args),
     "llama": lambda args: peer_stage("llama", "transformers", args),
     "graphs": lambda args: benchmark_stage("graphs", args),
+    "alone": lambda args: benchmark_stage("alone", args),
     "host": lambda args: benchmark_stage("host", args),
     # What per-shard scales cost and save against an all-reduce of the amax.
     "per_shard": lambda args: ranks_stage(

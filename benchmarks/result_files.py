@@ -26,6 +26,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "gemms": ("m", "k", "n", "gemm"),
     "recipes": ("recipe",),
     "graphs": ("shape", "module", "recipe"),
+    "alone": ("shape", "recipe", "what", "candidate"),
     "host": ("shape", "module", "recipe"),
     "per_shard": ("tp", "recipe"),
     "layer_gain": ("tokens", "in_features", "out_features", "recipe"),
@@ -37,8 +38,8 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "grouped_kernels": ("split", "what", "candidate"),
     "llama": ("library", "recipe", "compiled"),
 }
-# gpu_check.py runs them only where --stages names them: two need other libraries, one its time.
-BY_NAME = ("peers", "llama", "graphs")
+# gpu_check.py runs them only where --stages names them: two need other libraries, two their time.
+BY_NAME = ("peers", "llama", "graphs", "alone")
 Key = tuple[object, ...]
 _TREE_SKIPPED = {"__pycache__", "build"}
 _TREE_SKIPPED_SUFFIXES = (".pyc", ".so", ".o", ".egg-info")
