@@ -32,7 +32,7 @@ class Span(NamedTuple):
 # gradient. Empty: no GPU has measured it yet. benchmarks/alone.py does, and prints these lines.
 FASTER: Mapping[tuple[str, bool], Span] = {}
 ANYWHERE = {(want, grad): Span() for want in ("high precision", "amax", "fp8") for grad in (False, True)}
-_BY_WORD = {"": FASTER, "0": {}, "1": ANYWHERE}
+_BY_WORD: dict[str, Mapping[tuple[str, bool], Span]] = {"": FASTER, "0": {}, "1": ANYWHERE}
 
 
 class Beside:
@@ -56,11 +56,13 @@ def beside(operands: GemmOperands, dtype: torch.dtype, device: torch.device) -> 
     word = os.environ.get("TE_LITE_EPILOGUES", "")
     if word not in _BY_WORD:
         raise ValueError(f"TE_LITE_EPILOGUES={word!r}: must be 0 or 1; leave it out for what measured faster")
-    spans = {} if dtype == torch.float32 or unavailable(device) else _BY_WORD[word]
+    spans = _BY_WORD[word]
+    if spans and (dtype == torch.float32 or unavailable(device)):
+        spans = {}
     return Beside(spans, operands.fprop, False), Beside(spans, operands.dgrad, True)
 
 
-# By device and stream, for launches of one stream do not overlap: what _words() gives.
+# What _words() gives, by device and stream: of one stream a launch touches its words when the one before has ended.
 _WORDS: dict[tuple[int, int], Tensor] = {}
 
 

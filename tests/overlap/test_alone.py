@@ -151,6 +151,20 @@ def test_where_it_measured_faster():
     assert split("amax", 64, 64, 64) == "" and fast("amax", 64, 64, 64) == "amax"
 
 
+WORK = 32 * K * FFN  # M * N * K of fc2's dgrad of 32 tokens; fc1's fprop has twice as much
+
+
+@pytest.mark.parametrize("least, deepest, asked", [
+    (WORK, K, [False, True]), (WORK + 1, K, [False]), (2 * WORK + 1, K, []), (1, K - 1, []),
+])  # fmt: skip
+def test_a_module_asks_by_its_products(least, deepest, asked, monkeypatch):
+    force(monkeypatch, "")
+    monkeypatch.setitem(alone._BY_WORD, "", {("amax", grad): Span(least, deepest) for grad in (False, True)})
+    launches = Launches(monkeypatch)
+    step(build(PLAIN, K, ffn=FFN, parameters=parameters()), tokens(32), tokens(32, seed=3), "current")
+    assert launches.wants == [("amax", grad) for grad in asked]
+
+
 def test_it_is_off_under_torch_compile(monkeypatch):
     force(monkeypatch)
     launches = Launches(monkeypatch)
