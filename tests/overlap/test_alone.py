@@ -179,6 +179,7 @@ def test_tensors_without_data_reach_no_kernel(monkeypatch):
     """Fake ones say that they lie on a GPU."""
     force(monkeypatch)
     launches = Launches(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with FakeTensorMode(), torch.no_grad():
         made = te.LayerNormMLP(K, FFN, activation="swiglu", bias=False, params_dtype=torch.bfloat16, device="cuda:0")
         assert made(torch.empty(32, K, dtype=torch.bfloat16, device="cuda:0")).shape == (32, K)
