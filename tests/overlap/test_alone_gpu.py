@@ -48,6 +48,7 @@ def test_fp16_matches_oracle(recipe, launches):
     assert launches.wants == BOTH[recipe]
 
 
+@torch.enable_grad()
 def modules(n, recipe):
     """n modules with weights of their own, that have run."""
     made = []
