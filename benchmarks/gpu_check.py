@@ -58,6 +58,7 @@ LIMITS_S |= {
     "llama": 400.0,
     "megatron": 500.0,
     "graphs": 170.0,
+    "alone": 170.0,
     "host": 90.0,
     "grouped": 300.0,
 }
@@ -234,6 +235,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "llama": lambda args: peer_stage("llama", "transformers", args),
     "megatron": lambda args: peer_stage("megatron", "megatron", args, "megatron_gpt"),
     "graphs": lambda args: benchmark_stage("graphs", args),
+    "alone": lambda args: benchmark_stage("alone", args),
     "host": lambda args: benchmark_stage("host", args),
     "grouped": lambda args: benchmark_stage("grouped", args),
     # What per-shard scales cost and save against an all-reduce of the amax.

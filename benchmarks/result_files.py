@@ -26,6 +26,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "gemms": ("m", "k", "n", "gemm"),
     "recipes": ("recipe",),
     "graphs": ("shape", "module", "recipe"),
+    "alone": ("shape", "recipe", "what", "candidate"),
     "host": ("shape", "module", "recipe"),
     "per_shard": ("tp", "recipe"),
     "layer_gain": ("tokens", "in_features", "out_features", "recipe"),
@@ -38,8 +39,8 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "llama": ("library", "recipe", "compiled"),
     "megatron": ("candidate", "recipe"),
 }
-# gpu_check.py runs them only where --stages names them: three need other libraries, two their time.
-BY_NAME = ("peers", "llama", "megatron", "graphs", "grouped")
+# gpu_check.py runs them only where --stages names them: three need other libraries, three their time.
+BY_NAME = ("peers", "llama", "megatron", "graphs", "grouped", "alone")
 Key = tuple[object, ...]
 _TREE_SKIPPED = {"__pycache__", "build"}
 _TREE_SKIPPED_SUFFIXES = (".pyc", ".so", ".o", ".egg-info")

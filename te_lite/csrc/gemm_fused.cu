@@ -3,7 +3,7 @@
 //   A_TYPE, B_TYPE  bf16, f16, e4m3 or e5m2      SCALES   0 none, 1 one a rank and one, 2 one a row of a and of b
 //   OUT_TYPE        bf16 or f16                  COLUMNS  of a tile: 128, 256; with GATHER
 //                                                         192 and, not with B_T, 224
-//   RANKS                                        B_T      1: b lies as [k, n], for 16-bit types
+//   RANKS           of a gather also 1           B_T      1: b lies as [k, n], for 16-bit types
 //   GATHER          1: all-gather, 0: reduce-scatter      NARROW   1: partials travel in fp8, see gemm_slots.h
 //   RESIDUAL        1: of a reduce-scatter's sum, as if it were one more slot, the last; not with NARROW
 //   SPLIT           1: fp8 products are summed in fp32 registers every 512 elements of K; with 128 COLUMNS

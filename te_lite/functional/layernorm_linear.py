@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_lite.functional.layer import Backward, Call, as_output
 from te_lite.functional.linear import Needs, linear_backward, linear_forward, quantize_grad, sum_dtypes
-from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source, norm_wanted
+from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 
 
 class NormLinearLayer:
@@ -21,7 +21,8 @@ class NormLinearLayer:
     def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> Needs:
         """Of the norm, the weight and the bias."""
         gamma, beta, weight, bias, _ = params
-        return norm_wanted(call, x, gamma, beta), call.grad and weight.requires_grad, sum_dtypes(call, bias)[0]
+        need_ln = call.grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
+        return need_ln, call.grad and weight.requires_grad, sum_dtypes(call, bias)[0]
 
     def forward(self, call: Call, needs: Needs, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         (plan,), (cached,), (need_ln, need_w, _) = call.plans, call.cached, needs

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from te_lite.functional.layer import Backward, Call, as_output
 from te_lite.functional.linear import Needs, linear_backward, linear_forward, quantize_grad, sum_dtypes
-from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source, norm_wanted
+from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
 from te_lite.functional.plan import LinearPlan
 from te_lite.ops.activation import Activation
 from te_lite.ops.nvtx import ranged
@@ -27,12 +27,25 @@ def _grad_and_again(plan: LinearPlan, dh: Source, needs: Needs, a: QTensor) -> A
     return (q, q, sums), a
 
 
+class Course(NamedTuple):
+    """Where activation(h) and h's gradient are computed.
+
+    want, grad: what fc1's fprop is to leave of a = activation(h), and fc2's dgrad of the gradient, as Epilogue.want.
+    a_again: a is not kept, backward computes it again; one_read: in the pass that computes the gradient.
+    """
+
+    want: str
+    grad: str
+    a_again: bool
+    one_read: bool
+
+
 class MLPLayer:
     """h = norm(x) @ w1^T + b1;  y = activation(h) @ w2^T + b2 + residual; also norm(x) itself where the spec says so.
 
     Kept for backward: x and the norm's statistics, norm(x) as fc1's GEMM read it, h, a = activation(h) as fc2's GEMM
-    read it; or just a's seed, where backward computes a again from h: before fc2's GEMMs, or where plan.one_read
-    between them, as it computes the gradient of h. That is never written in high precision under fp8: it is quantized
+    read it; or just a's seed, where backward computes a again from h: before fc2's GEMMs, or between them in the one
+    read that gives the gradient of h (see _course). That is never written in high precision under fp8: it is quantized
     as it is computed.
     """
 
@@ -43,21 +56,45 @@ class MLPLayer:
         """Of the norm, w1, h and w2; of b1 and b2."""
         gamma, beta, w1, b1, w2, b2, _ = params
         sums1, sums2 = sum_dtypes(call, b1, b2)
-        need_ln, need_w1 = norm_wanted(call, x, gamma, beta), call.grad and w1.requires_grad
+        need_ln = call.grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
+        need_w1 = call.grad and w1.requires_grad
         need_h = need_ln or need_w1 or sums1 is not None
         return need_ln, need_w1, need_h, call.grad and w2.requires_grad, sums1, sums2
+
+    def _course(self, call: Call, needs: Any, tokens: int) -> Course:
+        """The same in forward and backward. tokens: rows of h on this rank."""
+        (plan1, plan2), (need_ln, need_w1, need_h, need_w2, sums1, _) = call.plans, needs
+        a_again = need_h and need_w2 and plan2.recomputes_x
+        one_read = a_again and plan2.one_read and (need_ln or need_w1)
+        fused = self.activation.fused
+        want = plan2.x_from_gemm if fused and plan1.makes[0] else ""
+        grad = plan1.dy_from_gemm if fused and plan2.makes[1] and need_h else ""
+        if want == "fp8" and not need_w2:
+            want = ""  # it comes in both layouts
+        if sums1 is not None or (grad == "fp8" and not (need_ln and need_w1)):
+            grad = ""  # a bias' gradient sums that of h over tokens, which no GEMM does
+        if want and not plan1.gathers_x:
+            want = plan1.from_gemm(want, tokens, call.weights[0])
+        if grad and not plan2.gathers_dy:
+            grad = plan2.from_gemm(grad, tokens, call.weights[1], grad=True)
+        if one_read and grad != "amax" and (grad or (want == "fp8" and not plan2.recomputes_apart)):
+            # No pass reads h, so a would cost a read of its own; or a comes by column as well, so it is kept.
+            a_again, one_read = plan2.recomputes_apart, False
+        if want == "fp8" and a_again and not plan1.gathers_x:
+            want = ""  # the columns would be for nobody
+        return Course(want, grad, a_again, one_read)
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         (plan1, plan2), (need_ln, need_w1, need_h, need_w2, *_) = call.plans, needs
         (gamma, beta, w1, b1, w2, b2, residual), spec, activation = params, self.spec, self.activation
-        a_again = need_h and need_w2 and plan2.recomputes_x
         operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
-        want = plan2.x_from_gemm if activation.fused else ""
-        epilogue = Activate(plan2.operands.fprop.a, activation, want if need_w2 or want != "fp8" else "")
         tokens, width = x.numel() // x.shape[-1], w2.shape[1]
+        gathered = tokens * plan1.tp.size if plan1.gathers_x else tokens
+        want, _, a_again, _ = self._course(call, needs, gathered)
+        epilogue = Activate(plan2.operands.fprop.a, activation, want)
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
         if need_w2 and not a_again:
-            saved += plan2.bytes_saved(tokens * plan1.tp.size if plan1.gathers_x else tokens, width)
+            saved += plan2.bytes_saved(gathered, width)
         keeps_w1 = need_ln and plan1.keeps_weight(saved, w1, call.cached[0])
         keeps_w2 = need_h and plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1])
         (h, a), kept1 = linear_forward(
@@ -79,12 +116,9 @@ class MLPLayer:
         kept.clear()
         needs1 = need_ln, need_w1, sums1
         activate_grad = norm_grad = dx = dw1 = db1 = None
-        a_again = need_h and need_w2 and plan2.recomputes_x
-        one_read = a_again and plan2.one_read and (need_ln or need_w1)
+        a_again = one_read = False
         if need_h:
-            want = plan1.dy_from_gemm if activation.fused and not one_read else ""
-            if needs1[2] or (want == "fp8" and not (need_ln and need_w1)):
-                want = ""  # a bias' gradient sums that of h over tokens, which no GEMM does; fp8 comes in both layouts
+            _, want, a_again, one_read = self._course(call, back.needs, h.shape[0])
             activate_grad = ActivateGrad(plan1.operands.dgrad.a, activation, want, h)
         grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, sums2))
         if a_again and not one_read:

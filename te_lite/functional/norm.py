@@ -68,11 +68,6 @@ def norm_source(
     return operand, written, (flat, mean, rstd, gamma), out
 
 
-def norm_wanted(call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None) -> bool:
-    """Whether the norm will have a backward."""
-    return call.grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
-
-
 def norm_output(spec: NormSpec, call: Call, y: Tensor) -> Tensor:
     """What the caller gets of norm_source's y; to be called last, for a gathered y is large."""
     return all_gather(y, call.plans[0].tp.group) if spec.gathered else y

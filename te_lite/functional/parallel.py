@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from te_lite.overlap.alone import multiply
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.userbuffers import Exchanges
@@ -44,11 +45,13 @@ class Unsplit:
     def forward(self, gemm: Gemm, x: QTensor) -> Any:
         """gemm(x) of all ranks, this rank's part."""
         self.rows = x.shape[0]
-        return gemm(x)
+        return gemm(x) if gemm.epilogue is None or not gemm.epilogue.want else multiply(gemm, x)
 
     def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
         """See the module."""
-        dx = None if dgrad is None else dgrad(dy)
+        dx = None
+        if dgrad is not None:
+            dx = dgrad(dy) if dgrad.epilogue is None or not dgrad.epilogue.want else multiply(dgrad, dy)
         return dx, None if wgrad is None else wgrad(dy_wgrad, x)
 
     def gathers_columns(self, format: TensorFormat, rows: int, width: int, columns: int) -> bool:

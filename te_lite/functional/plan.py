@@ -17,6 +17,7 @@ from te_lite.functional.parallel import Unsplit
 from te_lite.functional.recordings import WANTED, Recordings
 from te_lite.ops.nvtx import ENABLED, ranged
 from te_lite.ops.transpose import PAD
+from te_lite.overlap.alone import Beside
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
@@ -148,14 +149,16 @@ class LinearPlan:
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     recompute: the input had better be computed and quantized again than kept, where what it is computed from is kept.
-    one_read: see one_read(). compiled: in a graph of torch.compile, which serves any number of tokens.
+    recompute_apart: also where a read of its own is needed for that. one_read: see one_read().
+    beside: what of fprop's and dgrad's product a kernel computes where no tokens are gathered; None: nothing.
+    compiled: in a graph of torch.compile, which serves any number of tokens.
     info: for the report, None where it shows no row. The rest follows from these.
     """
 
     def __init__(
         self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
         keep_original: bool = False, info: PlanInfo | None = None, recompute: bool = False, one_read: bool = False,
-        compiled: bool = False,
+        compiled: bool = False, recompute_apart: bool = False, beside: tuple[Beside, Beside] | None = None,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
         self.keep_original, self.info, self.one_read, self.compiled = keep_original, info, one_read, compiled
@@ -174,6 +177,12 @@ class LinearPlan:
         self.x_in_bytes = _is_bytes(wgrad.b.format) and not keep_original
         self.w_in_bytes = self.w_is_dgrads and _is_bytes(fprop.b.format)
         self.recomputes_x = recompute and not sink.late  # wgrad after backward would need h until then
+        self.recomputes_apart = recompute_apart and not sink.late
+        self._beside = beside
+        # Whether a kernel may leave something of fprop's and of dgrad's product for the next GEMM. Where tokens are
+        # gathered, the exchange knows.
+        fprop_makes, dgrad_makes = (bool(beside[0].spans), bool(beside[1].spans)) if beside else (False, False)
+        self.makes = self.gathers_x or fprop_makes, self.gathers_dy or dgrad_makes
         # fprop's quantized x leaves all that backward needs to quantize x again for wgrad.
         self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
         # Of the module's bodies, where their launches follow from shapes: of its first linear's plan, see record().
@@ -193,6 +202,12 @@ class LinearPlan:
         if self.sink.takes:
             return self.sink(Wgrad(fast_accum, dy, x), param)
         return matmul(dy, "col", x, "col", param.dtype, fast_accum=fast_accum)  # as Wgrad, in a call less
+
+    def from_gemm(self, want: str, rows: int, weight: Tensor, grad: bool = False) -> str:
+        """`want` of fprop's product of x[rows, K], or with grad of dgrad's of dy[rows, N], where a GEMM is to be asked
+        for it; else "". For a plan that `makes` something and gathers nothing. weight: [N, K]."""
+        n, k = reversed(weight.shape) if grad else weight.shape
+        return "" if self._beside is None else self._beside[grad](want, rows, n, k)
 
     def bytes_saved(self, tokens: int, features: int) -> int:
         """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""

@@ -15,6 +15,7 @@ from te_lite.functional.plan import LinearPlan, PlanInfo, one_read
 from te_lite.functional.recordings import Recordings
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
+from te_lite.overlap.alone import beside
 from te_lite.overlap.userbuffers import exchanges_for
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.quantizer import GemmOperands, Site, observer, operands_for
@@ -96,4 +97,7 @@ def _build_plan(
     parallel = parallel_linear(tp, exchanges)
     sink, once = module._sinks[index], before is not None and one_read(before, operands, tp)
     recompute = before is not None and module._recomputes[once and bool(operands.fprop.a.format.label)]
-    return LinearPlan(operands, parallel, sink, dtype, module.save_original_input, info, recompute, once)
+    return LinearPlan(
+        operands, parallel, sink, dtype, module.save_original_input, info, recompute, once,
+        recompute_apart=module._recomputes[0], beside=beside(operands, dtype, device),
+    )  # fmt: skip

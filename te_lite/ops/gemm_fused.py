@@ -23,6 +23,7 @@ from te_lite.ops.activation import Activation
 from te_lite.ops.flags import signed
 from te_lite.ops.flops import launched
 from te_lite.ops.gemm import FP8, check_fp8
+from te_lite.ops.recorder import OPEN
 
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
@@ -73,7 +74,7 @@ class Kind(NamedTuple):
 @cache
 def unavailable(device: torch.device) -> str:
     """Why the kernels cannot run on a device, or ""."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors may say that they are a GPU's
         return "fused kernels need a GPU"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "fused kernels are written for compute capability 9.0"
@@ -186,6 +187,8 @@ def launch(
 ) -> None:  # fmt: skip
     """a to act_t: of FusedMaps in csrc/gemm_fused.h, the last three by address."""
     launched(a, b)
+    if OPEN.recorder is not None:
+        OPEN.recorder.refuse("a fused GEMM runs")
     index = a.device.index
     _loaded(index, kind).launch(
         2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(),

@@ -10,6 +10,7 @@ address of a tensor is no reason for one, for it may differ by rank: it is copie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,15 +30,15 @@ from te_lite.overlap.epilogues import Activate, Operand
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.group import Group
 from te_lite.overlap.ring import Ring
-from te_lite.quantize.qtensor import Held, Layout, QTensor
+from te_lite.quantize.qtensor import Held, Layout, QTensor, TensorFormat
 
 
-def refusal(gemm: Gemm, a: QTensor, group: Group) -> str:
-    """Why the fused kernels do not take this product, or "". The same on every rank."""
+def product_refusal(gemm: Gemm, a: QTensor) -> str:
+    """Why the fused kernels do not multiply these operands, or ""."""
     data, other = a.operand("row")[0], gemm.b.operand(gemm.layout)[0]
     if not data.is_cuda:
         return "fused kernels need a GPU"
-    if not (a.format.scales_product and gemm.b.format.scales_product and a.format.multiplies(gemm.b.format)):
+    if not multiplied(a.format, gemm.b.format):
         return f"no fused kernel for {a.format.label or data.dtype}"
     if a.shape[0] % a.format.shard_multiple:
         return f"a rank's tokens are not a multiple of {a.format.shard_multiple}"
@@ -47,6 +48,18 @@ def refusal(gemm: Gemm, a: QTensor, group: Group) -> str:
         return "an operand of the fused kernel is transposed"
     if data.shape[1] * data.element_size() % ALIGNMENT or gemm.columns * gemm.dtype.itemsize % ALIGNMENT:
         return f"rows are not multiples of {ALIGNMENT} bytes"
+    return ""
+
+
+def multiplied(a: TensorFormat, b: TensorFormat) -> bool:
+    """Whether the fused kernels multiply operands of these formats."""
+    return a.scales_product and b.scales_product and a.multiplies(b)
+
+
+def refusal(gemm: Gemm, a: QTensor, group: Group) -> str:
+    """Why the fused kernels do not take this product over the ranks of a group, or "". The same on every rank."""
+    if why := product_refusal(gemm, a):
+        return why
     if group.size > MOST_FUSED_RANKS:
         return f"fused kernels take at most {MOST_FUSED_RANKS} ranks"
     return group.no_fused
@@ -76,13 +89,20 @@ def _narrow(buffer: Buffer, slot: int, shape: tuple[int, int], dtype: torch.dtyp
     return Narrow(memory.view(torch.float32).view(ranks, n // BLOCK, m), to, dtype)
 
 
-def _wanted(gemm: Gemm, own: Held) -> Wanted:
+def computes(gemm: Gemm, own: QTensor) -> bool:
+    """Whether the kernel of gathers computes gemm's epilogue. own: this rank's shard."""
+    epilogue, row = gemm.epilogue, own.row
+    if not isinstance(epilogue, Activate) or not epilogue.want or gemm.residual is not None or row is None:
+        return False
+    split = row.element_size() == 1 and not gemm.fast_accum
+    return not act_refusal(own.shape[0], gemm.columns, epilogue.want, epilogue.h is not None, split)
+
+
+def _wanted(gemm: Gemm, own: QTensor) -> Wanted:
     """What the kernel computes of the epilogue."""
-    epilogue, split = gemm.epilogue, own.row.element_size() == 1 and not gemm.fast_accum
-    if not isinstance(epilogue, Activate) or not epilogue.want or gemm.residual is not None:
+    if not computes(gemm, own):
         return NOTHING
-    if act_refusal(own.shape[0], gemm.columns, epilogue.want, epilogue.h is not None, split):
-        return NOTHING
+    epilogue: Any = gemm.epilogue  # an Activate
     if epilogue.want != "fp8":
         return Wanted(epilogue.want, placed(epilogue.h), activation=epilogue.activation)
     quantizer, scale, amax = epilogue.quantizer, epilogue.some_scale, None
@@ -103,6 +123,27 @@ def _operand(epilogue: Activate, dtype: torch.dtype, out: Any, v: Computed, scal
     return QTensor(format, (data.shape[0], data.shape[1]), dtype, data, inverse, v.data_t, inverse, scale)
 
 
+def run_gather(
+    gemm: Gemm, own: Held, parts: Sequence[Tensor], ready: Tensor, counters: Tensor, epoch: Tensor, delta: int,
+    abort: Tensor, rank: int,
+) -> Any:  # fmt: skip
+    """gemm of all ranks' shards, with its epilogue. parts: of the gathered tensor as its format's wire has them; none
+    where there is one rank. The rest as of gemm_gather."""
+    own_scale, b_scale = _scales(own, gemm)
+    row, wanted = placed(own.row), _wanted(gemm, own)
+    a, *scales = parts or (row,)
+    scale = _flat(scales[0]) if scales else own_scale
+    out: Any
+    out, v = gemm_gather(
+        row, a, placed(gemm.b.operand(gemm.layout)[0]), ready, counters, epoch, delta, abort, rank, own_scale, scale,
+        b_scale, gemm.bias, gemm.dtype, gemm.fast_accum, wanted,
+    )  # fmt: skip
+    if not wanted.act:
+        return gemm.finish(out)
+    epilogue: Any = gemm.epilogue
+    return epilogue.given(out, _operand(epilogue, gemm.dtype, out, v, wanted.scale))
+
+
 class Fused(Ring):
     """count: blocks of a scatter's rows, each with a flag of its own; 0: by rule."""
 
@@ -117,22 +158,9 @@ class Fused(Ring):
     def all_gather_gemm(self, gemm: Gemm, gathering: Any) -> Any:
         """Each tile once the shard that it reads has arrived. gathering: a Gather."""
         assert gathering.awaited
-        own = gathering.q
-        own_scale, b_scale = _scales(own, gemm)
-        a, *scales = gathering.parts()
-        scale = _flat(scales[0]) if scales else own_scale
-        b = placed(gemm.b.operand(gemm.layout)[0])
         ready, _, epoch, delta, abort, rank = _flags(gathering)
-        counters, wanted = gathering.buffer.counters[gathering.slot], _wanted(gemm, own)
-        out: Any
-        out, v = gemm_gather(
-            placed(own.row), a, b, ready, counters, epoch, delta, abort, rank, own_scale, scale, b_scale, gemm.bias,
-            gemm.dtype, gemm.fast_accum, wanted,
-        )  # fmt: skip
-        if not wanted.act:
-            return gemm.finish(out)
-        epilogue: Any = gemm.epilogue
-        return epilogue.given(out, _operand(epilogue, gemm.dtype, out, v, wanted.scale))
+        counters = gathering.buffer.counters[gathering.slot]
+        return run_gather(gemm, gathering.q, gathering.parts(), ready, counters, epoch, delta, abort, rank)
 
     def counts(self, gemm: Gemm, a: QTensor) -> tuple[int, ...]:
         """What `Auto` tries beside the rule: other numbers of blocks of a scatter's rows."""

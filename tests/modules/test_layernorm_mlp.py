@@ -15,6 +15,7 @@ from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal, assert_bound_bites, measure
 from tests import reference
 from tests.harness import FP8, RECIPES, Oracle, build, check, compare, step, under
+from tests.overlap.one_rank import force
 from tests.reference import ALL_ACTIVATIONS, GATED, LN_MLP, Spec
 
 # (normalization, zero_centered, bias): each value of each with each recipe, not every product.
@@ -230,6 +231,7 @@ def test_takes_the_activation_that_a_kernel_has_computed(recipe, monkeypatch):
         return epilogue.given(h, _by_a_kernel(epilogue, h))
 
     monkeypatch.setattr(Activate, "__call__", kernel)
+    force(monkeypatch)
     module = build(spec, 64, ffn=96, parameters=parameters)
     for expected in want:
         for name, got in step(module, x, dy, recipe).items():
@@ -249,6 +251,7 @@ def test_asks_no_gemm_for_what_none_makes(recipe, activation, trains, monkeypatc
         return unfused(epilogue, h)
 
     monkeypatch.setattr(Activate, "__call__", watched)
+    force(monkeypatch)
     module = build(Spec(LN_MLP, activation=activation), 64, ffn=96)
     with torch.set_grad_enabled(trains), under(recipe):
         module(_tokens(32, 64))

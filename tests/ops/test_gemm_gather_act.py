@@ -21,6 +21,7 @@ GATED = [
 ]
 
 
+SWIGLU = Activation.of("swiglu")
 FUSED = [one for one in map(Activation.of, ACTIVATIONS) if one.fused]
 FUSED.append(Activation.of("clamped_swiglu", {"limit": 1.1, "alpha": 0.7, "glu_linear_offset": -0.3}))
 
@@ -104,6 +105,25 @@ def test_gradient_of_an_activation(case, one, fast, clusters, monkeypatch):
             assert_bitwise_equal("columns", made.data_t, want.col)
             assert_bitwise_equal("inverse scale", made.scale_inv, want.scale_inv)
             assert largest.item() == max(start, seen.item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [
+    Case(1, 1104, 400, 1056, E4M3, scale="tensor"), Case(1, 1003, 264, 1056, bias=BF16), Case(1, 7, 64, 32),
+    Case(1, 512, 1040, 2080, E4M3, scale="row", bias=FP32),
+], ids=str)  # fmt: skip
+def test_activation_on_one_rank(case, monkeypatch):
+    """As overlap/alone.py takes the kernel: nothing arrives, and no flag is there to be waited for."""
+    test_activation_of_the_output(case, SWIGLU, 66, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "fast"), [
+    (Case(1, 1104, 400, 1088, E5M2, E4M3, scale="tensor"), False), (Case(1, 1003, 264, 1088, turned=True), True),
+    (Case(1, 640, 64, 1024, turned=True), True),
+], ids=str)  # fmt: skip
+def test_gradient_on_one_rank(case, fast, monkeypatch):
+    test_gradient_of_an_activation(case, SWIGLU, fast, 66, monkeypatch)
 
 
 @pytest.mark.gpu
