@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -25,11 +23,13 @@ from te_lite.functional.linear import LINEAR
 from te_lite.functional.norm import NormSpec
 from te_lite.functional.parallel import Unsplit
 from te_lite.functional.plan import LinearPlan, WgradSink, one_read
+from te_lite.kept import sources
 from te_lite.ops.activation import Activation
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.exchange import Place
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.graph_scales import InGraph
+from te_lite.quantize.params import parameter_operand
 from te_lite.quantize.quantizer import Site, operands_for
 from te_lite.recipe import HighPrecision, Recipe
 
@@ -66,13 +66,6 @@ _kinds: dict[str, Kind] = {}
 
 
 @cache
-def _sources() -> str:
-    """A digest of te_lite's source."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return sha256(b"".join([file.read_bytes() for file in files])).hexdigest()
-
-
-@cache
 def _process() -> str:
     return uuid4().hex
 
@@ -81,7 +74,7 @@ def name_of(kind: Kind) -> str:
     """As `linears` takes it. torch keeps on disk what it compiled, by such constants of a graph: the name is that of no
     other Kind, in no process, and of no other te_lite. What a recipe of others means is known in its process alone."""
     own = type(kind.recipe).__module__ == HighPrecision.__module__ and not kind.recipe.custom()
-    name = f"{kind} {_sources()} {'' if own else _process()}"
+    name = f"{kind} {sources()} {'' if own else _process()}"
     _kinds[name] = kind
     return name
 
@@ -99,7 +92,9 @@ def linears(name: str, x: Tensor, *params: Tensor | None) -> list[Tensor]:
     for i in range(len(kind.fits)):
         plans += (kind.plan(i, states, plans[-1] if plans else None),)
     weights: Any = params[0 if kind.norm is None else 2 :][: 2 * len(plans) : 2]
-    call = Call(plans, weights, (None,) * len(plans), torch.is_grad_enabled())
+    grad = torch.is_grad_enabled()
+    cached = [parameter_operand(w, plan.operands, grad, in_graph=True) for w, plan in zip(weights, plans, strict=True)]
+    call = Call(plans, weights, tuple(cached), grad)
     layer: Any = LINEAR
     if kind.norm is not None:
         layer = NormLinearLayer(kind.norm) if kind.activation is None else MLPLayer(kind.norm, kind.activation)

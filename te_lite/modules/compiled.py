@@ -23,6 +23,7 @@ from te_lite.ops import now
 from te_lite.ops.activation import built
 from te_lite.ops.untraced import constant, untraced
 from te_lite.quantize import graph_scales, replay
+from te_lite.quantize.params import parameter_operand, reads_own_bytes
 from te_lite.quantize.quantizer import observer
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import HighPrecision, MMParams, QParams, Recipe
@@ -91,7 +92,10 @@ def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims
         weights = tuple([_joined(module, names) for names, _ in module._linear_names()])
     like = torch.empty((0,) * (dims - 1) + (weights[0].shape[1],), dtype=dtype, device=device)
     try:
-        build_plans(module, state, check_input(module, like, weights[0]), weights, False)
+        plans = build_plans(module, state, check_input(module, like, weights[0]), weights, False)
+        for weight, plan in zip(weights, plans, strict=True):
+            if reads_own_bytes(weight, plan.operands):
+                parameter_operand(weight, plan.operands, torch.is_grad_enabled(), in_graph=True)
     except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
     return ""
@@ -105,8 +109,6 @@ def _refusal(module: Any, inp: Any, residual: Any, state: State | None, first: b
         return "its input has not the features of its weight"
     if residual is not None and not _is_like_output(module, inp, residual):
         return "its residual is not like its output"
-    if any([isinstance(param, QuantizedTensor) for param in module.parameters(recurse=False)]):
-        return "its weights were made under quantized_model_init"
     if module.tp_size > 1:
         return "it is split over ranks, whose collectives and userbuffers run in Python"
     if module.fuse_wgrad_accumulation:

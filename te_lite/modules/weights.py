@@ -145,7 +145,24 @@ class SpecModule(nn.Module):
                 self._buffers[name] = torch.empty_like(buffer, device=next(iter(params.values())).device)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> SpecModule:
-        super()._apply(fn, recurse)
+        """As torch's, but a quantized parameter takes what fn gives as its .data: torch would swap it, attributes
+        and all, for another."""
+        params: dict[str, Any] = self._parameters
+        held: dict[str, Any] = {name: p for name, p in params.items() if isinstance(p, QuantizedTensor)}
+        for name, param in held.items():
+            with torch.no_grad():
+                made, grad = fn(param), param.grad
+                if torch._has_compatible_shallow_copy_type(param, made):
+                    param.data = made
+                else:  # on the meta device: another parameter, as torch's own there
+                    held[name] = nn.Parameter(made, param.requires_grad)
+                if grad is not None:
+                    held[name].grad = fn(grad)
+        params.update(dict.fromkeys(held))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            params.update(held)
         self._renewed()
         return self
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -41,14 +44,21 @@ def weight_quantizer(recipe: Recipe) -> Quantizer:
     )
 
 
-def parameter_operand(weight: Tensor, operands: GemmOperands, grad: bool) -> QTensor | None:
+def reads_own_bytes(weight: Tensor, operands: GemmOperands) -> TypeGuard[QuantizedTensor]:
+    """Whether `weight` is a quantized parameter in the very format that fprop reads."""
+    return isinstance(weight, QuantizedTensor) and operands.fprop.b.format == weight.q.format
+
+
+def parameter_operand(weight: Tensor, operands: GemmOperands, grad: bool, in_graph: bool = False) -> QTensor | None:
     """A quantized parameter as the GEMMs take it, None for any other.
 
-    Its own bytes where fprop reads it in its format, else its numbers quantized for this call.
+    Its own bytes where fprop reads it in its format, else its numbers quantized for this call. in_graph: the parameter
+    stays as it is, and backward makes the columnwise data that it lacks.
     """
     if not isinstance(weight, QuantizedTensor):
         return None
-    if operands.fprop.b.format == weight.q.format:
-        weight.update_usage(rowwise_usage=True, columnwise_usage=grad or None)
-        return weight.q
+    if reads_own_bytes(weight, operands):
+        late = in_graph and weight.q.format.col_from_row
+        weight.update_usage(rowwise_usage=True, columnwise_usage=(grad and not late) or None)
+        return replace(weight.q) if in_graph else weight.q
     return operands.fprop.b.quantize(plain(weight.dequantize().detach()), row=True, col=grad)[0]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from te_lite.ops.registry import FakeTensor
 from te_lite.ops.source import DTYPES, Source, plain
+from te_lite.quantize.flattened import Flattened, no_data
 from te_lite.quantize.per_tensor import PerTensorFormat
 from te_lite.quantize.pickled import Spec, from_spec, to_spec
 from te_lite.quantize.qtensor import QTensor, TensorFormat
@@ -45,7 +47,7 @@ def quantized(src: Tensor, quantizer: Quantizer, *, row: bool = True, col: bool 
     """src[..., K] quantized, to be written to through `quantizer`. col None: where it cannot be made from row."""
     col = not quantizer.format.col_from_row if col is None else col
     q, _ = quantizer.quantize(source_of(src.detach()), row=row, col=col)
-    q.seed = None
+    q.seed, q.col_scale = None, None if q.col is None else q.col_scale
     return QuantizedTensor(q, src.shape, quantizer=quantizer)
 
 
@@ -62,15 +64,13 @@ class SameToAutograd(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(Flattened):
     """A tensor [..., K] held quantized; any operation on it that te_lite does not know works on dequantize().
 
     q: the quantized matrix [M, K] behind it, shared with its views. quantizer: makes new numbers when the tensor is
     written to, in the same memory; a tensor without one (from fp8_output, fp8_grad) is read only.
     """
 
-    q: QTensor
-    quantizer: Quantizer | None
     _high_precision_init_val: Tensor | None = None
 
     @staticmethod
@@ -114,9 +114,12 @@ class QuantizedTensor(torch.Tensor):
         new = replace(new)  # src is not to keep what operand() may make
         if q.col is not None:
             new.operand("col")
-        for old, fresh in zip(q.tensors[:4], new.tensors[:4], strict=True):
+        each = zip(q.tensors[:4], new.tensors[:4], strict=True)
+        for old, fresh in {id(old): (old, fresh) for old, fresh in each}.values():  # one scale may serve both layouts
             if old is not None and fresh is not None:
                 old.copy_(fresh)
+                if not old.is_inference():
+                    torch.autograd.graph.increment_version(old)  # for graphs, which save it alone; torch does not here
 
     # layouts
 
@@ -154,10 +157,6 @@ class QuantizedTensor(torch.Tensor):
             raise AttributeError(f"{self._summary()} has no one scale; use _rowwise_data, _rowwise_scale_inv ...")
         return self.q
 
-    _rowwise_data = property(lambda self: self.q.row)
-    _rowwise_scale_inv = property(lambda self: self.q.row_scale)
-    _columnwise_data = property(lambda self: self.q.col)
-    _columnwise_scale_inv = property(lambda self: self.q.col_scale)
     _data = property(lambda self: self._per_tensor().row)
     _transpose = property(lambda self: self._per_tensor().col)
     _scale_inv = property(lambda self: self._per_tensor().operand_scale)
@@ -230,6 +229,8 @@ class QuantizedTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
+        if FakeTensor in map(type, self.q.tensors):
+            return no_data, (self._stable_hash_for_caching(),)
         # A scale may be cut from a block, which would be stored as a whole.
         q = self.q.map(lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
         if q.row is not None and q.format.col_from_row:
@@ -248,7 +249,7 @@ class QuantizedTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # in torch the keyword has a name
         scale = self.q.operand_scale
-        if scale is None or scale.is_meta or not self.numel():
+        if scale is None or scale.__class__ is not Tensor or scale.is_meta or not self.numel():  # no data: in a graph
             return self._summary()
         scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
         low, high = scale.min().item(), scale.max().item()

@@ -165,7 +165,7 @@ def test_what_torch_keeps_on_disk_is_found_by_all_that_a_graph_depends_on(monkey
 
     (kind, *_) = traced._kinds.values()
     name = traced.name_of(kind)
-    monkeypatch.setattr(traced, "_sources", lambda: "another te_lite")
+    monkeypatch.setattr(traced, "sources", lambda: "another te_lite")
     assert traced.name_of(kind) != name
 
 
@@ -200,11 +200,6 @@ def test_torch_checkpoint_around_is_refused(recipe):
 # what is not compiled
 
 
-def quantized(device):
-    with te.quantized_model_init(recipe="current"):
-        return linear(device)
-
-
 def with_main_grad(device):
     module = linear(device, fuse_wgrad_accumulation=True)
     module.weight.main_grad = torch.zeros(module.weight.shape, device=device)
@@ -212,7 +207,6 @@ def with_main_grad(device):
 
 
 NOT = {
-    "quantized_model_init": (quantized, {}),
     "main_grad": (with_main_grad, {}),
     "delay_wgrad_compute": (functools.partial(linear, delay_wgrad_compute=True), {}),
     "is_first_microbatch": (linear, {"is_first_microbatch": True}),

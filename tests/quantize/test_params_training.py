@@ -220,8 +220,11 @@ def test_moving_a_module_keeps_its_parameters(recipe, device):
 
 @pytest.mark.parametrize("change", [lambda m: m.half(), lambda m: m.float(), lambda m: m.to_empty(device="cpu")])
 def test_what_would_dequantize_a_module_is_refused(change):
+    module = make(LINEAR, "current")
     with pytest.raises(TypeError, match="params_dtype"):
-        change(make(LINEAR, "current"))
+        change(module)
+    assert [type(p.data) for p in module.parameters()] == [QuantizedTensor, torch.Tensor]
+    assert all(p.dtype == torch.bfloat16 for p in module.parameters())  # nothing was changed
 
 
 @pytest.mark.parametrize("how", ["reset", "to_empty, reset"])

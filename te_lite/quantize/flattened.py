@@ -1,0 +1,63 @@
+"""What torch.compile makes of a quantized tensor: the tensors that it holds, and a value that says the rest.
+
+torch calls such a tensor a traceable wrapper subclass. Graphs take and give the tensors. They are compiled for the
+value, and for which tensors are held.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_lite.kept import sources
+from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.quantizer import Quantizer
+
+# Attributes, in the order of QTensor.tensors. Transformer Engine's callers read them, too.
+_NAMES = "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_seed"
+
+
+def no_data(key: str) -> None:
+    """What the pickle of a tensor without data calls. torch 2.11 takes such a pickle for the key of a graph on disk."""
+    raise RuntimeError("a QuantizedTensor without data was pickled: FakeTensorMode was open; pickle it outside")
+
+
+class Flattened(torch.Tensor):
+    """The base of QuantizedTensor, which says what q and quantizer are."""
+
+    q: QTensor
+    quantizer: Quantizer | None
+
+    _rowwise_data = property(lambda self: self.q.row)
+    _rowwise_scale_inv = property(lambda self: self.q.row_scale)
+    _columnwise_data = property(lambda self: self.q.col)
+    _columnwise_scale_inv = property(lambda self: self.q.col_scale)
+    _seed = property(lambda self: self.q.seed)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """(names of the tensors that are held, each once; the value)."""
+        q = self.q
+        held = [name for name, part in zip(_NAMES, q.tensors, strict=True) if part is not None]
+        if q.col_scale is q.row_scale is not None:
+            held.remove("_columnwise_scale_inv")  # one scale serves both layouts
+        return held, (q.format, tuple(q.shape), q.dtype, self.quantizer)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], value: Any, shape: torch.Size, stride: Any) -> Tensor:
+        """The tensor of __tensor_flatten__()'s tensors, by name, and value. shape: its own; it has no strides."""
+        *described, quantizer = value
+        q = QTensor(*described, *[parts.get(name) for name in _NAMES])
+        if q.col is not None and q.col_scale is None:
+            q.col_scale = q.row_scale
+        make: Any = cls
+        return make(q, shape, quantizer)
+
+    def _stable_hash_for_caching(self) -> str:
+        """By which torch finds graphs on disk that take such a tensor."""
+        held, value = self.__tensor_flatten__()
+        parts = [(t.shape, t.stride(), t.dtype, t.device) for t in map(partial(getattr, self), held)]
+        return sha256(repr((sources(), self.shape, self.requires_grad, held, value, parts)).encode()).hexdigest()
