@@ -119,6 +119,25 @@ def test_an_open_autocast_comes_first():
     assert_same(run(linear, x, dy), own, "its own again")
 
 
+def test_compiled_under_delayed_scaling():
+    """It trains as in eager mode, bit for bit; the second step has scales of the first."""
+    torch.compiler.reset()
+    linear = nn.Linear(64, 96, dtype=BF16)
+    other = copy.deepcopy(linear)
+    convert_all(linear)
+    convert_all(other)
+    linear.forward = torch.compile(linear.forward, fullgraph=True, backend="aot_eager")
+    outs = []
+    for factor in (1, 3):
+        x, dy = factor * tokens(24, 64), tokens(24, 96)
+        with te.autocast(recipe="delayed"):
+            got, expected = run(linear, x, dy), run(other, x, dy)
+        assert_same(got, expected)
+        outs.append(got["out"])
+    with te.autocast(recipe="delayed"):
+        assert not torch.equal(run(linear, x, dy)["out"], outs[1])
+
+
 def test_torch_amp_is_respected():
     linear = nn.Linear(64, 96)
     other = twin(linear)
