@@ -176,9 +176,11 @@ class Recorder(TorchDispatchMode):
         return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots)
 
     def _slot(self, t: Tensor) -> Given | None:
-        """The given tensor in which t lies."""
+        """The given tensor that t is, or in which it lies."""
         at = t.data_ptr()
-        found = [(i, at - g.data_ptr()) for i, g in enumerate(self._given) if g is not None and _holds(g, at)]
+        found = [(i, 0) for i, g in enumerate(self._given) if g is t]  # a quantized weight has no address of its own
+        if not found:
+            found = [(i, at - g.data_ptr()) for i, g in enumerate(self._given) if g is not None and _holds(g, at)]
         if len(found) != 1:
             self.refuse(f"a {tuple(t.shape)} {t.dtype} lies in {len(found)} tensors that the body was given")
             return None
