@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from te_lite.functional.linear import Call
+from te_lite.functional.layer import Call
 from te_lite.modules.layernorm_linear import LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP
 from te_lite.modules.weights import join
@@ -179,9 +179,7 @@ class FusedMLP(LayerNormMLP):
         return [(["gate_weight", "up_weight"], ["gate_bias", "up_bias"]), (["fc2_weight"], ["fc2_bias"])]
 
     def _begin(self, inp: Tensor, weights: tuple[Tensor, ...], *options: Any) -> Call:
-        first, fp8_output, fp8_grad, residual = options
-        parts = self.gate_proj.weight, self.up_proj.weight
-        return super()._begin(inp, weights, first, fp8_output, fp8_grad, residual, parts)
+        return super()._begin(inp, weights, *options, (self.gate_proj.weight, self.up_proj.weight))
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # as the mlp's
         """[..., hidden] -> the same shape."""

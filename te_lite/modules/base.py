@@ -59,7 +59,7 @@ class TeLiteModule(SpecModule):
     # LinearPlan's recompute, of a linear that follows another: where it takes time, where it takes about none.
     _recomputes = False, False
     _graph_scales: GraphScales
-    _layer: Any = None  # see layer_of()
+    _layer: Any  # see layer_of()
     _default: State | None = None  # what a call follows where no autocast is open
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
