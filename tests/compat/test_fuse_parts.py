@@ -50,6 +50,15 @@ def test_what_is_written_to_between_is_read():
     assert_bitwise_equal("gradient", *grads)
 
 
+def test_quantized_weights_that_are_kept_are_each_its_own():
+    """Of an mlp's two products only the first is of a joined weight."""
+    layer, x = layer_of("current")
+    with torch.no_grad():
+        layer.mlp._forward(x, True, None)
+        layer.mlp.down_proj.weight.mul_(3)
+        assert_bitwise_equal("y", layer.mlp._forward(x, False, None), layer.mlp(x))
+
+
 def test_nothing_outlives_a_call():
     layer, x = layer_of()
     gc.disable()
