@@ -179,7 +179,9 @@ class FusedMLP(LayerNormMLP):
         return [(["gate_weight", "up_weight"], ["gate_bias", "up_bias"]), (["fc2_weight"], ["fc2_bias"])]
 
     def _begin(self, inp: Tensor, weights: tuple[Tensor, ...], *options: Any) -> Call:
-        return super()._begin(inp, weights, *options, (self.gate_proj.weight, self.up_proj.weight))
+        first, fp8_output, fp8_grad, residual = options
+        parts = self.gate_proj.weight, self.up_proj.weight
+        return super()._begin(inp, weights, first, fp8_output, fp8_grad, residual, parts)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # as the mlp's
         """[..., hidden] -> the same shape."""

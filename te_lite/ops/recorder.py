@@ -136,7 +136,6 @@ class Recorder(TorchDispatchMode):
         values = (*[None if t is None else 0 for t in tensors], *rest)
         present = tuple([(i, t) for i, t in enumerate(tensors) if t is not None])
         self._steps.append(_Step(kernel, programs, values, present, anywhere))
-        return None
 
     def gemm(self, plan: _C.GemmPlan, tensors: Sequence[Tensor | None]) -> None:
         """A product, of tensors as GemmPlan.run takes their addresses."""
