@@ -185,11 +185,12 @@ def converted_state(linear: nn.Linear, name: str, recipe: Recipe) -> dict[str, A
     return {**vars(made), "_default": default_state(recipe)}
 
 
-def _convert(linear: nn.Linear, name: str, recipe: Recipe) -> None:
+def _convert(linear: Any, name: str, recipe: Recipe) -> None:
     """Makes `linear` a ConvertedLinear, the same object: whoever holds it, its parameters or its hooks still does."""
     for key, value in converted_state(linear, name, recipe).items():
         vars(linear).setdefault(key, value)
     linear.__class__ = ConvertedLinear
+    linear._renewed()  # state was made on the meta device
 
 
 def convert_to_float8_training(

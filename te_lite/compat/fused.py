@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.functional.layer import Call
+from te_lite.modules.base import TeLiteModule
 from te_lite.modules.layernorm_linear import LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP
 from te_lite.modules.weights import join
@@ -34,6 +35,8 @@ def become(module: nn.Module, kind: type[nn.Module], state: dict[str, Any]) -> N
     own = Own(type(module), {name: values[name] for name in state if name in values}, tuple(state))
     values.update(state, _own=own)
     module.__class__ = kind
+    if isinstance(module, TeLiteModule):
+        module._renewed()  # state was made on the meta device
 
 
 def back(module: nn.Module) -> None:

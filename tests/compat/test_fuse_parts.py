@@ -59,6 +59,19 @@ def test_quantized_weights_that_are_kept_are_each_its_own():
         assert_bitwise_equal("y", layer.mlp._forward(x, False, None), layer.mlp(x))
 
 
+@pytest.mark.parametrize("kind", ["mlp", "norm", "converted"])
+def test_compiled_whole_under_delayed_scaling(kind):
+    """Whose scales lie where the parameters do."""
+    layer, _ = layer_of()
+    made = te.convert_to_float8_training(torch.nn.Linear(64, 64), minimum_size=0).module
+    part = {"mlp": layer.mlp, "norm": layer.input_layernorm, "converted": made}[kind]
+    x, twin = torch.randn(2, 16, 64), copy.deepcopy(part)
+    with te.autocast(recipe="delayed"):
+        y = torch.compile(part, backend="eager", fullgraph=True)(x)
+    with te.autocast(recipe="delayed"):
+        assert_bitwise_equal("y", y, twin(x))
+
+
 def test_nothing_outlives_a_call():
     layer, x = layer_of()
     gc.disable()
