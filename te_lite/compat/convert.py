@@ -190,7 +190,7 @@ def _convert(linear: Any, name: str, recipe: Recipe) -> None:
     for key, value in converted_state(linear, name, recipe).items():
         vars(linear).setdefault(key, value)
     linear.__class__ = ConvertedLinear
-    linear._renewed()  # what it has of `made` is on the meta device
+    linear._renewed()  # state was made on the meta device
 
 
 def convert_to_float8_training(

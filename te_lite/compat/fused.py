@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from te_lite.functional.linear import Call
+from te_lite.functional.layer import Call
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.layernorm_linear import LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP
@@ -36,7 +36,7 @@ def become(module: nn.Module, kind: type[nn.Module], state: dict[str, Any]) -> N
     values.update(state, _own=own)
     module.__class__ = kind
     if isinstance(module, TeLiteModule):
-        module._renewed()  # the state was made on the meta device
+        module._renewed()  # state was made on the meta device
 
 
 def back(module: nn.Module) -> None:

@@ -108,7 +108,6 @@ class GroupedFunction(torch.autograd.Function):
             again = w if need_x and call.weights is None else None
             ctx.save_for_backward(layout, data, scale, again, seed if need_x else None, *kept_w)
             ctx.call, ctx.needs, ctx.dtypes = call, (need_x, need_w), (x.dtype, w.dtype)
-            ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @backward_method
@@ -133,8 +132,8 @@ class GroupedFunction(torch.autograd.Function):
             )
             wgrad = GroupedWgrad(rule, by_col, x, layout, ctx.dtypes[0])
             dw = wgrad(ctx.dtypes[1]) if call.sink is None else call.sink(wgrad)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
-            db = group_sums(dy, layout).to(ctx.bias_dtype)
+        if ctx.needs_input_grad[3]:
+            db = group_sums(dy, layout)  # autograd casts it to the bias' dtype
         if call.after is not None:
             call.after()
         return None, dx, dw, db, None

@@ -61,8 +61,9 @@ class MLPLayer:
         need_h = need_ln or need_w1 or sums1 is not None
         return need_ln, need_w1, need_h, call.grad and w2.requires_grad, sums1, sums2
 
-    def _course(self, call: Call, needs: Any, tokens: int) -> Course:
-        """The same in forward and backward. tokens: rows of h on this rank."""
+    def _course(self, call: Call, needs: Any, tokens: int, w1: Tensor, w2: Tensor) -> Course:
+        """The same in forward and backward. tokens: rows of h on this rank. w1, w2: whole; in backward those of `call`
+        may be parts."""
         (plan1, plan2), (need_ln, need_w1, need_h, need_w2, sums1, _) = call.plans, needs
         a_again = need_h and need_w2 and plan2.recomputes_x
         one_read = a_again and plan2.one_read and (need_ln or need_w1)
@@ -74,9 +75,9 @@ class MLPLayer:
         if sums1 is not None or (grad == "fp8" and not (need_ln and need_w1)):
             grad = ""  # a bias' gradient sums that of h over tokens, which no GEMM does
         if want and not plan1.gathers_x:
-            want = plan1.from_gemm(want, tokens, call.weights[0])
+            want = plan1.from_gemm(want, tokens, w1)
         if grad and not plan2.gathers_dy:
-            grad = plan2.from_gemm(grad, tokens, call.weights[1], grad=True)
+            grad = plan2.from_gemm(grad, tokens, w2, grad=True)
         if one_read and grad != "amax" and (grad or (want == "fp8" and not plan2.recomputes_apart)):
             # No pass reads h, so a would cost a read of its own; or a comes by column as well, so it is kept.
             a_again, one_read = plan2.recomputes_apart, False
@@ -90,7 +91,7 @@ class MLPLayer:
         operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         tokens, width = x.numel() // x.shape[-1], w2.shape[1]
         gathered = tokens * plan1.tp.size if plan1.gathers_x else tokens
-        want, _, a_again, _ = self._course(call, needs, gathered)
+        want, _, a_again, _ = self._course(call, needs, gathered, w1, w2)
         epilogue = Activate(plan2.operands.fprop.a, activation, want)
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
         if need_w2 and not a_again:
@@ -118,7 +119,7 @@ class MLPLayer:
         activate_grad = norm_grad = dx = dw1 = db1 = None
         a_again = one_read = False
         if need_h:
-            _, want, a_again, one_read = self._course(call, back.needs, h.shape[0])
+            _, want, a_again, one_read = self._course(call, back.needs, h.shape[0], w1, w2)
             activate_grad = ActivateGrad(plan1.operands.dgrad.a, activation, want, h)
         grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, sums2))
         if a_again and not one_read:

@@ -38,7 +38,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, gamma an
 def norm_source(
     spec: NormSpec, call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None, need_w: bool
 ) -> tuple[Operand, Source | None, tuple[Tensor | None, ...], Tensor | None]:
-    """(what the linear reads, what its wgrad reads where y is written for that alone, what norm_grad needs, y[..., K]
+    """(what the linear reads, what its wgrad reads where y is written for that alone, what NormGrad needs, y[..., K]
     where it is an output, of this rank) of x[..., K].
 
     A fused quantizer normalises as it reads, so y is made only when somebody wants it; where it can and rows are all

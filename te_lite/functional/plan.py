@@ -185,7 +185,7 @@ class LinearPlan:
         self.makes = self.gathers_x or fprop_makes, self.gathers_dy or dgrad_makes
         # fprop's quantized x leaves all that backward needs to quantize x again for wgrad.
         self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
-        # Of the module's bodies, where their launches follow from shapes: of its first linear's plan, see record().
+        # Of the module's bodies, where their launches follow from shapes: of its first linear's plan.
         self.recordings: Recordings | None = None
 
     @property

@@ -59,7 +59,7 @@ class TeLiteModule(SpecModule):
     # LinearPlan's recompute, of a linear that follows another: where it takes time, where it takes about none.
     _recomputes = False, False
     _graph_scales: GraphScales
-    _layer: Any = None  # see layer_of()
+    _layer: Any  # see layer_of()
     _default: State | None = None  # what a call follows where no autocast is open
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
@@ -206,7 +206,7 @@ class TeLiteModule(SpecModule):
         residual: Tensor | None, parts: tuple[Tensor, ...] = (),
     ) -> Call:  # fmt: skip
         """What this call does. Plans and all that was checked hold while the key does. first: is_first_microbatch.
-        parts: what the weight was joined from, where it was."""
+        parts: what the first weight was joined from, where it was."""
         stack = OPEN.stack
         state: Any  # State | None
         (state, strict, _) = stack[-1] if stack else (self._default, False, False)
@@ -274,8 +274,9 @@ class TeLiteModule(SpecModule):
     def _cached_weights(
         self, first: bool, weights: tuple[Tensor, ...], parts: tuple[Tensor, ...], plans: Plans
     ) -> tuple[Any, ...]:
-        each = zip(self._caches, weights, plans, strict=True)
-        return tuple([cache.get(first, w, parts or (w,), plan.operands) for cache, w, plan in each])
+        made_of = parts or weights[:1], *[(w,) for w in weights[1:]]
+        each = zip(self._caches, weights, made_of, plans, strict=True)
+        return tuple([cache.get(first, w, of, plan.operands) for cache, w, of, plan in each])
 
     def _claims_first(self, one_pass: Pass, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
         """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""

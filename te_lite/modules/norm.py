@@ -41,7 +41,7 @@ def add_norm(module: Any, features: int, given: Mapping[str, Any]) -> None:
     for option in ("normalization", "eps", "zero_centered_gamma", "return_layernorm_output"):
         setattr(module, option, given[option])
     module.return_layernorm_output_gathered = given["return_layernorm_output_gathered"] and module.sequence_parallel
-    module._norm = norm_spec(module.normalization, module.eps, module.zero_centered_gamma)
+    module._norm, module._layer = norm_spec(module.normalization, module.eps, module.zero_centered_gamma), None
     specs = norm_params(module._norm, features, module.sequence_parallel or None)
     module._add_params({f"layer_norm_{key}": spec for key, spec in specs.items()})
     if module._norm.rms:

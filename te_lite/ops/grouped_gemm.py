@@ -27,7 +27,6 @@ from te_lite.ops.grouped_layout import PAD, capacity, ends, fill_rest_, lanes, p
 from te_lite.ops.launch import sm_count
 from te_lite.ops.registry import register
 
-SCALINGS = ("none", "group", "rows", "blocks")
 # Both tables are guesses until benchmarks/grouped.py --kernels has been run on a GPU.
 # What multiplies: (product, operands) -> "torch", its CUTLASS kernels, or the tile of the Triton kernel. Operands: "16"
 # and "32" bits; fp8 with scales applied to the sum, summed "fast" or "exact"ly; "blocks".

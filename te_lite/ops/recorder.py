@@ -136,7 +136,6 @@ class Recorder(TorchDispatchMode):
         values = (*[None if t is None else 0 for t in tensors], *rest)
         present = tuple([(i, t) for i, t in enumerate(tensors) if t is not None])
         self._steps.append(_Step(kernel, programs, values, present, anywhere))
-        return None
 
     def gemm(self, plan: _C.GemmPlan, tensors: Sequence[Tensor | None]) -> None:
         """A product, of tensors as GemmPlan.run takes their addresses."""
@@ -176,9 +175,11 @@ class Recorder(TorchDispatchMode):
         return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots)
 
     def _slot(self, t: Tensor) -> Given | None:
-        """The given tensor in which t lies."""
+        """The given tensor that t is, or in which it lies."""
         at = t.data_ptr()
-        found = [(i, at - g.data_ptr()) for i, g in enumerate(self._given) if g is not None and _holds(g, at)]
+        found = [(i, 0) for i, g in enumerate(self._given) if g is t]  # a quantized weight has no address of its own
+        if not found:
+            found = [(i, at - g.data_ptr()) for i, g in enumerate(self._given) if g is not None and _holds(g, at)]
         if len(found) != 1:
             self.refuse(f"a {tuple(t.shape)} {t.dtype} lies in {len(found)} tensors that the body was given")
             return None

@@ -50,6 +50,28 @@ def test_what_is_written_to_between_is_read():
     assert_bitwise_equal("gradient", *grads)
 
 
+def test_quantized_weights_that_are_kept_are_each_its_own():
+    """Of an mlp's two products only the first is of a joined weight."""
+    layer, x = layer_of("current")
+    with torch.no_grad():
+        layer.mlp._forward(x, True, None)
+        layer.mlp.down_proj.weight.mul_(3)
+        assert_bitwise_equal("y", layer.mlp._forward(x, False, None), layer.mlp(x))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "norm", "converted"])
+def test_compiled_whole_under_delayed_scaling(kind):
+    """Whose scales lie where the parameters do."""
+    layer, _ = layer_of()
+    made = te.convert_to_float8_training(torch.nn.Linear(64, 64), minimum_size=0).module
+    part = {"mlp": layer.mlp, "norm": layer.input_layernorm, "converted": made}[kind]
+    x, twin = torch.randn(2, 16, 64), copy.deepcopy(part)
+    with te.autocast(recipe="delayed"):
+        y = torch.compile(part, backend="eager", fullgraph=True)(x)
+    with te.autocast(recipe="delayed"):
+        assert_bitwise_equal("y", y, twin(x))
+
+
 def test_nothing_outlives_a_call():
     layer, x = layer_of()
     gc.disable()

@@ -73,7 +73,7 @@ def test_copies(how):
 
 def seen_of(model):
     """Of each module its class, and what it has."""
-    return {name: (type(part), vars(part).keys(), part.training) for name, part in model.named_modules()}
+    return {name: (type(part), set(vars(part)), part.training) for name, part in model.named_modules()}
 
 
 def test_unfuse_gives_the_model_back():

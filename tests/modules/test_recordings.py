@@ -124,6 +124,14 @@ def test_cached_weights(kind, recipe, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "blockwise"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_quantized_weights(kind, recipe, monkeypatch):
+    with te.quantized_model_init(recipe=recipe):
+        compare(kind, recipe, (64, 512), monkeypatch)
+
+
+@pytest.mark.gpu
 def test_a_replay_reads_what_is_there_now():
     """Weights replaced by .data, another gradient buffer, inputs elsewhere and of other lengths."""
     module = make("Linear", fuse_wgrad_accumulation=True)

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_lite as te
+from te_lite.modules.weights import join
 from te_lite.ops import gemm_fused
 from te_lite.ops.recorder import Recorder
 from te_lite.overlap import alone
@@ -120,6 +121,34 @@ def test_what_is_kept_for_backward(k, cheap, recipe, monkeypatch):
         monkeypatch.setenv("TE_LITE_EPILOGUES", word)
         module = te.LayerNormMLP(k, FFN, activation="swiglu", bias=False, params_dtype=torch.bfloat16, device="cpu")
         assert keeps_activation(module, k, recipe) == (not again)
+
+
+class Joined(te.LayerNormMLP):
+    """fc1_weight is a copy of parameters, as te.fuse has it where they do not lie together."""
+
+    fc1_weight = property(lambda self: join((self.gate, self.up)))
+
+    def _begin(self, *given):
+        return super()._begin(*given, (self.gate, self.up))
+
+
+def test_backward_decides_as_forward_did_of_a_joined_weight(monkeypatch):
+    """Of which it has the parts alone: half the columns, for which the kernel would not be asked."""
+    m = 48
+    want, *_ = results(monkeypatch, "0", "delayed", m)
+    monkeypatch.setitem(alone._BY_WORD, "1", {("fp8", False): Span(least=m * 2 * FFN * K)})
+    force(monkeypatch)
+    launches = Launches(monkeypatch)
+    module = build(PLAIN, K, ffn=FFN, parameters=parameters())
+    gate, up = module._parameters.pop("fc1_weight").detach().chunk(2)
+    module.gate, module.up = torch.nn.Parameter(gate.clone()), torch.nn.Parameter(up.clone())
+    module.__class__ = Joined
+    for i, expected in enumerate(want):
+        got = step(module, tokens(m, seed=i), tokens(m, seed=i + 9), "delayed")
+        got["fc1_weight"] = torch.cat((got.pop("gate"), got.pop("up")))
+        for name in got:
+            assert_bitwise_equal(name, got[name], expected[name])
+    assert launches.wants == [("fp8", False)] * len(want)
 
 
 def test_by_default_nothing_has_measured_faster(monkeypatch):
