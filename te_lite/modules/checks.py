@@ -57,7 +57,7 @@ def check_construction(owner: str, modes: Iterable[str | None], given: Mapping[s
     """Arguments of a constructor that no layer could be built from. sizes: those that count features."""
     check_dtype(owner, given["params_dtype"])
     for name, kind in given["__class__"].__init__.__annotations__.items():
-        if kind == "bool":
+        if kind in ("bool", "bool | None"):
             flag(owner, name, given[name])
     for mode in modes:
         if mode not in MODES:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_lite.arguments import flag
 from te_lite.modules.weights import default_device
 
 
@@ -23,7 +24,8 @@ class RotaryPositionEmbedding(nn.Module):
         super().__init__()
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         self.factor, self.pretrained, self.interleaved = (
-            seq_len_interpolation_factor, pretrained_max_position_embeddings, interleaved,
+            seq_len_interpolation_factor, pretrained_max_position_embeddings,
+            flag("RotaryPositionEmbedding", "interleaved", interleaved),
         )  # fmt: skip
         device = default_device(None)
         powers = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim

@@ -41,6 +41,13 @@ CALLS = {
     "LayerNormMLP": lambda **kw: te.LayerNormMLP(64, 64, device="cpu", **kw),
     "GroupedLinear": lambda **kw: te.GroupedLinear(2, 64, 64, device="cpu", **kw),
     "DotProductAttention": lambda **kw: te.DotProductAttention(2, 8, **kw),
+    "MultiheadAttention": lambda **kw: te.MultiheadAttention(
+        64, 2, **({"device": "cpu", "fuse_qkv_params": True} | kw)
+    ),
+    "TransformerLayer": lambda **kw: te.TransformerLayer(
+        64, 64, 2, **({"device": "cpu", "fuse_qkv_params": True} | kw)
+    ),
+    "RotaryPositionEmbedding": lambda **kw: te.RotaryPositionEmbedding(16, **kw),
     "make_graphed_callables": lambda **kw: te.make_graphed_callables(
         te.Linear(16, 16, device="cpu"), (torch.randn(16, 16),), **kw
     ),
