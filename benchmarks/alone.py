@@ -92,7 +92,7 @@ class Parts:
         self.seed = self.a.quantize(Source("act", self.h, activation=SWIGLU))[0].seed_only()
 
     def forward(self, want: str, col: bool) -> QTensor:
-        made: Any = multiply(replace(self.fc1, epilogue=Activate(self.a, SWIGLU, want)), self.x)[1]
+        made: Any = multiply(replace(self.fc1, epilogue=Activate(self.a, SWIGLU, want, col=col)), self.x)[1]
         return made if isinstance(made, QTensor) else self.a.quantize(made, row=True, col=col)[0]
 
     def backward(self, want: str, again: bool) -> object:
@@ -116,8 +116,8 @@ class Parts:
         }
         if want != "high precision":
             forward["row"] = partial(self.forward, "", False)
-        if want == "amax":
             forward["fused row"] = partial(self.forward, want, False)
+        if want == "amax":
             backward["fused one read"] = partial(self.backward, want, True)
         return {"fc1": forward, "dgrad": backward}
 
@@ -125,17 +125,15 @@ class Parts:
 def courses(want: str, again: bool, apart: bool) -> dict[str, tuple[str, str]]:
     """What MLPLayer does by default, by which GEMM is fused: candidates of (fc1, dgrad). again, apart: whether
     activation(h) is computed again where a pass reads h anyway, and where none does."""
-    rows = "row" if again and want != "high precision" else "pass"
+    quantizes = want != "high precision"
+    rows = "row" if again and quantizes else "pass"
     now = rows, "one read" if again else "pass"
+    fc1 = "fused row" if again and quantizes else "fused"
     if want == "amax":
-        fc1, dgrad = "fused row" if again else "fused", "fused one read" if again else "fused"
-        return {"now": now, "fc1": (fc1, now[1]), "dgrad": (now[0], dgrad), "both": (fc1, dgrad)}
-    dgrad = "fused, again" if apart else "fused"
-    if want == "high precision":
-        return {"now": now, "fc1": ("fused", now[1]), "dgrad": ("pass", dgrad), "both": ("fused", dgrad)}
-    if apart:
-        return {"now": now, "dgrad": ("row", dgrad)}
-    return {"now": now, "fc1": ("fused", "pass"), "dgrad": ("pass", dgrad), "both": ("fused", dgrad)}
+        dgrad = "fused one read" if again else "fused"
+    else:
+        dgrad = "fused, again" if apart or (again and quantizes) else "fused"
+    return {"now": now, "fc1": (fc1, now[1]), "dgrad": (now[0], dgrad), "both": (fc1, dgrad)}
 
 
 def timed(what: str, run: list[bench.Candidate], clock: bench.Clock, args: argparse.Namespace) -> list[dict]:

@@ -26,6 +26,7 @@ import importlib
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -246,10 +247,12 @@ def tile_rows(data: Data, run: argparse.Namespace) -> list[dict]:
             calls[" ".join(map(str, config))] = kernels.by_triton(gemm, operands, config)
         calls |= {"table": kernels.by_triton(gemm, operands), "torch": kernels.by_torch(gemm, operands)}
         good: dict[str, Callable[[], Tensor]] = {}
-        for name, call in calls.items():
-            if call is None:
-                continue
+        calls = {name: call for name, call in calls.items() if call is not None}
+        with ThreadPoolExecutor() as pool:  # Triton compiles outside of the interpreter's lock
+            compiled = [pool.submit(call) for call in calls.values()]
+        for (name, call), first in zip(calls.items(), compiled, strict=True):
             try:
+                first.result()
                 found = kernels.error(gemm, operands, call, want)
             except Exception as error:  # a tile that needs more than there is costs its row
                 timing = bench.Timing(name, error=f"{type(error).__name__}: {str(error)[:60]}")

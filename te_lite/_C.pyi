@@ -30,11 +30,13 @@ class FusedGemm:
     """csrc/gemm_fused.cu compiled for one kind of operands, loaded for the current device.
 
     gather: compiled as an all-gather. element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
-    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them.
+    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them. act_bytes: of an element
+    of `act`.
     """
 
     def __init__(
-        self, cubin: bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool
+        self, cubin: bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool,
+        act_bytes: int,
     ) -> None: ...
     def launch(
         self, programs: int, stream: int, a: int, b: int, other: int, h: int, to: Sequence_[int], act: Sequence_[int],

@@ -60,6 +60,14 @@ class Captures:
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 yield graph
+        except RuntimeError as error:
+            if "legacy stream" in str(error.__context__):
+                raise RuntimeError(
+                    "make_graphed_callables: an output of an earlier step is alive, and its autograd graph adds the "
+                    "parameters' gradients on the default stream, which no capture may use; delete it, also losses, and "
+                    "begin again in a new process"
+                ) from error
+            raise
         finally:
             if collects:
                 gc.enable()

@@ -191,7 +191,7 @@ struct Consumer {
     const int half = quarter / 2, box = kBoxes + (ACT == 1 ? half : 0);
     const bool begins = ACT == 1 ? quarter % 2 == 0 : ACT == 3 && quarter == 0;
     const bool ends = ACT == 1 ? quarter % 2 : ACT == 3 && quarter == 3;
-    if (begins) to_act = acquire_output(i, box), to_act_t = ACT == 3 ? acquire_output(i, box + 1) : 0;
+    if (begins) to_act = acquire_output(i, box), to_act_t = kTransposes ? acquire_output(i, box + 1) : 0;
 #pragma unroll
     for (int j = quarter % 2 * (kWords / 2); j < (quarter % 2 + 1) * (kWords / 2); j++) {
       const float2 v = activated(half, j);
@@ -200,11 +200,12 @@ struct Consumer {
       const u16 q = pack_fp8(v.x * act_scale, v.y * act_scale);
       const int r = row + j % 2 * 8, chunk = half * 4 + j / 4, at = j / 2 % 2 * 8 + lane % 4 * 2;
       store_shared_16(to_act + r * kBoxBytes + ((chunk ^ lane / 4) << 4) + at, q);
+      if (!kTransposes) continue;
       const u32 c = to_act_t + (chunk * 16 + at) * kGroupRows + ((r / 16 ^ lane % 4) << 4) + r % 16;
       store_shared_8(c, q), store_shared_8(c + kGroupRows, q >> 8);
     }
     if (ends) commit_output(i, box);
-    if (ends && ACT == 3) commit_output(i, box + 1);
+    if (ends && kTransposes) commit_output(i, box + 1);
   }
 
   // What belongs to the j-th word of box `half` of the previous tile's gates.

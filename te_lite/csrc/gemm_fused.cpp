@@ -30,13 +30,14 @@ TensorMap boxes(uint64_t address, unsigned bytes, int rows, int columns, unsigne
 class FusedGemm {
  public:
   FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed, bool grad,
-            bool narrow)
+            bool narrow, unsigned act_bytes)
       : kernel_(load(cubin, gather ? "gemm_gather" : "gemm_scatter"), FUSED_THREADS(grad), kFusedShared, "", true),
         gather_(gather),
         bytes_(element_bytes),
         columns_(columns),
         transposed_(transposed),
-        narrow_(narrow) {}
+        narrow_(narrow),
+        act_bytes_(act_bytes) {}
 
   // As in FusedMaps. arguments: FusedArguments as it lies in memory.
   void launch(unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other, uint64_t h,
@@ -65,10 +66,10 @@ class FusedGemm {
       maps.h =
           gather_ ? boxes(h, 2, rows, 2 * p.n, kTileRows / 2, kBoxBytes / 2) : boxes(h, 2, p.m, p.n, kTileRows, wide);
     }
-    const unsigned act_bytes = act_t.empty() ? 2 : 1, box = h ? 64 : kBoxBytes / act_bytes;
+    const unsigned box = h ? 64 : kBoxBytes / act_bytes_;
     const int width = h ? 2 * p.n : p.n / 2;
     for (size_t i = 0; i < act.size(); ++i) {
-      maps.act[i] = boxes(act[i], act_bytes, p.m, width, kTileRows / 2, box);
+      maps.act[i] = boxes(act[i], act_bytes_, p.m, width, kTileRows / 2, box);
     }
     for (size_t i = 0; i < act_t.size(); ++i) {
       maps.act_t[i] = boxes(act_t[i], 1, width, p.m, box, kTileRows / 2, rows);
@@ -91,6 +92,7 @@ class FusedGemm {
   unsigned bytes_, columns_;
   bool transposed_;  // b
   bool narrow_;
+  unsigned act_bytes_;
 };
 
 }  // namespace
@@ -98,8 +100,8 @@ class FusedGemm {
 void bind_gemm_fused(py::module_& m) {
   m.attr("MOST_FUSED_RANKS") = kMostFusedRanks;
   py::class_<FusedGemm>(m, "FusedGemm", "csrc/gemm_fused.cu, compiled. See _C.pyi.")
-      .def(py::init<const std::string&, bool, unsigned, unsigned, bool, bool, bool>(), "cubin"_a, "gather"_a,
-           "element_bytes"_a, "columns"_a, "transposed"_a, "grad"_a, "narrow"_a)
+      .def(py::init<const std::string&, bool, unsigned, unsigned, bool, bool, bool, unsigned>(), "cubin"_a, "gather"_a,
+           "element_bytes"_a, "columns"_a, "transposed"_a, "grad"_a, "narrow"_a, "act_bytes"_a)
       .def("launch", &FusedGemm::launch, "programs"_a, "stream"_a, "a"_a, "b"_a, "other"_a, "h"_a, "to"_a, "act"_a,
            "act_t"_a, "arguments"_a, Unlocked());
 }

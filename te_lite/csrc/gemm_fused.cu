@@ -8,10 +8,11 @@
 //   RESIDUAL        1: of a reduce-scatter's sum, as if it were one more slot, the last; not with NARROW
 //   SPLIT           1: fp8 products are summed in fp32 registers every 512 elements of K; with 128 COLUMNS
 //   ACT             of an all-gather's h = [gate | up], to be followed by an activation: 0 nothing, 1 written beside h,
-//                   2 its largest magnitude, 3 both, in ACT_TYPE (e4m3, e5m2) by rows and by columns; with 256 COLUMNS
+//                   2 its largest magnitude, 3 both, in ACT_TYPE (e4m3, e5m2) by rows, and with ACT_T by columns too;
+//                   with 256 COLUMNS
 //   ACTIVATION      which one, and macros with the names of its parameters, see gemm_activation.h
 //   GRAD            1: the product is that activation's gradient, and ACT what becomes of h's, [R * m, 2 * n]; it is
-//                   itself written only with ACT 2; with 128 COLUMNS, see gemm_grad.h
+//                   itself written only with ACT 2; with 128 COLUMNS, see gemm_grad.h; ACT 3 has ACT_T
 //
 // all-gather
 //   own rows       product + bias -> out, first
@@ -132,6 +133,7 @@ static_assert(!(NARROW && RESIDUAL), "boxes of a slot have one size");
 static_assert(!ACT || COLUMNS == (GRAD ? 128 : 256),
               "two boxes of each half of h, or registers for a fourth warpgroup");
 static_assert(ACT || !GRAD, "ACT says what becomes of a gradient");
+static_assert(ACT_T || ACT != 3 || !GRAD, "of a gradient wgrad reads the columns");
 static_assert(!SPLIT || (COLUMNS == 128 && IS_BYTE(A_TYPE)), "registers hold two sums of so many columns");
 // Registers of a thread: 64 K in all, for 3 warpgroups or 4.
 constexpr int kConsumerRegisters = GRAD ? 200 : 232, kProducerRegisters = GRAD ? 32 : 40, kGradRegisters = 80;

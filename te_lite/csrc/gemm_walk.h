@@ -21,8 +21,10 @@ constexpr int kGroupRows = kTileRows / 2;   // of a warpgroup
 constexpr int kBoxColumns = BOX_COLUMNS(COLUMNS), kWords = kBoxColumns / 4;  // words: a thread's, of a box
 constexpr int kBoxes = COLUMNS / kBoxColumns;  // of these rows, side by side; kForward: half of them of each half
 constexpr int kHalfColumns = COLUMNS / 2;
-constexpr bool kStoresAct = ACT == 1 || ACT == 3;                        // what is made of the product is stored
-constexpr int kOutputBoxes = kBoxes + (kForward && kStoresAct ? 2 : 0);  // boxes of output of a tile
+constexpr bool kStoresAct = ACT == 1 || ACT == 3;  // what is made of the product is stored
+constexpr bool kTransposes = ACT == 3 && ACT_T;
+constexpr int kActBoxes = ACT == 3 ? 1 + ACT_T : 2;  // boxes of it, where a tile has both halves of h
+constexpr int kOutputBoxes = kBoxes + (kForward && kStoresAct ? kActBoxes : 0);  // boxes of output of a tile
 constexpr int kOutputParts =
     kBoxes + (kForward ? 4 : 0);                      // in which a tile is handed over, while the next is multiplied
 constexpr u32 kOutputBytes = kGroupRows * kBoxBytes;  // one of them

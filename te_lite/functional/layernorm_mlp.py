@@ -70,19 +70,15 @@ class MLPLayer:
         fused = self.activation.fused
         want = plan2.x_from_gemm if fused and plan1.makes[0] else ""
         grad = plan1.dy_from_gemm if fused and plan2.makes[1] and need_h else ""
-        if want == "fp8" and not need_w2:
-            want = ""  # it comes in both layouts
         if sums1 is not None or (grad == "fp8" and not (need_ln and need_w1)):
             grad = ""  # a bias' gradient sums that of h over tokens, which no GEMM does
         if want and not plan1.gathers_x:
             want = plan1.from_gemm(want, tokens, w1)
         if grad and not plan2.gathers_dy:
             grad = plan2.from_gemm(grad, tokens, w2, grad=True)
-        if one_read and grad != "amax" and (grad or (want == "fp8" and not plan2.recomputes_apart)):
-            # No pass reads h, so a would cost a read of its own; or a comes by column as well, so it is kept.
-            a_again, one_read = plan2.recomputes_apart, False
-        if want == "fp8" and a_again and not plan1.gathers_x:
-            want = ""  # the columns would be for nobody
+        if one_read and grad and grad != "amax":
+            # No pass reads h, so a costs a read of its own. In fp8 that is less than what the kernel saves.
+            a_again, one_read = grad == "fp8" or plan2.recomputes_apart, False
         return Course(want, grad, a_again, one_read)
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
@@ -92,7 +88,7 @@ class MLPLayer:
         tokens, width = x.numel() // x.shape[-1], w2.shape[1]
         gathered = tokens * plan1.tp.size if plan1.gathers_x else tokens
         want, _, a_again, _ = self._course(call, needs, gathered, w1, w2)
-        epilogue = Activate(plan2.operands.fprop.a, activation, want)
+        epilogue = Activate(plan2.operands.fprop.a, activation, want, col=need_w2 and not a_again)
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
         if need_w2 and not a_again:
             saved += plan2.bytes_saved(gathered, width)

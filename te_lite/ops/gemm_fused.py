@@ -40,7 +40,8 @@ _ACTS = ("", "high precision", "amax", "fp8")
 class Kind(NamedTuple):
     """What the kernel is compiled for. scales: "none", "tensor" (of a also one a rank) or "row". b_t: b[N, K] lies as
     [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of `activation`
-    of a gather's output, or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there. narrow: as
+    of a gather's output, or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there; act_t: by columns
+    too. narrow: as
     ops/narrow.py makes them a scatter's partials travel. residual: it is added to a scatter's sum."""
 
     gather: bool
@@ -58,6 +59,7 @@ class Kind(NamedTuple):
     narrow: bool = False
     residual: bool = False
     activation: Activation = SWIGLU
+    act_t: bool = True
 
     @property
     def macros(self) -> list[str]:
@@ -65,7 +67,7 @@ class Kind(NamedTuple):
         values |= {"SCALES": _SCALES.index(self.scales), "RANKS": self.ranks, "COLUMNS": self.columns}
         values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
         values |= {"NARROW": int(self.narrow), "ACT": _ACTS.index(self.act), "GRAD": int(self.grad)}
-        values |= {"ACT_TYPE": _TYPES[self.fp8], "RESIDUAL": int(self.residual)}
+        values |= {"ACT_TYPE": _TYPES[self.fp8], "ACT_T": int(self.act_t), "RESIDUAL": int(self.residual)}
         values |= {"ACTIVATION": self.activation.name}
         values |= {name.upper(): f"{value.hex()}f" for name, value in self.activation.named.items()}
         return [f"-D{name}={value}" for name, value in values.items()]
@@ -138,8 +140,8 @@ def _compile(sources: dict[str, bytes], options: list[str]) -> bytes:
 @cache
 def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
     with torch.cuda.device(index):
-        sizes = kind.a.itemsize, kind.columns
-        return _C.FusedGemm(compiled(kind), kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow)
+        sizes, act_bytes = (kind.a.itemsize, kind.columns), 1 if kind.act == "fp8" else 2
+        return _C.FusedGemm(compiled(kind), kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow, act_bytes)
 
 
 @dataclass(slots=True, kw_only=True)

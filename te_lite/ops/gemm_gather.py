@@ -42,8 +42,9 @@ class Wanted(NamedTuple):
 
     h None: the product is h[M, 2F] = [gate | up], and v[M, F] = activation(h).
     h[M, 2F] given: the product is the gradient of activation(h), and v[M, 2F] that of h.
-    act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, twice, at scale fp32 [1]
-    and clamped; amax, fp32 [1], then becomes the largest of itself and all magnitudes, if it is given.
+    act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, by rows and with col
+    transposed too, at scale fp32 [1] and clamped; amax, fp32 [1], then becomes the largest of itself and all magnitudes,
+    if it is given.
     """
 
     act: str = ""
@@ -52,6 +53,7 @@ class Wanted(NamedTuple):
     amax: Tensor | None = None
     fp8: torch.dtype = fused.FP8[0]
     activation: Activation = fused.SWIGLU
+    col: bool = True
 
 
 NOTHING = Wanted()
@@ -145,7 +147,8 @@ def gemm_gather(
     amax = made.amax if wanted.act == "amax" else wanted.amax
     kind = Kind(
         gather=True, a=own.dtype, b=b.dtype, scales=scales, out=out_dtype, ranks=ranks, b_t=fused.transposed(b),
-        columns=wide, split=split, act=wanted.act, grad=grad, fp8=wanted.fp8, activation=wanted.activation,
+        columns=wide, split=split, act=wanted.act, grad=grad, fp8=wanted.fp8, act_t=wanted.col or wanted.act != "fp8",
+        activation=wanted.activation,
     )  # fmt: skip
     arguments = fused.Arguments(
         ready=ready, counters=counters, word=epoch, abort=abort, a_scale=gathered_scale, own_scale=own_scale,
@@ -166,6 +169,8 @@ def _check_wanted(wanted: Wanted, needed: tuple[int, int], dtype: torch.dtype, d
         if not given and (value is not None or (wanted.act == "fp8" and name == "scale")):
             raise ValueError(f"{name} for act {wanted.act!r}: must be one fp32 on {device}; pass a view of one element")
     h = wanted.h
+    if h is not None and not wanted.col:
+        raise ValueError("col=False for a gradient: wgrad reads its columns; leave it out")
     if h is not None and (tuple(h.shape) != needed or h.dtype != dtype or not fused.aligned(h)):
         raise ValueError(
             f"h {list(h.shape)} of {h.dtype}, strides {h.stride()}: must be contiguous {list(needed)} of {dtype} that "
@@ -184,6 +189,6 @@ def _allocate(own: Tensor, shape: tuple[int, int], wanted: Wanted, dtype: torch.
     if wanted.act == "amax":
         return Epilogue(amax=own.new_empty((4 if wanted.h is None else 2) * clusters, dtype=torch.float32))
     if wanted.act == "fp8":
-        data, data_t = (own.new_empty(size, dtype=wanted.fp8) for size in (shape, shape[::-1]))
-        return Epilogue(data, data_t, own.new_empty(1, dtype=torch.float32))
+        data_t = own.new_empty(shape[::-1], dtype=wanted.fp8) if wanted.col else None
+        return Epilogue(own.new_empty(shape, dtype=wanted.fp8), data_t, own.new_empty(1, dtype=torch.float32))
     return Epilogue(own.new_empty(shape, dtype=dtype)) if wanted.act else Epilogue()

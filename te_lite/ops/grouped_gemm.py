@@ -160,7 +160,7 @@ def torch_product(a, b, layout, a_scale, b_scale, inner_first, fast) -> Tensor:
     """group_product by torch: of bf16, or of E4M3 with a scale a row."""
     right = b if inner_first else b.mT
     if a_scale is None:
-        out = torch._grouped_mm(placed(a), placed(right), offs=ends(layout))
+        out = torch._grouped_mm(placed(a), placed(right), offs=ends(layout)).contiguous()  # it pads rows to 16 bytes
     else:
         out = torch._scaled_grouped_mm(
             a, right, a_scale, b_scale, offs=ends(layout), out_dtype=torch.bfloat16, use_fast_accum=fast

@@ -39,6 +39,7 @@ class Activate(Epilogue):
     """(product h[M, 2F] or [M, F], v = activation(h)[M, F] as `quantizer` takes it for the next GEMM).
 
     h: that of an ActivateGrad. some_scale: fp32 [1], where only the time counts: no state of the quantizer is touched.
+    col: v is wanted by column too, should a kernel quantize it.
     """
 
     quantizer: Quantizer
@@ -46,6 +47,7 @@ class Activate(Epilogue):
     want: str = ""
     h: Tensor | None = None
     some_scale: Tensor | None = None
+    col: bool = True
 
     def __call__(self, product: Tensor) -> tuple[Tensor, Operand]:
         return product, Source("act", product, activation=self.activation)
@@ -83,4 +85,4 @@ def run_unfused(epilogue: Activate, v: Operand) -> None:
         amax(v)
     else:
         format: Any = epilogue.quantizer.format  # an Fp8Format
-        transform(v, fp8_dtype=format.dtype, row=True, col=True, scale=epilogue.some_scale)
+        transform(v, fp8_dtype=format.dtype, row=True, col=epilogue.col, scale=epilogue.some_scale)

@@ -109,7 +109,7 @@ def _wanted(gemm: Gemm, own: QTensor) -> Wanted:
     format: Any = quantizer.format  # an Fp8Format
     if scale is None:
         scale, amax = quantizer.take_scale()
-    return Wanted("fp8", placed(epilogue.h), scale, amax, format.dtype, epilogue.activation)
+    return Wanted("fp8", placed(epilogue.h), scale, amax, format.dtype, epilogue.activation, epilogue.col)
 
 
 def _operand(epilogue: Activate, dtype: torch.dtype, out: Any, v: Computed, scale: Tensor | None) -> Operand:
@@ -117,10 +117,11 @@ def _operand(epilogue: Activate, dtype: torch.dtype, out: Any, v: Computed, scal
     if v.amax is not None:
         return epilogue.source(out)._replace(amax=v.amax)
     data: Any = v.data
-    if v.data_t is None:
+    if v.scale_inv is None:
         return source.plain(data)
     format, inverse = epilogue.quantizer.format, v.scale_inv
-    return QTensor(format, (data.shape[0], data.shape[1]), dtype, data, inverse, v.data_t, inverse, scale)
+    by_col = (None, None) if v.data_t is None else (v.data_t, inverse)
+    return QTensor(format, (data.shape[0], data.shape[1]), dtype, data, inverse, *by_col, scale)
 
 
 def run_gather(

@@ -261,7 +261,10 @@ def test_warm_up_leaves_no_trace(device):
     def trace():
         found = [*scales(both), *scales(beside), torch.get_rng_state(), *(b.clone() for b in both.buffers())]
         found += [
-            t.clone() for p in both.parameters() for t in (p, p.grad, getattr(p, "main_grad", None)) if t is not None
+            t.detach().clone()  # no graph: it would hold nodes of the default stream
+            for p in both.parameters()
+            for t in (p, p.grad, getattr(p, "main_grad", None))
+            if t is not None
         ]
         if device == "cuda":
             found.append(torch.cuda.get_rng_state())

@@ -76,6 +76,7 @@ def test_calls_that_graphs_cannot_serve(device):
     plain.weight.data = plain.weight.data.clone()
     with pytest.raises(RuntimeError, match="its parameter 'weight', which was replaced since: make the graphs again"):
         plain(x)
+    del y
     graphed(plain, "current", device)
     plain.weight = torch.nn.Parameter(plain.weight.detach().clone())
     with pytest.raises(RuntimeError, match="its parameter 'weight', which was replaced"):

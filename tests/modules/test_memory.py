@@ -234,7 +234,7 @@ def test_a_weight_joined_by_a_copy_is_not_kept(kind, recipe, device):
             module.k_weight.data = module.k_weight.data.clone()
         for _ in range(3):  # on a GPU the third one is a recording
             module.zero_grad(set_to_none=True)
-            given = leaf(x)
+            given = leaf(x, device)
             with under(recipe):
                 out = module(given)
             shapes = {tuple(t.shape) for t in kept_tensors(out) if t.dtype == torch.bfloat16}

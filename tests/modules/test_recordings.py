@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 MAKE = {
     "Linear": lambda **o: te.Linear(512, 1024, **o),
     "no bias": lambda **o: te.Linear(512, 1024, bias=False, **o),
-    "split": lambda **o: te.Linear(512, 1024, parameters_split=("q", "k", "v"), **o),
+    "split": lambda **o: te.Linear(512, 1024, parameters_split={"q": 512, "k": 256, "v": 256}, **o),
     "LayerNormLinear": lambda **o: te.LayerNormLinear(512, 1024, normalization="RMSNorm", **o),
     "LayerNormMLP": lambda **o: te.LayerNormMLP(512, 1024, activation="swiglu", **o),
     "recomputing": lambda **o: te.LayerNormMLP(512, 1024, activation="swiglu", recompute_activation=True, **o),

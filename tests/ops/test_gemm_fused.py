@@ -57,6 +57,8 @@ def kinds() -> list[Kind]:
                 fp8 = b if b in FP8 else E4M3
                 options = (split, act, grad, fp8, narrow, residual, one)
                 found.append(Kind(gather, a, b, scales, out, ranks, b_t, columns, *options))
+                if act == "fp8" and not grad:
+                    found.append(found[-1]._replace(act_t=False))
     return found
 
 

@@ -56,6 +56,10 @@ def test_activation_of_the_output(case, one, clusters, monkeypatch):
         assert_bitwise_equal("columns", made.data_t, want.col)
         assert_bitwise_equal("inverse scale", made.scale_inv, want.scale_inv)
         assert largest.item() == max(start, seen.item())
+        out, made = run_with(args, G.Wanted("fp8", None, scale, largest, activation=one, col=False))
+        assert_bitwise_equal("h beside rows of fp8", out, h)
+        assert_bitwise_equal("rows alone", made.data, want.row)
+        assert made.data_t is None and largest.item() == max(start, seen.item())
 
 
 GRADS = [

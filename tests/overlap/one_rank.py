@@ -35,7 +35,7 @@ def by_oracles(
         return out, Epilogue(amax=amax(source))
     if wanted.act == "high precision":
         return None if grad else out, Epilogue(transform(source, hp_dtype=dtype).hp)
-    made = transform(source, fp8_dtype=wanted.fp8, row=True, col=True, scale=wanted.scale, amax_out=wanted.amax)
+    made = transform(source, fp8_dtype=wanted.fp8, row=True, col=wanted.col, scale=wanted.scale, amax_out=wanted.amax)
     return None if grad else out, Epilogue(made.row, made.col, made.scale_inv)
 
 

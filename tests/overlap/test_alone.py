@@ -54,9 +54,7 @@ def test_the_bits_are_those_of_a_product_and_a_pass(recipe, recompute, monkeypat
     """Of outputs, gradients, scales and histories, whatever is kept for backward."""
     want, none, _ = results(monkeypatch, "0", recipe, 48, recompute_activation=recompute)
     got, asked, module = results(monkeypatch, "1", recipe, 48, recompute_activation=recompute)
-    assert none == [] and asked == (
-        [("fp8", True)] if recipe == "delayed" and recompute else BOTH.get(recipe, [])
-    )  # with the rows alone of activation(h) the kernel would write columns for nobody
+    assert none == [] and asked == BOTH.get(recipe, [])
     for a, b in zip(got, want, strict=True):
         assert a.keys() == b.keys()
         for name in b:
@@ -88,7 +86,7 @@ def test_what_the_kernel_is_asked_for(case, recipe, monkeypatch):
 
 
 FROZEN = {  # parameters without a gradient, and what the kernel is asked for then
-    "fc2_weight": BOTH | {"delayed": [("fp8", True)]},  # of activation(h) only rows are read
+    "fc2_weight": BOTH,
     "fc1_weight": BOTH | {"delayed": [("fp8", False)]},  # of h's gradient only rows
 }
 
@@ -114,10 +112,11 @@ def keeps_activation(module, k, recipe):
 @pytest.mark.parametrize("recipe", WANTS)
 @pytest.mark.parametrize("k, cheap", [(64, False), (8192, True)])
 def test_what_is_kept_for_backward(k, cheap, recipe, monkeypatch):
-    """Where the kernel makes h's gradient no read of h is left that would give activation(h) too. By default it is kept
-    then, but where a read of its own costs little. With the amax there is a pass, as before."""
+    """Where the kernel makes h's gradient no read of h is left that would give activation(h) too. In bf16 it is kept
+    then, but where a read of its own costs little. In fp8 that is less than the kernel saves."""
     force(monkeypatch)
-    for word, again in (("0", cheap or recipe != "bf16"), ("1", cheap or recipe == "current")):
+    again = cheap or recipe != "bf16"
+    for word in ("0", "1"):
         monkeypatch.setenv("TE_LITE_EPILOGUES", word)
         module = te.LayerNormMLP(k, FFN, activation="swiglu", bias=False, params_dtype=torch.bfloat16, device="cpu")
         assert keeps_activation(module, k, recipe) == (not again)

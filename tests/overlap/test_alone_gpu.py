@@ -29,9 +29,8 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("recipe", WANTS)
 def test_matches_oracle(recipe, m, recompute, launches):
     check(PLAIN, recipe, device="cuda", m=m, k=K, ffn=FFN, recompute_activation=recompute)
-    asked = [("fp8", True)] if recompute and recipe == "delayed" else BOTH[recipe]
     ragged = recipe == "delayed" and m % 16
-    assert launches.wants == ([] if ragged else asked * (2 if recipe == "delayed" else 1))
+    assert launches.wants == ([] if ragged else BOTH[recipe] * (2 if recipe == "delayed" else 1))
 
 
 @pytest.mark.parametrize("recipe", WANTS)

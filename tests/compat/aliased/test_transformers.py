@@ -189,5 +189,6 @@ def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fp8")
 @pytest.mark.parametrize("how", ["none", "te's"])
 def test_accelerates_fp8_on_a_gpu(how: str, tmp_path: Path) -> None:
-    losses, _ = fit(llama(), rows(), tmp_path, how)
+    model = llama()
+    losses, _ = fit(model, rows(), tmp_path, how)
     assert {ran for ran, _ in recipes_run()} == {"delayed"} and losses[-1] < 0.95 * losses[0]
