@@ -27,7 +27,7 @@ def _place(t: Tensor) -> tuple:
 class Replayed:
     """As Recorded. steps: (function, arguments with the slots of tensors in their place); results: slots."""
 
-    device = torch.device("cpu")
+    device = None
     runs = 0
 
     def __init__(self, steps: list[tuple[Any, Any, Any]], results: list[Any]) -> None:
