@@ -30,12 +30,19 @@ class FusedGemm:
     """csrc/gemm_fused.cu compiled for one kind of operands, loaded for the current device.
 
     gather: compiled as an all-gather. element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
-    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them. act_bytes: of an element
-    of `act`.
+    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them. act_bytes: an element
+    of `act` has so many.
     """
 
     def __init__(
-        self, cubin: bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool,
+        self,
+        cubin: bytes,
+        gather: bool,
+        element_bytes: int,
+        columns: int,
+        transposed: bool,
+        grad: bool,
+        narrow: bool,
         act_bytes: int,
     ) -> None: ...
     def launch(
