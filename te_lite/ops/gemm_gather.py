@@ -82,20 +82,6 @@ def act_refusal(m: int, n: int, act: str, grad: bool, split: bool) -> str:
     return ""
 
 
-def gemm_gather_ref(
-    own: Tensor, gathered: Tensor, b: Tensor, rank: int, own_scale: Tensor | None, gathered_scale: Tensor | None,
-    b_scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Oracle of `gemm_gather`, of data that has arrived: fp32 throughout, one rounding."""
-    ranks, a, a_scale = gathered.shape[0] // own.shape[0], gathered.clone(), own_scale
-    a.view(ranks, *own.shape)[rank] = own
-    if own_scale is not None and gathered_scale is not None and gathered_scale.numel() == ranks * own_scale.numel():
-        a_scale = gathered_scale.clone()
-        a_scale.view(ranks, -1)[rank] = own_scale
-    out = fused.scaled_product_ref(a, b, a_scale, b_scale)
-    return (out if bias is None else out + bias.float()).to(out_dtype)
-
-
 def gemm_gather(
     own: Tensor, gathered: Tensor, b: Tensor, ready: Tensor, counters: Tensor, epoch: Tensor, delta: int, abort: Tensor,
     rank: int, own_scale: Tensor | None = None, gathered_scale: Tensor | None = None, b_scale: Tensor | None = None,
