@@ -32,8 +32,8 @@ class FusedGemm:
     """csrc/gemm_fused.cu compiled for one kind of operands, loaded for the current device.
 
     gather: compiled as an all-gather. element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
-    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them. act_bytes: of an element
-    of `act`.
+    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them. act_bytes: an element
+    of `act` has so many.
     """
 
     def __init__(

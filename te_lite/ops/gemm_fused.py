@@ -250,11 +250,3 @@ def scale_kinds(a_scale: Tensor | None, b_scale: Tensor | None, m: int, n: int, 
 def widest(a_kind: str, b_kind: str) -> str:
     """The kernel's kind of scales for those of a and b."""
     return max("tensor" if a_kind == "shard" else a_kind, b_kind, key=_SCALES.index)
-
-
-def scaled_product_ref(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
-    """fp32 (a[M, K] @ b[N, K]^T) * a_scale * b_scale; scales of one element, of one a row, or one a block of rows."""
-    out = a.float() @ b.float().t()
-    if a_scale is not None:
-        out = out * a_scale.reshape(-1, 1).repeat_interleave(a.shape[0] // a_scale.numel(), 0)
-    return out if b_scale is None else out * b_scale.reshape(1, -1)

@@ -42,9 +42,8 @@ class Wanted(NamedTuple):
 
     h None: the product is h[M, 2F] = [gate | up], and v[M, F] = activation(h).
     h[M, 2F] given: the product is the gradient of activation(h), and v[M, 2F] that of h.
-    act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, by rows and with col
-    transposed too, at scale fp32 [1] and clamped; amax, fp32 [1], then becomes the largest of itself and all magnitudes,
-    if it is given.
+    act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, with `col` also transposed,
+    at scale fp32 [1] and clamped; amax, fp32 [1], then becomes the largest of itself and all magnitudes, if it is given.
     """
 
     act: str = ""
@@ -81,20 +80,6 @@ def act_refusal(m: int, n: int, act: str, grad: bool, split: bool) -> str:
     if n % multiple or (act == "fp8" and m % 16):
         return f"{m} rows a rank and {n} columns: must be multiples of 16, for fp8, and {multiple}"
     return ""
-
-
-def gemm_gather_ref(
-    own: Tensor, gathered: Tensor, b: Tensor, rank: int, own_scale: Tensor | None, gathered_scale: Tensor | None,
-    b_scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Oracle of `gemm_gather`, of data that has arrived: fp32 throughout, one rounding."""
-    ranks, a, a_scale = gathered.shape[0] // own.shape[0], gathered.clone(), own_scale
-    a.view(ranks, *own.shape)[rank] = own
-    if own_scale is not None and gathered_scale is not None and gathered_scale.numel() == ranks * own_scale.numel():
-        a_scale = gathered_scale.clone()
-        a_scale.view(ranks, -1)[rank] = own_scale
-    out = fused.scaled_product_ref(a, b, a_scale, b_scale)
-    return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 def gemm_gather(

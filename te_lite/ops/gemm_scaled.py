@@ -15,7 +15,9 @@ from te_lite.ops.block_cast import BLOCK, dequantize_blocks_ref
 from te_lite.ops.cublaslt import BLOCKS, ROWS, SQUARES, TENSOR, product
 from te_lite.ops.flops import product_flops
 from te_lite.ops.gemm import check_fp8, gemm_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
+from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
+from te_lite.ops.row_kernels import spread_kernel
 
 _FUSED = (torch.bfloat16,)
 _ROWS_OF_SCALES = 4  # cuBLAS reads the scales of 1 x 128 blocks in 16-byte steps along M and N
@@ -44,7 +46,11 @@ def gemm_fp8_rowwise_ref(
 
 def _vector(scale: Tensor, length: int) -> Tensor:
     """One scale for each of `length` rows, at an address that cuBLAS takes; a slice may begin at any row."""
-    return placed(scale.reshape(-1).expand(length).contiguous())
+    if scale.numel() == length:
+        return placed(scale.reshape(-1).contiguous())
+    out = scale.new_empty((length,))  # by a kernel of te_lite's, which a recording can repeat
+    launch(spread_kernel, -(-length // 1024), (scale,), (out,), (length,), (1024,), 4)
+    return out
 
 
 def _rowwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, fast_accum, out=None):

@@ -78,3 +78,11 @@ def vector_scales_kernel(amax, scale, inverse, eps, n, POW2: tl.constexpr, BLOCK
     s = scale_of(tl.load(amax + i, mask=i < n, other=0.0), eps, 448.0, _FLOAT_MAX, POW2)
     tl.store(scale + i, s, mask=i < n)
     tl.store(inverse + i, tl.div_rn(1.0, s), mask=i < n)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale"])
+def spread_kernel(scale, out, n, BLOCK: tl.constexpr):
+    """out[i] = scale."""
+    begin()
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.zeros([BLOCK], tl.float32) + tl.load(scale), mask=i < n)

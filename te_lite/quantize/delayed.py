@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.delayed import FP32_MAX, delayed_update
-from te_lite.ops.recorder import OPEN
-from te_lite.ops.registry import capturing, makes_data
+from te_lite.ops.recorder import OPEN, Recorded, Recorder
+from te_lite.ops.registry import capturing, makes_data, unwatched
 from te_lite.quantize import graph_scales, replay
 from te_lite.watch import all_reduce_max
 
@@ -70,8 +70,7 @@ class ScaleState:
         with owner.lock:
             free = (pool for pool in owner.pools if pool.key == self.key and not pool.fixed)
             self.pool = next(free, None) or Pool(self.key)
-            self.pool.members.append(weakref.ref(self))
-            self.pool.merged = False
+            self.pool.members[self], self.pool.merged = None, 0
 
     def fix(self) -> None:
         """Before a CUDA graph captures a use."""
@@ -89,7 +88,7 @@ class ScaleState:
         if self.offset is None:
             return self._scale[slot]
         pool, column = self.pool, self.offset + slot
-        return pool.copied(column) if pool.fixed else pool.scales[column]
+        return pool.copied(column) if pool.fixed else pool.scale[column]
 
     def take(self, slot: int) -> tuple[Tensor, Tensor | None]:
         """For one use: (scale_at(slot), or in forward what the first run took when a checkpointed call is recomputed;
@@ -100,7 +99,7 @@ class ScaleState:
             return scale, self.amax_at(slot)
         pool = self.pool
         pool.touched = True
-        taken = pool.scales[self.offset + slot], self._amax[slot]
+        taken = pool.scale[self.offset + slot], self._amax[slot]
         if OPEN.recorder is not None:
             OPEN.recorder.fetched(partial(self.take, slot), taken)
         return taken
@@ -130,7 +129,7 @@ class ScaleState:
             self.scale.copy_(self._scale)
         elif self.offset is not None:
             self.history = self.history.clone()
-            self.offset, self._amax, self.pool.merged = None, None, False
+            self.offset, self._amax, self.pool.merged = None, None, 0
 
 
 class Pool:
@@ -139,42 +138,36 @@ class Pool:
     def __init__(self, key: PoolKey) -> None:
         self.key = key
         self.scale = self._history = torch.empty(0)
-        self.scales: tuple[Tensor, ...] = ()  # of `scale`, each apart: one unbind is cheaper than a view a use
         self.touched = False  # a member was used since the last update
-        self.merged = False  # the members lie in `scale` and `_history`
+        self.merged = 0  # so many members lie in `scale` and `_history`
         self.fixed = False
-        self.copies: tuple[Tensor, ...] = ()  # of `scales`, in Pools.recording()
-        self.members: list[weakref.ref[ScaleState]] = []
+        self.copies: tuple[Tensor, ...] = ()  # of `scale`, each apart, in Pools.recording()
+        self.members: weakref.WeakKeyDictionary[ScaleState, None] = weakref.WeakKeyDictionary()  # in order
         self._stepping = threading.Lock()  # two threads may run backwards of one thread's forwards
+        self._launch: Recorded | int = 0  # of _step(), or how often recording it was tried
         key.owner.pools.append(self)
 
     def fix(self) -> None:
         """From now on all tensors stay where they are; members that lie elsewhere yet go to another pool."""
-        self.fixed = True
+        self.fixed, self._launch = True, 0
         _fixed.add(self)
-        for state in self._states():
+        for state in list(self.members):
             if state.offset is None:
                 state.join()
 
     def copied(self, column: int) -> Tensor:
         """A scale that no update will write to. Where none may come, all are copied at once: a copy is a kernel."""
         if not self.key.owner.one_graph:
-            return self.scales[column].clone()
+            return self.scale[column].clone()
         self.copies = self.copies or self.scale.clone().unbind(0)
         return self.copies[column]
 
-    def _states(self) -> list[ScaleState]:
-        states = []
-        for ref in self.members:  # no comprehension, which is a call in Python 3.11
-            if (state := ref()) is not None and state.pool is self:
-                states.append(state)
-        return states
-
     def hold(self, states: list[ScaleState], history: Tensor, scale: Tensor) -> None:
         """history[length, total], scale[total] are those of the states, side by side, from now on."""
-        self.members, self._history, offset = [weakref.ref(state) for state in states], history, 0
-        self.scale, self.scales, self.merged = scale, scale.unbind(0), True
+        self.scale, self._history, self._launch, self.merged, offset = scale, history, 0, len(states), 0
         for state in states:
+            state.pool.members.pop(state, None)
+            self.members[state] = None
             state.pool, state.history, state._amax = self, history[:, offset : offset + state.n], None
             state.offset, offset = offset, offset + state.n
 
@@ -183,23 +176,40 @@ class Pool:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # training may follow
                 return self.update()
-        owner = self.key.owner
         with self._stepping:  # and not under the owner's lock, for ranks wait for each other below
-            with owner.lock:
-                states = self._states()
-                if not (states or self.fixed):
-                    owner.pools = [pool for pool in owner.pools if pool is not self]
-                    return
-                if not (self.fixed or (self.merged and len(states) == len(self.members))):
+            if not (self.fixed or 0 < self.merged == len(self.members)):
+                owner = self.key.owner
+                with owner.lock:
+                    states = list(self.members)
+                    if not states:
+                        owner.pools = [pool for pool in owner.pools if pool is not self]
+                        return
                     history = torch.cat([state.history for state in states], dim=1)
                     self.hold(states, history, torch.cat([state.scale for state in states]))
             self.touched = False
             if self.key.group is not None:
                 what = f"amaxes of {self.key.direction} for delayed scaling"
                 all_reduce_max(what, self._history[0], self.key.group)
-            scale = self.scale if self.fixed else torch.empty_like(self.scale)
-            delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
-            self.scale, self.scales = scale, scale.unbind(0)
+            if self.fixed:
+                self._step(self._history, self.scale)
+            else:
+                scale = torch.empty_like(self.scale)
+                self._step(self._history, self.scale, scale)
+                self.scale = scale
+
+    def _step(self, *tensors: Tensor) -> None:
+        """The kernel, of the history, the scales and where the new ones go, if not there. Its launch is recorded."""
+        known: Any = self._launch
+        alone = tensors[0].is_cuda and tensors[0].device.index == torch._C._cuda_getDevice() and unwatched()
+        if alone and known.__class__ is not int:
+            known.run(tensors)
+            return
+        step = partial(delayed_update, *tensors[:2], self.key.fp8_max, self.key.algorithm, tensors[-1])
+        if not alone or known > 1:
+            return step()
+        recorder = Recorder(tensors)
+        recorder.run(step)
+        self._launch = recorder.finish(()) or known + 1  # the first run compiles
 
 
 class Pools:
@@ -222,7 +232,7 @@ class Pools:
         captured = capturing()
         if graph_scales.active and not (self.held or captured):
             graph_scales.collect(self, direction)
-        for pool in () if self.held else tuple(self.pools):
+        for pool in () if self.held else self.pools:  # the list is never cut, but replaced
             # Under a FakeTensorMode fake scales would take the place of real ones.
             if pool.touched and pool.key.direction == direction and makes_data(pool.key.device):
                 if pool.fixed or not captured:

@@ -144,3 +144,11 @@ def narrow_bound(want: Tensor, off: Tensor) -> Tensor:
     most = want.abs() + off
     largest = most.view(most.shape[0], -1, 128).amax(2).repeat_interleave(128, 1)
     return off + torch.maximum(2.0**-4 * most, largest / 224 * 2.0**-10)
+
+
+def scaled_product_ref(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
+    """fp32 (a[M, K] @ b[N, K]^T) * a_scale * b_scale; scales of one element, of one a row, or one a block of rows."""
+    out = a.float() @ b.float().t()
+    if a_scale is not None:
+        out = out * a_scale.reshape(-1, 1).repeat_interleave(a.shape[0] // a_scale.numel(), 0)
+    return out if b_scale is None else out * b_scale.reshape(1, -1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_lite.ops import block_cast, cast, cast_kernels, row_cast, sums
+from te_lite.ops import block_cast, cast, cast_kernels, gemm_scaled, row_cast, sums
 from te_lite.ops import source as S
 from te_lite.ops.activation import ACTIVATIONS, Activation
 from te_lite.ops.transpose import _transpose_cuda, transpose_ref
@@ -288,3 +288,9 @@ def test_interpreted_rows(shape):
                 row_cast._row_cast_cuda(*source.flat, 0.0, True), row_cast.row_cast_ref(source), strict=True
             ):
                 assert torch.equal(got.float(), expected.float()), name
+
+
+@only_interpreted
+@pytest.mark.parametrize("length", [1, 3, 1024, 1025])
+def test_interpreted_one_scale_for_many_rows(length):
+    assert torch.equal(gemm_scaled._vector(torch.tensor([3.0]), length), torch.full((length,), 3.0))

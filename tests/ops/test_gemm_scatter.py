@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from te_lite.ops import gemm_scatter as S
-from te_lite.ops.gemm_fused import scaled_product_ref
 from te_lite.ops.narrow import narrow_ref, widened_ref
 from te_lite.ops.reduce import reduce_slots_ref
 from te_lite.testing.numerics import assert_bitwise_equal
@@ -148,7 +147,7 @@ def test_the_bound_of_narrow_products(case, off):
 
 def expected(case: Case, p: fused.Problem, one: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(what the others find, this rank's sum), where no sum is rounded."""
-    products = scaled_product_ref(p.a, p.b, p.a_scale, p.b_scale).view(case.ranks, case.m, case.n)
+    products = fused.scaled_product_ref(p.a, p.b, p.a_scale, p.b_scale).view(case.ranks, case.m, case.n)
     narrow, staging, others = one.arguments[PARTIALS], one.arguments[STAGING], products[one.others]
     staging = staging if narrow is None else widened_ref(staging, narrow.scales)
     own = reduce_slots_ref(staging, products[one.rank], p.bias, one.rank, case.out, one.arguments[RESIDUAL])
