@@ -45,7 +45,8 @@ class Recordings:
         # In a checkpoint the scales come from its first run, not from where a recording fetches them.
         if not unwatched() or replay.OPEN.frames:
             return None, None
-        key = decided, reduces_low(), described(inputs)
+        description, addresses = described(inputs)
+        key = decided, reduces_low(), description
         known: Any = self._known.get(key, 0)
         if known.__class__ is int:
             first: Any = inputs[0]  # the host does not hold up large layers
@@ -54,7 +55,7 @@ class Recordings:
         recorded, shells = known
         if torch._C._cuda_getDevice() != recorded.device:
             return None, None
-        return key, (recorded.run(inputs), shells)
+        return key, (recorded.run(inputs, addresses), shells)
 
     def run(self, key: tuple, inputs: Sequence[Tensor | None], body: Callable[[], Sequence[Item]]) -> Taken:
         """body(), for which look_up() gave `key`. The second run under a key is recorded."""
