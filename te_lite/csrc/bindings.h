@@ -16,14 +16,10 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 // Of DLPack's C ABI (github.com/dmlc/dlpack).
 struct DLTensor {
   void* data;
-  int32_t device_type;  // 1 CPU, 2 CUDA
-  int32_t device_id;
-  int32_t dimensions;
-  uint8_t type_code;  // 1: unsigned integer
-  uint8_t type_bits;
+  int32_t device_type, device_id, dimensions;  // of type 1: CPU, 2: CUDA
+  uint8_t type_code, type_bits;                // of code 1: unsigned integers
   uint16_t type_lanes;
-  int64_t* shape;
-  int64_t* strides;  // null: dense
+  int64_t *shape, *strides;  // strides null: dense
   uint64_t byte_offset;
 };
 static_assert(sizeof(DLTensor) == 48);

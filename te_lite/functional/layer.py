@@ -201,8 +201,10 @@ class LayerFunction(torch.autograd.Function):
             else:
                 found = recordings.run(key, (dy, *targets, *saved), body)
         if found is not None:
-            each = iter(found[0])
-            grads = [None if shell is None else next(each) for shell in found[1]]
+            grads += found[0]
+            for i, shell in enumerate(found[1]):
+                if shell is None:
+                    grads.insert(i, None)
         if answers:
             for i, (plan, weight) in enumerate(zip(plans, call.weights, strict=True)):
                 at = len(grads) - 2 * (len(plans) - i)  # they end in dw and db of each linear
