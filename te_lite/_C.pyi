@@ -3,6 +3,8 @@
 from collections.abc import Sequence as Sequence_
 from typing import TypedDict
 
+from torch import Tensor
+
 class DriverInfo(TypedDict):
     available: bool  # the driver works and shows a device
     reason: str  # why not available; empty when it is
@@ -30,12 +32,19 @@ class FusedGemm:
     """csrc/gemm_fused.cu compiled for one kind of operands, loaded for the current device.
 
     gather: compiled as an all-gather. element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
-    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them. act_bytes: of an element
-    of `act`.
+    grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them. act_bytes: an element
+    of `act` has so many.
     """
 
     def __init__(
-        self, cubin: bytes, gather: bool, element_bytes: int, columns: int, transposed: bool, grad: bool, narrow: bool,
+        self,
+        cubin: bytes,
+        gather: bool,
+        element_bytes: int,
+        columns: int,
+        transposed: bool,
+        grad: bool,
+        narrow: bool,
         act_bytes: int,
     ) -> None: ...
     def launch(
@@ -219,5 +228,9 @@ class Sequence:
     def add_zeros(self, bytes: int, slot: int, offset: int) -> None:
         """Zeros, so many bytes."""
 
-    def run(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """On the stream handle; an address for each slot. RuntimeError where the driver or cublasLt refuses."""
+    def run(self, stream: int, tensors: list[Tensor | None]) -> None:
+        """On the stream handle; a tensor, or None, for each slot. RuntimeError where the driver or cublasLt refuses."""
+
+def described(tensors: tuple[Tensor | None, ...]) -> bytes:
+    """All that launches follow from: devices, dtypes, shapes, strides, addresses modulo 256, and which tensors begin at
+    one address. RuntimeError for a tensor that DLPack cannot tell."""

@@ -64,8 +64,8 @@ class Captures:
             if "legacy stream" in str(error.__context__):
                 raise RuntimeError(
                     "make_graphed_callables: an output of an earlier step is alive, and its autograd graph adds the "
-                    "parameters' gradients on the default stream, which no capture may use; delete it, also losses, and "
-                    "begin again in a new process"
+                    "parameters' gradients on the default stream, which no capture may use; delete it and the loss, "
+                    "and begin again in a new process"
                 ) from error
             raise
         finally:

@@ -8,11 +8,43 @@
 
 #include "bindings.h"
 #include "cublaslt.h"
+#include "dlpack.h"
 #include "launch.h"
 
 using namespace te_lite;
 
 namespace {
+
+// A tensor of torch's without torch's headers; all zero for None.
+DLTensor look(const py::handle& tensor) {
+  static const DLPackExchangeAPI* torch = nullptr;  // set under the GIL, perhaps twice to the same
+  if (!torch) {
+    const py::capsule found = py::module_::import("torch").attr("Tensor").attr("__dlpack_c_exchange_api__");
+    const auto* api = found.get_pointer<const DLPackExchangeAPI>();
+    if (api->major != 1) throw std::runtime_error("torch's DLPack is of another major version than 1");
+    torch = api;
+  }
+  DLTensor seen{};
+  if (!tensor.is_none() && torch->dltensor_from_py_object_no_sync(tensor.ptr(), &seen)) throw py::error_already_set();
+  return seen;
+}
+
+py::bytes described(const py::tuple& tensors) {
+  std::vector<const void*> at;
+  std::string out;
+  const auto append = [&out](const void* from, size_t bytes) { out.append(static_cast<const char*>(from), bytes); };
+  for (const py::handle& tensor : tensors) {
+    const DLTensor seen = look(tensor);
+    const auto first = seen.data ? std::find(at.begin(), at.end(), seen.data) - at.begin() : -1;
+    const uint64_t where[2] = {static_cast<uint64_t>(first), reinterpret_cast<uintptr_t>(seen.data) & 255};
+    at.push_back(seen.data);
+    append(&seen.device_type, 16);  // the device, how many dimensions, the dtype
+    append(where, sizeof where);
+    append(seen.shape, seen.dimensions * sizeof *seen.shape);
+    append(seen.strides, seen.dimensions * sizeof *seen.strides);
+  }
+  return out;
+}
 
 struct Patch {  // arguments[argument] = addresses[slot] + offset
   int argument;
@@ -55,14 +87,14 @@ class Sequence {
     add({nullptr, nullptr, 0, bytes, std::vector<uint64_t>(1), {}}, {{0, slot, offset}}, nullptr);
   }
 
-  void run(uint64_t stream, const py::tuple& addresses) const {
-    if (addresses.size() != slots_) {
-      throw std::invalid_argument("a sequence called with " + std::to_string(addresses.size()) +
-                                  " addresses: it was made for " + std::to_string(slots_));
+  void run(uint64_t stream, const py::list& tensors) const {
+    if (tensors.size() != slots_) {
+      throw std::invalid_argument("a sequence called with " + std::to_string(tensors.size()) +
+                                  " tensors: it was made for " + std::to_string(slots_));
     }
-    uint64_t at[kMostSlots];
-    for (size_t i = 0; i < slots_; ++i) at[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(addresses.ptr(), i));
-    if (PyErr_Occurred()) throw py::error_already_set();
+    std::vector<uint64_t> at;
+    at.reserve(slots_);
+    for (const py::handle& tensor : tensors) at.push_back(reinterpret_cast<uint64_t>(look(tensor).data));
     const py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
     uint64_t arguments[kMostArguments];
     for (const Step& step : steps_) {
@@ -84,8 +116,6 @@ class Sequence {
       }
     }
   }
-
-  static constexpr size_t kMostSlots = 128;
 
  private:
   static constexpr size_t kGemmAddresses = 7;
@@ -111,13 +141,10 @@ class Sequence {
 
 void bind_sequence(py::module_& m) {
   py::class_<Sequence>(m, "Sequence", "Launches issued by one call. See _C.pyi.")
-      .def(py::init([](size_t slots) {
-             if (slots > Sequence::kMostSlots) throw std::invalid_argument("a sequence of too many slots");
-             return new Sequence(slots);
-           }),
-           "slots"_a)
+      .def(py::init<size_t>(), "slots"_a)
       .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a)
       .def("add_gemm", &Sequence::add_gemm, "plan"_a, "patches"_a)
       .def("add_zeros", &Sequence::add_zeros, "bytes"_a, "slot"_a, "offset"_a)
-      .def("run", &Sequence::run, "stream"_a, "addresses"_a);
+      .def("run", &Sequence::run, "stream"_a, "tensors"_a);
+  m.def("described", &described, "tensors"_a);
 }

@@ -1,30 +1,19 @@
 // te_lite._C's part for userbuffers.
 #include "bindings.h"
+#include "dlpack.h"
 #include "executor.h"
 
 using namespace te_lite;
 
 namespace {
 
-// DLPack's version 0 structures, as the array API's "dltensor" capsule holds them.
-struct DLTensor {
-  void* data;
-  int32_t device_type;  // 1 CPU, 2 CUDA
-  int32_t device_id;
-  int32_t dimensions;
-  uint8_t type_code;  // 1: unsigned integer
-  uint8_t type_bits;
-  uint16_t type_lanes;
-  int64_t* shape;
-  int64_t* strides;  // null: dense
-  uint64_t byte_offset;
-};
+// DLPack's version 0, as the array API's "dltensor" capsule holds it.
 struct DLManagedTensor {
   DLTensor tensor;
   void* context;
   void (*deleter)(DLManagedTensor*);
 };
-static_assert(sizeof(DLTensor) == 48 && sizeof(DLManagedTensor) == 64);
+static_assert(sizeof(DLManagedTensor) == 64);
 
 struct Export : DLManagedTensor {  // its context: the owner, a PyObject
   int64_t bytes;                   // the shape

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_lite._C import described
 from te_lite.functional.saved import Item, Shells, taken_apart
 from te_lite.ops.gemm import reduces_low
 from te_lite.ops.recorder import Recorded, Recorder
@@ -35,26 +36,22 @@ class Recordings:
         self._known: dict[tuple, Known] = {}
         self._most_tokens = MOST_FLOPS // (2 * max(1, weights))
 
-    def look_up(self, decided: tuple, inputs: Sequence[Tensor | None]) -> tuple[tuple | None, Taken | None]:
+    def look_up(self, decided: tuple, inputs: tuple[Tensor | None, ...]) -> tuple[tuple | None, Taken | None]:
         """(key, results). Where the body is recorded, it has been replayed, and these are its results. Else results is
         None: the body must run, through run(key, ...), or by itself where key is None too.
 
         decided: all that the body depends on beside shapes, dtypes and addresses of `inputs`. inputs: all tensors that
         it reads or writes. The first is [..., features] of all tokens."""
-        first: Any = inputs[0]
-        # In a checkpoint the scales come from its first run, not from where a recording fetches them. And the host does
-        # not hold up large layers.
-        if not unwatched() or replay.OPEN.frames or first.numel() > first.shape[-1] * self._most_tokens:
+        # In a checkpoint the scales come from its first run, not from where a recording fetches them.
+        if not unwatched() or replay.OPEN.frames:
             return None, None
-        key = (
-            decided,
-            reduces_low(),
-            tuple([t if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 255) for t in inputs]),
-        )
-        known = self._known.get(key, 0)
+        key = decided, reduces_low(), described(inputs)
+        known: Any = self._known.get(key, 0)
         if known.__class__ is int:
-            return key if known < _TRIES else None, None
-        recorded, shells = known  # type: ignore[misc]
+            first: Any = inputs[0]  # the host does not hold up large layers
+            wanted = known < _TRIES and first.numel() <= first.shape[-1] * self._most_tokens
+            return key if wanted else None, None
+        recorded, shells = known
         if torch._C._cuda_getDevice() != recorded.device.index:
             return None, None
         return key, (recorded.run(inputs), shells)

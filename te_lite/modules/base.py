@@ -247,7 +247,8 @@ class TeLiteModule(SpecModule):
             cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first, weights, parts, plans))
         elif self._caching:
             self.clear_caches()
-        self._caching = first is not None
+        if self._caching is not (first is not None):  # torch's __setattr__ takes 2 us
+            self._caching = first is not None
         output = grad_input = None
         if fp8_output or fp8_grad:
             output, grad_input = checks.check_offered(self, state, fp8_output, fp8_grad, plans)

@@ -141,12 +141,12 @@ def gemm_ref(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: T
 
 
 _fp16_reduces_low = torch._C._get_cublas_allow_fp16_reduced_precision_reduction
+_bf16_reduces_low = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
 
 
 def reduces_low() -> bool:
     """Whether partial sums of a 16-bit product may be of 16 bits: torch's default, and cublasLt's."""
-    flags = torch._C._get_cublas_allow_bf16_reduced_precision_reduction, _fp16_reduces_low
-    return all([flag() in (True, (True, True)) for flag in flags])
+    return _bf16_reduces_low() in (True, (True, True)) and _fp16_reduces_low() in (True, (True, True))
 
 
 def _gemm_cuda(

@@ -77,8 +77,7 @@ class Recorded:
             slots += fetch()
         for like in self._made:
             slots.append(torch.empty_like(like))
-        addresses = tuple([0 if t is None else t.data_ptr() for t in slots])
-        self._sequence.run(torch._C._cuda_getCurrentRawStream(self.device.index), addresses)
+        self._sequence.run(torch._C._cuda_getCurrentRawStream(self.device.index), slots)
         return [slots[slot] if view is None else view.of(slots[slot]) for slot, view in self._results]
 
 
@@ -160,7 +159,7 @@ class Recorder(TorchDispatchMode):
         offsets, block = _packed([(key, self._made[key], *span) for key, span in uses.items() if key not in kept])
         first, last = len(self._given), len(self._given) + len(kept)
         places = {key: (first + i, 0) for i, key in enumerate(kept)} | {key: (last, at) for key, at in offsets.items()}
-        if self.why_not or last + 1 > MOST_SLOTS:
+        if self.why_not:
             return None
         sequence = _C.Sequence(last + bool(block))
         for step in self._steps:
@@ -180,7 +179,9 @@ class Recorder(TorchDispatchMode):
         found = [(i, 0) for i, g in enumerate(self._given) if g is t]  # a quantized weight has no address of its own
         if not found:
             found = [(i, at - g.data_ptr()) for i, g in enumerate(self._given) if g is not None and _holds(g, at)]
-        if len(found) != 1:
+        # Any of the inputs that begin at one address will do: where they do is part of what a recording is found by.
+        same = at and len({offset for _, offset in found}) == 1 and found[-1][0] < self._inputs
+        if len(found) != 1 and not same:
             self.refuse(f"a {tuple(t.shape)} {t.dtype} lies in {len(found)} tensors that the body was given")
             return None
         return found[0]
@@ -238,9 +239,6 @@ def _like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     """Of which empty_like() has the strides of empty(shape): keys of recordings hold them. It keeps those of dense
     tensors, of one element or none, and would take zeros from them."""
     return torch.empty(shape if shape.numel() < 2 else (), dtype=dtype, device=device).expand(shape)
-
-
-MOST_SLOTS = 128  # of _C.Sequence
 
 
 def _view(t: Tensor, base: Tensor | None) -> _View:

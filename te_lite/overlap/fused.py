@@ -120,8 +120,8 @@ def _operand(epilogue: Activate, dtype: torch.dtype, out: Any, v: Computed, scal
     if v.scale_inv is None:
         return source.plain(data)
     format, inverse = epilogue.quantizer.format, v.scale_inv
-    by_col = (None, None) if v.data_t is None else (v.data_t, inverse)
-    return QTensor(format, (data.shape[0], data.shape[1]), dtype, data, inverse, *by_col, scale)
+    col_scale = None if v.data_t is None else inverse
+    return QTensor(format, (data.shape[0], data.shape[1]), dtype, data, inverse, v.data_t, col_scale, scale)
 
 
 def run_gather(

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from te_lite._C import described
 from te_lite.ops.recorder import OPEN, Recorder
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.tensor import quantized
@@ -35,6 +36,45 @@ def test_quantized_weights_are_told_apart():
     assert [recorder._slot(t) for t in given] == [(0, 0), (1, 0)] and not recorder.why_not
     twice = Recorder([given[0], given[0]])
     assert twice._slot(given[0]) is None and "lies in 2 tensors" in twice.why_not
+
+
+def test_any_of_the_inputs_at_one_address_will_do():
+    """As the scales of a quantized weight: one tensor for both layouts, or a view by column of those by row."""
+    x, scale = torch.randn(8), torch.randn(4, 4)
+    recorder = Recorder([x, scale, scale, scale.t()])
+    assert recorder._slot(scale) == recorder._slot(scale.view(16)) == (1, 0) and recorder._slot(scale.t()[2:]) == (1, 8)
+    assert not recorder.why_not
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_inputs_that_overlap_are_not_told_apart(fetched):
+    """Nor is an input from what is fetched: no key says that they begin at one address."""
+    scale = torch.randn(4, 4)
+    recorder = Recorder([scale] if fetched else [scale, scale[1:]])
+    if fetched:
+        recorder.fetched(lambda: (scale,), (scale,))
+    assert recorder._slot(scale[2:]) is None and "lies in 2 tensors" in recorder.why_not
+    assert fetched or Recorder([scale, scale[1:]])._slot(scale[0]) == (0, 0)
+
+
+def test_what_a_recording_is_found_by():
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 256 :].view(torch.bfloat16)
+
+    def at(start, *shape, dtype=torch.bfloat16):
+        return memory[start // 2 :].view(dtype)[: torch.Size(shape).numel()].view(shape)
+
+    weight = quantized(torch.randn(4, 8, dtype=torch.bfloat16), Current(FORMATS[torch.float8_e4m3fn]))
+    plain = at(0, 4, 8)
+    differing = [
+        (plain, None), (None, plain), (plain,), (plain, at(256, 4, 8)), (plain, plain), (at(256, 4, 8), plain, plain),
+        (at(256, 4, 8), plain, at(256, 4, 8)), (plain, at(272, 4, 8)), (at(0, 8, 4), None), (at(0, 8, 4).t(), None),
+        (at(0, 4, 8, dtype=torch.float16), None), (at(0, 4, 8, dtype=torch.int16), None), (at(0, 4, 1, 8), None),
+        (weight, None), (),
+    ]  # fmt: skip
+    assert len({described(tensors) for tensors in differing}) == len(differing)
+    again = [at(512, 4, 8), torch.nn.Parameter(at(768, 4, 8))]
+    assert described((plain, at(256, 4, 8))) == described(tuple(again)) == described((again[1].detach(), again[0]))
 
 
 def test_an_error_in_the_body_ends_the_recording():
