@@ -228,9 +228,10 @@ class Sequence:
     def add_zeros(self, bytes: int, slot: int, offset: int) -> None:
         """Zeros, so many bytes."""
 
-    def run(self, stream: int, tensors: list[Tensor | None]) -> None:
-        """On the stream handle; a tensor, or None, for each slot. RuntimeError where the driver or cublasLt refuses."""
+    def run(self, stream: int, first: bytes, rest: list[Tensor | None]) -> None:
+        """On the stream handle. first: described()'s addresses of the first slots; rest: what is in the others.
+        RuntimeError where the driver or cublasLt refuses."""
 
-def described(tensors: tuple[Tensor | None, ...]) -> bytes:
-    """All that launches follow from: devices, dtypes, shapes, strides, addresses modulo 256, and which tensors begin at
-    one address. RuntimeError for a tensor that DLPack cannot tell."""
+def described(tensors: tuple[Tensor | None, ...]) -> tuple[bytes, bytes]:
+    """(all that launches follow from: devices, dtypes, shapes, strides, addresses modulo 256, and which tensors begin
+    at one address; the addresses). RuntimeError for a tensor that DLPack cannot tell."""

@@ -13,6 +13,21 @@ namespace py = pybind11;
 using namespace py::literals;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
+// Of DLPack's C ABI (github.com/dmlc/dlpack).
+struct DLTensor {
+  void* data;
+  int32_t device_type;  // 1 CPU, 2 CUDA
+  int32_t device_id;
+  int32_t dimensions;
+  uint8_t type_code;  // 1: unsigned integer
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;  // null: dense
+  uint64_t byte_offset;
+};
+static_assert(sizeof(DLTensor) == 48);
+
 // The parameters of a launch from the arguments of Python's call.
 std::vector<uint64_t> packed(const te_lite::Kernel& kernel, const py::tuple& values);
 

@@ -1,19 +1,28 @@
 // Launches between which nothing stands, issued by one call: recorded once (te_lite/ops/recorder.py), with addresses that
 // each call gives anew.
 #include <algorithm>
+#include <cstring>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
 #include "cublaslt.h"
-#include "dlpack.h"
 #include "launch.h"
 
 using namespace te_lite;
 
 namespace {
+
+// Of DLPack's version 1: how a library's tensors are seen from C.
+struct DLPackExchangeAPI {
+  uint32_t major, minor;
+  void* unused[4];
+  // A view of the tensor, valid while that lives. Not 0: a Python error is set.
+  int (*dltensor_from_py_object_no_sync)(void* py_object, DLTensor* out);
+};
 
 // A tensor of torch's without torch's headers; all zero for None.
 DLTensor look(const py::handle& tensor) {
@@ -29,7 +38,7 @@ DLTensor look(const py::handle& tensor) {
   return seen;
 }
 
-py::bytes described(const py::tuple& tensors) {
+py::tuple described(const py::tuple& tensors) {
   std::vector<const void*> at;
   std::string out;
   const auto append = [&out](const void* from, size_t bytes) { out.append(static_cast<const char*>(from), bytes); };
@@ -43,7 +52,8 @@ py::bytes described(const py::tuple& tensors) {
     append(seen.shape, seen.dimensions * sizeof *seen.shape);
     append(seen.strides, seen.dimensions * sizeof *seen.strides);
   }
-  return out;
+  const auto* addresses = reinterpret_cast<const char*>(at.data());
+  return py::make_tuple(py::bytes(out), py::bytes(addresses, at.size() * sizeof *at.data()));
 }
 
 struct Patch {  // arguments[argument] = addresses[slot] + offset
@@ -87,14 +97,11 @@ class Sequence {
     add({nullptr, nullptr, 0, bytes, std::vector<uint64_t>(1), {}}, {{0, slot, offset}}, nullptr);
   }
 
-  void run(uint64_t stream, const py::list& tensors) const {
-    if (tensors.size() != slots_) {
-      throw std::invalid_argument("a sequence called with " + std::to_string(tensors.size()) +
-                                  " tensors: it was made for " + std::to_string(slots_));
-    }
-    std::vector<uint64_t> at;
-    at.reserve(slots_);
-    for (const py::handle& tensor : tensors) at.push_back(reinterpret_cast<uint64_t>(look(tensor).data));
+  void run(uint64_t stream, std::string_view first, const py::list& rest) const {
+    std::vector<uint64_t> at(first.size() / sizeof(uint64_t));
+    std::memcpy(at.data(), first.data(), at.size() * sizeof(uint64_t));
+    for (const py::handle& tensor : rest) at.push_back(reinterpret_cast<uint64_t>(look(tensor).data));
+    if (at.size() != slots_) throw std::invalid_argument(std::to_string(at.size()) + " tensors: not one for each slot");
     const py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
     uint64_t arguments[kMostArguments];
     for (const Step& step : steps_) {
@@ -145,6 +152,6 @@ void bind_sequence(py::module_& m) {
       .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a)
       .def("add_gemm", &Sequence::add_gemm, "plan"_a, "patches"_a)
       .def("add_zeros", &Sequence::add_zeros, "bytes"_a, "slot"_a, "offset"_a)
-      .def("run", &Sequence::run, "stream"_a, "tensors"_a);
+      .def("run", &Sequence::run, "stream"_a, "first"_a, "rest"_a);
   m.def("described", &described, "tensors"_a);
 }

@@ -1,6 +1,5 @@
 // te_lite._C's part for userbuffers.
 #include "bindings.h"
-#include "dlpack.h"
 #include "executor.h"
 
 using namespace te_lite;

@@ -149,14 +149,17 @@ class LayerFunction(torch.autograd.Function):
 
     @forward_method
     def forward(ctx: Any, layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
-        recordings, needs = call.plans[0].recordings, layer.needs(call, x, params)
+        recordings, needs, shape = call.plans[0].recordings, layer.needs(call, x, params), x.shape
         found = key = None
         if recordings is not None and x.__class__ in PLAIN and call.output is None:
-            inputs = (x, *params, *[t for q in call.cached if q is not None for t in q.tensors])
+            inputs = x, *params
+            for q in call.cached:
+                if q is not None:
+                    inputs += q.tensors
             key, found = recordings.look_up((layer, "forward", needs), inputs)
         if found is not None:
             for plan in call.plans:
-                plan.parallel.rows = x.numel() // x.shape[-1]
+                plan.parallel.rows = x.numel() // shape[-1]
         elif key is None:
             found = taken_apart(layer.forward(call, needs, x, params))
         else:
@@ -168,7 +171,7 @@ class LayerFunction(torch.autograd.Function):
             if call.parts:
                 kept, copies = without_copy(call, kept)
             ctx.save_for_backward(*kept)
-            ctx.kept = layer, call, needs, x.shape, shells, copies
+            ctx.kept = layer, call, needs, shape, shells, copies
         return tensors[0] if outputs == 1 else tuple(tensors[:2])
 
     @backward_method
@@ -176,7 +179,7 @@ class LayerFunction(torch.autograd.Function):
         layer, call, needs, x_shape, shells, copies = ctx.kept
         if call.parts:
             check_parts(call, needs[:2])
-        plans, saved, (_, _, *wanted) = call.plans, ctx.saved_tensors, ctx.needs_input_grad
+        plans, saved, wanted = call.plans, ctx.saved_tensors, ctx.needs_input_grad[2:]
         recordings, answers, targets, how = plans[0].recordings, plans[0].sink.answers, (), ()
         grads: list[Any] = []
         found = key = None

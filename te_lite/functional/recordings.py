@@ -45,16 +45,17 @@ class Recordings:
         # In a checkpoint the scales come from its first run, not from where a recording fetches them.
         if not unwatched() or replay.OPEN.frames:
             return None, None
-        key = decided, reduces_low(), described(inputs)
+        description, addresses = described(inputs)
+        key = decided, reduces_low(), description
         known: Any = self._known.get(key, 0)
         if known.__class__ is int:
             first: Any = inputs[0]  # the host does not hold up large layers
             wanted = known < _TRIES and first.numel() <= first.shape[-1] * self._most_tokens
             return key if wanted else None, None
         recorded, shells = known
-        if torch._C._cuda_getDevice() != recorded.device.index:
+        if torch._C._cuda_getDevice() != recorded.device:
             return None, None
-        return key, (recorded.run(inputs), shells)
+        return key, (recorded.run(inputs, addresses), shells)
 
     def run(self, key: tuple, inputs: Sequence[Tensor | None], body: Callable[[], Sequence[Item]]) -> Taken:
         """body(), for which look_up() gave `key`. The second run under a key is recorded."""

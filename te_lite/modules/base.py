@@ -217,19 +217,19 @@ class TeLiteModule(SpecModule):
         grad = torch.is_grad_enabled()
         if not isinstance(inp, Tensor):
             checks.refuse_type(self, inp)
-        weight, last, device = weights[0], weights[-1], inp.device
+        weight, last, shape = weights[0], weights[-1], inp.shape
         amp = torch._C._is_any_autocast_enabled() and checks.amp_dtype(inp)
         key = (
-            None if state is None else state.key, inp.dtype, device, inp.shape[-1:], inp.dim() > 1, amp, strict,
-            inp.__class__ is FakeTensor, weight.dtype, weight.device, epoch.number,
+            None if state is None else state.key, inp.dtype, inp.device, shape and shape[-1], len(shape) > 1, amp,
+            strict, inp.__class__ is FakeTensor, weight.dtype, weight.device, epoch.number,
             weight.__class__ in PLAIN or weight.__class__, last.__class__ in PLAIN or last.__class__,
         )  # fmt: skip
-        plans, delayed = self._planned[1], state is not None and state.delayed
-        if self._planned[0] != key:
+        (planned, plans), delayed = self._planned, state is not None and state.delayed
+        if planned != key:
             plans = self._plan(key, inp, weights, state, strict)
         if grad and self.fuse_wgrad_accumulation:
             checks.check_main_grad(self, weights)
-        if grad and device.type == "cuda" and torch._C._is_multithreading_enabled():
+        if grad and inp.is_cuda and torch._C._is_multithreading_enabled():
             backward_on_calling_thread()
         if self._scatters and self.sequence_parallel and inp.shape[0] % self.tp_size:
             checks.refuse_uneven(self, inp)

@@ -117,7 +117,8 @@ class _OneLinear(TeLiteModule):
             return call(self, _OneLinear.forward, inp, is_first_microbatch, fp8_output, fp8_grad, residual)
         parts: tuple[Tensor, ...] = ()
         if len(self.weight_names) == 1:
-            weight = getattr(self, self.weight_names[0])
+            weight: Any = self._parameters.get(self.weight_names[0])  # without torch's __getattr__, which takes 0.6 us
+            weight = getattr(self, self.weight_names[0]) if weight is None else weight
             bias = getattr(self, self.bias_names[0]) if self.use_bias else None
         else:
             parts = tuple([getattr(self, name) for name in self.weight_names])

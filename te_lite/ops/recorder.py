@@ -65,19 +65,20 @@ class Recorded:
         self, sequence: _C.Sequence, device: torch.device, fetches: list[Fetch],
         made: list[tuple[torch.Size, torch.dtype]], block: int, results: list[tuple[int, _View | None]],
     ) -> None:  # fmt: skip
-        self._sequence, self.device, self._fetches, self._results = sequence, device, fetches, results
+        self._sequence, self.device, self._fetches, self._results = sequence, device.index, fetches, results
         allocations = [*made, (torch.Size((block,)), torch.uint8)] if block else made
         # Of at most one element in memory: empty_like() of them takes half the time of empty().
         self._made = [_like(shape, dtype, device) for shape, dtype in allocations]
 
-    def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """The body's results for inputs of the same shapes, dtypes and addresses modulo 256."""
-        slots: list[Any] = list(inputs)
+    def run(self, inputs: Sequence[Tensor | None], addresses: bytes) -> list[Tensor]:
+        """The body's results for inputs of the same description; that and their addresses are _C.described()'s."""
+        more: list[Any] = []
         for fetch in self._fetches:
-            slots += fetch()
+            more += fetch()
         for like in self._made:
-            slots.append(torch.empty_like(like))
-        self._sequence.run(torch._C._cuda_getCurrentRawStream(self.device.index), slots)
+            more.append(torch.empty_like(like))
+        self._sequence.run(torch._C._cuda_getCurrentRawStream(self.device), addresses, more)
+        slots: Any = (*inputs, *more)
         return [slots[slot] if view is None else view.of(slots[slot]) for slot, view in self._results]
 
 

@@ -27,13 +27,13 @@ def _place(t: Tensor) -> tuple:
 class Replayed:
     """As Recorded. steps: (function, arguments with the slots of tensors in their place); results: slots."""
 
-    device = torch.device("cpu")
+    device = None
     runs = 0
 
     def __init__(self, steps: list[tuple[Any, Any, Any]], results: list[Any]) -> None:
         self.steps, self.results = steps, results
 
-    def run(self, inputs: Any) -> list[Tensor]:
+    def run(self, inputs: Any, addresses: bytes) -> list[Tensor]:
         self.runs += 1
         slots = list(inputs)
         for func, args, kwargs in self.steps:
@@ -43,10 +43,12 @@ class Replayed:
         return [slot.of(slots) for slot in self.results]
 
 
-def described(inputs: tuple[Tensor | None, ...]) -> tuple:
+def described(inputs: tuple[Tensor | None, ...]) -> tuple[tuple, bytes]:
     """As recordings are found, but wherever tensors lie: on the CPU addresses differ modulo 256."""
     at = [None if t is None else t.data_ptr() or i for i, t in enumerate(inputs)]
-    return tuple([t if t is None else (t.shape, t.stride(), t.dtype, at.index(at[i])) for i, t in enumerate(inputs)])
+    return tuple(
+        [t if t is None else (t.shape, t.stride(), t.dtype, at.index(at[i])) for i, t in enumerate(inputs)]
+    ), b""
 
 
 class Slot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 import weakref
 
 import pytest
@@ -72,9 +73,11 @@ def test_what_a_recording_is_found_by():
         (at(0, 4, 8, dtype=torch.float16), None), (at(0, 4, 8, dtype=torch.int16), None), (at(0, 4, 1, 8), None),
         (weight, None), (),
     ]  # fmt: skip
-    assert len({described(tensors) for tensors in differing}) == len(differing)
+    assert len({described(tensors)[0] for tensors in differing}) == len(differing)
     again = [at(512, 4, 8), torch.nn.Parameter(at(768, 4, 8))]
-    assert described((plain, at(256, 4, 8))) == described(tuple(again)) == described((again[1].detach(), again[0]))
+    same = [described(each)[0] for each in ((plain, at(256, 4, 8)), tuple(again), (again[1].detach(), again[0]))]
+    assert same[0] == same[1] == same[2]
+    assert described((plain, None, weight))[1] == struct.pack("QQQ", plain.data_ptr(), 0, 0)
 
 
 def test_an_error_in_the_body_ends_the_recording():
