@@ -248,7 +248,8 @@ def tile_rows(data: Data, run: argparse.Namespace) -> list[dict]:
         calls |= {"table": kernels.by_triton(gemm, operands), "torch": kernels.by_torch(gemm, operands)}
         good: dict[str, Callable[[], Tensor]] = {}
         calls = {name: call for name, call in calls.items() if call is not None}
-        with ThreadPoolExecutor() as pool:  # Triton compiles outside of the interpreter's lock
+        begin = (lambda: None) if run.device == "cpu" else torch.cuda.synchronize  # gives the thread its context
+        with ThreadPoolExecutor(initializer=begin) as pool:  # Triton compiles outside of the interpreter's lock
             compiled = [pool.submit(call) for call in calls.values()]
         for (name, call), first in zip(calls.items(), compiled, strict=True):
             try:

@@ -148,11 +148,11 @@ def by_torch(gemm: str, operands: Operands) -> Any:
     """What computes it by torch, None where torch has no kernel."""
     if gemm != "wgrad":
         a, b, layout, a_scale, b_scale, scaling, _, dtype, inner_first, fast = operands
-        if not G._torch_takes("rows", a, b, b_scale, scaling, dtype):
+        if not G.torch_takes(a, b, b_scale, scaling, dtype):
             return None
         return partial(G.torch_product, a, b, layout, a_scale, b_scale, inner_first, fast)
     a, b, layout, a_scale, b_scale, scaling, dtype, inner_first, fast = operands
-    if not G._torch_takes("groups", a, b, b_scale, scaling, dtype):
+    if not G.torch_takes(a, b, b_scale, scaling, dtype):
         return None
     return partial(G.torch_wgrad, a, b, layout, a_scale, b_scale, inner_first, fast)
 

@@ -13,6 +13,7 @@ import argparse
 import os
 import time
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -107,10 +108,14 @@ def build(args: argparse.Namespace) -> tuple[TransformerConfig, DistributedDataP
     model = Float16Module(cfg, model if CPU else model.cuda())
     shared = args.fp8_param and args.distributed_optimizer
     reuse = {"reuse_grad_buf_for_mxfp8_param_ag": shared and args.recipe == "mxfp8"}
-    ddp = DistributedDataParallel(
-        cfg, DistributedDataParallelConfig(grad_reduce_in_fp32=True, fp8_param_gather=shared, **reuse,
-                                           use_distributed_optimizer=args.distributed_optimizer), model,
-    )  # fmt: skip
+    # The stream on which its hooks add gradients up; a capture must not wait for the default one.
+    with nullcontext() if CPU else torch.cuda.stream(torch.cuda.Stream()):
+        ddp = DistributedDataParallel(
+            cfg, DistributedDataParallelConfig(grad_reduce_in_fp32=True, fp8_param_gather=shared, **reuse,
+                                               use_distributed_optimizer=args.distributed_optimizer), model,
+        )  # fmt: skip
+    if not CPU:
+        torch.cuda.synchronize()
     cfg.no_sync_func = ddp.no_sync
     adam = OptimizerConfig(
         optimizer="adam", lr=args.lr, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0,

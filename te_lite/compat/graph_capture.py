@@ -63,9 +63,9 @@ class Captures:
         except RuntimeError as error:
             if "legacy stream" in str(error.__context__):
                 raise RuntimeError(
-                    "make_graphed_callables: an output of an earlier step is alive, and its autograd graph adds the "
-                    "parameters' gradients on the default stream, which no capture may use; delete it and the loss, "
-                    "and begin again in a new process"
+                    "make_graphed_callables: gradients of the parameters are added up on the default stream, which no "
+                    "capture may use: an output of an earlier step is alive, or hooks as DDP's were made there; delete "
+                    "it and the loss, make DDP under torch.cuda.stream(torch.cuda.Stream()), and begin a new process"
                 ) from error
             raise
         finally:

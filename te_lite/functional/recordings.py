@@ -23,7 +23,7 @@ from te_lite.quantize import replay
 MOST_FLOPS = 1 << 37  # of one product; an estimate of where a layer takes the device longer than the host
 WANTED = os.environ.get("TE_LITE_RECORD", "1") not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 _MOST = 256  # kept for one module; each token count makes some
-_TRIES = 16  # the first calls compile and allocate what later ones find, some only after a pass has ended
+_TRIES = 6  # the first calls compile and allocate what later ones find, some only after a pass has ended
 
 Taken = tuple[list[Tensor], Shells]  # what a body gives, as taken_apart() has it
 Known = tuple[Recorded, Shells] | int  # a recording and the shells of its results, or how often the body has run

@@ -28,8 +28,8 @@ class Span(NamedTuple):
     deepest: int = 1 << 62
 
 
-# Where one kernel measured faster than cublasLt and a pass on an H100, by what is wanted of the product and whether it is
-# a gradient: lines of benchmarks/alone.py.
+# Where one kernel was faster than cublasLt and a pass on an H100, by what is wanted of the product and whether it is a
+# gradient: lines of benchmarks/alone.py.
 FASTER: Mapping[tuple[str, bool], Span] = {
     ("high precision", False): Span(962072674304, 8192),
     ("high precision", True): Span(481036337152, 4096),

@@ -190,26 +190,22 @@ class Pool:
             if self.key.group is not None:
                 what = f"amaxes of {self.key.direction} for delayed scaling"
                 all_reduce_max(what, self._history[0], self.key.group)
-            if self.fixed:
-                self._step(self._history, self.scale)
+            known: Any = self._launch
+            given, here = (self._history, self.scale), self.scale.is_cuda and unwatched()
+            here = here and self.key.device.index == torch._C._cuda_getDevice()
+            if known.__class__ is Recorded and here:
+                (self.scale,) = known.run(given)
+            elif here and known < 2:  # the first run compiles
+                recorder = Recorder(given)
+                (self.scale,) = made = recorder.run(self._launch_step)
+                self._launch = recorder.finish(made) or known + 1
             else:
-                scale = torch.empty_like(self.scale)
-                self._step(self._history, self.scale, scale)
-                self.scale = scale
+                (self.scale,) = self._launch_step()
 
-    def _step(self, *tensors: Tensor) -> None:
-        """The kernel, of the history, the scales and where the new ones go, if not there. Its launch is recorded."""
-        known: Any = self._launch
-        alone = tensors[0].is_cuda and tensors[0].device.index == torch._C._cuda_getDevice() and unwatched()
-        if alone and known.__class__ is not int:
-            known.run(tensors)
-            return
-        step = partial(delayed_update, *tensors[:2], self.key.fp8_max, self.key.algorithm, tensors[-1])
-        if not alone or known > 1:
-            return step()
-        recorder = Recorder(tensors)
-        recorder.run(step)
-        self._launch = recorder.finish(()) or known + 1  # the first run compiles
+    def _launch_step(self) -> list[Tensor]:
+        scale = self.scale if self.fixed else torch.empty_like(self.scale)
+        delayed_update(self._history, self.scale, self.key.fp8_max, self.key.algorithm, scale)
+        return [scale]
 
 
 class Pools:
@@ -229,13 +225,12 @@ class Pools:
 
         A pool's group must use it alike on all of its ranks; ranks outside of the group need not take part.
         """
-        captured = capturing()
-        if graph_scales.active and not (self.held or captured):
+        if graph_scales.active and not (self.held or capturing()):
             graph_scales.collect(self, direction)
         for pool in () if self.held else self.pools:  # the list is never cut, but replaced
-            # Under a FakeTensorMode fake scales would take the place of real ones.
-            if pool.touched and pool.key.direction == direction and makes_data(pool.key.device):
-                if pool.fixed or not captured:
+            if pool.touched and pool.key.direction == direction and (pool.fixed or not capturing()):
+                # Under a FakeTensorMode fake scales would take the place of real ones.
+                if makes_data(pool.key.device):
                     pool.update()
 
     def close(self, first: bool) -> None:
