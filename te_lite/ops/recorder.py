@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_lite import _C
+from te_lite._C import described
 from te_lite.ops.registry import implementation
 
 aten = torch.ops.aten
@@ -70,8 +71,9 @@ class Recorded:
         # Of at most one element in memory: empty_like() of them takes half the time of empty().
         self._made = [_like(shape, dtype, device) for shape, dtype in allocations]
 
-    def run(self, inputs: Sequence[Tensor | None], addresses: bytes) -> list[Tensor]:
-        """The body's results for inputs of the same description; that and their addresses are _C.described()'s."""
+    def run(self, inputs: tuple[Tensor | None, ...], addresses: bytes | None = None) -> list[Tensor]:
+        """The body's results for inputs of the same description. addresses: with which described() gave that."""
+        addresses = described(inputs)[1] if addresses is None else addresses
         more: list[Any] = []
         for fetch in self._fetches:
             more += fetch()

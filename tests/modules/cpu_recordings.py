@@ -33,7 +33,7 @@ class Replayed:
     def __init__(self, steps: list[tuple[Any, Any, Any]], results: list[Any]) -> None:
         self.steps, self.results = steps, results
 
-    def run(self, inputs: Any, addresses: bytes) -> list[Tensor]:
+    def run(self, inputs: Any, addresses: bytes | None = None) -> list[Tensor]:
         self.runs += 1
         slots = list(inputs)
         for func, args, kwargs in self.steps:
