@@ -9,8 +9,9 @@ import weakref
 import pytest
 import torch
 
+from te_lite import _C
 from te_lite._C import described
-from te_lite.ops.recorder import OPEN, Recorder
+from te_lite.ops.recorder import OPEN, Recorded, Recorder
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.tensor import quantized
 
@@ -78,6 +79,20 @@ def test_what_a_recording_is_found_by():
     same = [described(each)[0] for each in ((plain, at(256, 4, 8)), tuple(again), (again[1].detach(), again[0]))]
     assert same[0] == same[1] == same[2]
     assert described((plain, None, weight))[1] == struct.pack("QQQ", plain.data_ptr(), 0, 0)
+
+
+def test_a_replay_gives_what_was_given_and_what_it_makes(monkeypatch):
+    """With addresses or without; of launches there are none."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    x, fetched, made = torch.randn(3), torch.randn(2), (torch.Size((4, 5)), torch.bfloat16)
+    recorded = Recorded(
+        _C.Sequence(5), torch.device("cpu"), [lambda: (fetched, None)], [made], 0, [(4, None), (0, None)]
+    )
+    for addresses in (None, described((x, None))[1]):
+        y, same = recorded.run((x, None), addresses)
+        assert same is x and (y.shape, y.dtype) == made and y.is_contiguous()
+    with pytest.raises(ValueError, match="4 tensors: not one for each slot"):
+        recorded.run((x,))
 
 
 def test_an_error_in_the_body_ends_the_recording():
