@@ -42,8 +42,9 @@ class Wanted(NamedTuple):
 
     h None: the product is h[M, 2F] = [gate | up], and v[M, F] = activation(h).
     h[M, 2F] given: the product is the gradient of activation(h), and v[M, 2F] that of h.
-    act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, at scale fp32 [1], clamped.
-    With col it then comes transposed too; amax, fp32 [1], becomes the largest of itself and all magnitudes, if given.
+    act: "": nothing; "high precision": v in h's type; "amax": its maxima; "fp8": v in `fp8`, clamped, at
+    scale fp32 [1]. With col it then comes transposed too; amax, fp32 [1], becomes the largest of itself and all
+    magnitudes, if given.
     """
 
     act: str = ""

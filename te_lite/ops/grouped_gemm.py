@@ -27,9 +27,9 @@ from te_lite.ops.grouped_layout import PAD, capacity, ends, fill_rest_, lanes, p
 from te_lite.ops.launch import sm_count
 from te_lite.ops.registry import register
 
-# What multiplies: (product, operands) -> the tile of the Triton kernel, as benchmarks/grouped.py --kernels chose it on an
-# H100 for 8 groups of 1,024 tokens, 4096 x 14336. Operands: "16" and "32" bits; fp8 with scales applied to the sum, summed
-# "fast" or "exact"ly; "blocks".
+# What multiplies: (product, operands) -> the tile of the Triton kernel, chosen by benchmarks/grouped.py --kernels on an
+# H100 for 8 groups of 1,024 tokens, 4096 x 14336. Operands: "16" and "32" bits; fp8 with scales applied to the sum,
+# summed "fast" or "exact"ly; "blocks".
 Table = dict[tuple[str, str], GemmConfig]
 CONFIGS: Table = {
     ("rows", "16"): GemmConfig(128, 256, 64, 8, 3),
@@ -43,7 +43,7 @@ CONFIGS: Table = {
     ("groups", "exact"): GemmConfig(128, 128, 128, 4, 3, persistent=0),
     ("groups", "blocks"): GemmConfig(128, 128, 128, 8, 3, persistent=0),
 }
-# Where torch's kernel computes the same and was faster, it does: (product, operands). Of "rows": fp8 with a scale a row.
+# Where torch's kernel computes the same and was faster, it does: (product, operands).
 TORCH = {("rows", "16"), ("rows", "exact"), ("groups", "16")}
 
 
