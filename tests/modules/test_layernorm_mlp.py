@@ -239,11 +239,8 @@ def test_takes_the_activation_that_a_kernel_has_computed(recipe, monkeypatch):
     assert wants == 2 * [{"bf16": "high precision", "current": "amax", "delayed": "fp8"}[recipe]]
 
 
-@pytest.mark.parametrize(
-    "recipe, activation, trains",
-    [("bf16", "gelu", True), ("mxfp8", "swiglu", True), ("blockwise", "swiglu", True), ("delayed", "swiglu", False)],
-)
-def test_asks_no_gemm_for_what_none_makes(recipe, activation, trains, monkeypatch):
+@pytest.mark.parametrize("recipe, activation", [("bf16", "gelu"), ("mxfp8", "swiglu"), ("blockwise", "swiglu")])
+def test_asks_no_gemm_for_what_none_makes(recipe, activation, monkeypatch):
     unfused, asked = Activate.__call__, []
 
     def watched(epilogue, h):
@@ -253,6 +250,17 @@ def test_asks_no_gemm_for_what_none_makes(recipe, activation, trains, monkeypatc
     monkeypatch.setattr(Activate, "__call__", watched)
     force(monkeypatch)
     module = build(Spec(LN_MLP, activation=activation), 64, ffn=96)
-    with torch.set_grad_enabled(trains), under(recipe):
+    with under(recipe):
         module(_tokens(32, 64))
     assert asked == [""]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_asks_a_gemm_for_columns_where_backward_reads_them(trains, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Activate, "__call__", lambda epilogue, h: asked.append(epilogue) or (h, epilogue.source(h)))
+    force(monkeypatch)
+    module = build(Spec(LN_MLP, activation="swiglu"), 64, ffn=96, recompute_activation=False)
+    with torch.set_grad_enabled(trains), under("delayed"):
+        module(_tokens(32, 64))
+    assert [(epilogue.want, epilogue.col) for epilogue in asked] == [("fp8", trains)]
