@@ -31,7 +31,8 @@ class Event(NamedTuple):
 
 
 class Captures:
-    """CUDA graphs that share memory. pool: torch's handle of it, None: a new one."""
+    """CUDA graphs that share memory. pool: torch's handle of it, None: a new one. Quantized weights lie in another: they
+    outlive a micro-batch, and a graph that was captured before them writes its temporaries in every one."""
 
     def __init__(self, pool: Any, tensors: Sequence[Tensor]) -> None:
         off = [t.device for t in tensors if not t.is_cuda]
@@ -42,6 +43,7 @@ class Captures:
             )
         self.device = tensors[0].device
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.weights_pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
 
     @contextmanager
@@ -53,12 +55,12 @@ class Captures:
         torch.cuda.synchronize(self.device)
 
     @contextmanager
-    def capture(self) -> Iterator[Any]:
+    def capture(self, pool: Any = None) -> Iterator[Any]:
         """Gives the graph of what runs inside. Other threads may call CUDA meanwhile: NCCL's do."""
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # it might end another graph, which no capture allows
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool or self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 yield graph
         except RuntimeError as error:
             if "legacy stream" in str(error.__context__):
@@ -133,21 +135,21 @@ class Capturing:
         self.first = False
         return outputs
 
-    def capture_weights(self, captures: Captures, at: float) -> None:
+    def capture_weights(self, captures: Captures) -> None:
         """What is_first_microbatch=True does, once for all slots."""
         each = [pair for one in self.linears for pair in zip(one._caches, one._planned[1], strict=False)]
         cached = [(cache, plan) for cache, plan in each if cache._kept[2] is not None]
         if not cached:
             return
         original = self.original
-        with original.pools.recording() as used, captures.capture() as graph, torch.no_grad():
+        with original.pools.recording() as used, captures.capture(captures.weights_pool) as graph, torch.no_grad():
             original.kept = [cache.again(plan.operands) for cache, plan in cached]
-        original.weights, self.cached = Graph(graph, at, used), [cache for cache, _ in cached]
+        original.weights, self.cached = Graph(graph, -math.inf, used), [cache for cache, _ in cached]
 
     def capture_forward(self, slot: Slot, captures: Captures, at: float) -> list[Any]:
         original = self.original
         if original.caches and original.weights is None:
-            self.capture_weights(captures, at)
+            self.capture_weights(captures)
         with original.pools.recording() as used, captures.capture() as graph:
             outputs = self.run(slot)
         slot.forward = Graph(graph, at, used)

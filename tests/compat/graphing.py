@@ -23,6 +23,8 @@ BF16 = torch.bfloat16
 class CpuCaptures:
     """graph_capture.Captures, on the CPU."""
 
+    weights_pool = None
+
     def __init__(self, pool, tensors):
         pass
 
@@ -30,7 +32,7 @@ class CpuCaptures:
         return torch.random.fork_rng([])
 
     @contextlib.contextmanager
-    def capture(self):
+    def capture(self, pool=None):
         graph = CpuGraph()
         with torch.random.fork_rng([]), graph.capture():  # what is only recorded draws nothing
             yield graph
