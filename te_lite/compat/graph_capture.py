@@ -31,8 +31,8 @@ class Event(NamedTuple):
 
 
 class Captures:
-    """CUDA graphs that share memory. pool: torch's handle of it, None: a new one. Quantized weights lie in another: they
-    outlive a micro-batch, and graphs that were captured before them write their temporaries in each."""
+    """CUDA graphs that share memory. pool: torch's handle of it, None: a new one. Quantized weights lie in another:
+    they outlive a micro-batch, and graphs captured before them write their temporaries in each."""
 
     def __init__(self, pool: Any, tensors: Sequence[Tensor]) -> None:
         off = [t.device for t in tensors if not t.is_cuda]
