@@ -168,7 +168,8 @@ def _transform_cuda(source, scale, amax, row_scale, col_scale, act_scale, eps, p
     few, hp_too, sums = rows * cols <= kernels.FEW, hp is not None, bias_grad is not None
     words = col is not None and scale_inv is not None and not (few or hp_too or sums) and words_fit(source)
     act_col = act_scale is not None
-    config = kernels.cast_config(col is not None or act_col, source.kind != "plain", few, hp_too, sums, act_col)
+    counted = act_col and not (hp_too or sums) and source.x.element_size() == 2
+    config = kernels.cast_config(col is not None or act_col, source.kind != "plain", few, hp_too, sums, counted)
     if words:
         form, config = WORDS, kernels.WORD_CONFIGS[row is not None]
     block_m, block_n, num_warps, registers, _ = config

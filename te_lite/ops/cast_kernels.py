@@ -38,8 +38,8 @@ WORD_CONFIGS = {True: Config(128, 64, 4), False: Config(256, 64, 8)}
 @cache
 def cast_config(col: bool, computed: bool, few: bool, hp: bool, sums: bool, act: bool = False) -> Config:
     """col: writes a transposed copy. computed: does more than a cast. few: has at most FEW elements. hp, sums: writes a
-    high-precision copy, column sums; with registers counted those would spill. act: also an activation's transposed
-    copy, by one tile a program: four of them fit, where 130 registers would leave three."""
+    high-precision copy, column sums; with registers counted those would spill. act: of 16 bits, without those, also an
+    activation's transposed copy, by one tile a program: four of them fit, where 130 registers would leave three."""
     if not col:
         return Config(16 if few else 32, 128 if computed else 256, 4)
     if computed or few:
