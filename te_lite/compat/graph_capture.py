@@ -31,8 +31,7 @@ class Event(NamedTuple):
 
 
 class Captures:
-    """CUDA graphs that share memory. pool: torch's handle of it, None: a new one. Quantized weights lie in another:
-    they outlive a micro-batch, and graphs captured before them write their temporaries in each."""
+    """CUDA graphs that share memory. pool: torch's handle of it, None: a new one."""
 
     def __init__(self, pool: Any, tensors: Sequence[Tensor]) -> None:
         off = [t.device for t in tensors if not t.is_cuda]
@@ -43,7 +42,6 @@ class Captures:
             )
         self.device = tensors[0].device
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self.weights_pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
 
     @contextmanager
@@ -55,12 +53,14 @@ class Captures:
         torch.cuda.synchronize(self.device)
 
     @contextmanager
-    def capture(self, pool: Any = None) -> Iterator[Any]:
-        """Gives the graph of what runs inside. Other threads may call CUDA meanwhile: NCCL's do."""
+    def capture(self, apart: bool = False) -> Iterator[Any]:
+        """Gives the graph of what runs inside. Other threads may call CUDA meanwhile: NCCL's do. apart: in memory of
+        its own, for what outlives a micro-batch: other graphs write temporaries to the shared memory in each."""
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # it might end another graph, which no capture allows
         try:
-            with torch.cuda.graph(graph, pool=pool or self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            pool = torch.cuda.graph_pool_handle() if apart else self.pool
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
                 yield graph
         except RuntimeError as error:
             if "legacy stream" in str(error.__context__):
@@ -142,7 +142,7 @@ class Capturing:
         if not cached:
             return
         original = self.original
-        with original.pools.recording() as used, captures.capture(captures.weights_pool) as graph, torch.no_grad():
+        with original.pools.recording() as used, captures.capture(apart=True) as graph, torch.no_grad():
             original.kept = [cache.again(plan.operands) for cache, plan in cached]
         original.weights, self.cached = Graph(graph, -math.inf, used), [cache for cache, _ in cached]
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.parallel import Unsplit
-from te_lite.functional.recordings import WANTED, Recordings
+from te_lite.functional.recordings import Recordings
 from te_lite.ops.nvtx import ENABLED, ranged
+from te_lite.ops.recorder import WANTED
 from te_lite.ops.transpose import PAD
 from te_lite.overlap.alone import Beside
 from te_lite.parallel import TensorParallel

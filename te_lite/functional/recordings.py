@@ -6,7 +6,6 @@ later ones are replayed: their launches alone are issued.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from te_lite.ops.registry import capturing, unwatched
 from te_lite.quantize import replay
 
 MOST_FLOPS = 1 << 37  # of one product; an estimate of where a layer takes the device longer than the host
-WANTED = os.environ.get("TE_LITE_RECORD", "1") not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 _MOST = 256  # kept for one module; each token count makes some
 _TRIES = 6  # the first calls compile and allocate what later ones find, some only after a pass has ended
 

@@ -39,10 +39,9 @@ _ACTS = ("", "high precision", "amax", "fp8")
 
 class Kind(NamedTuple):
     """What the kernel is compiled for. scales: "none", "tensor" (of a also one a rank) or "row". b_t: b[N, K] lies as
-    [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of `activation`
-    of a gather's output, or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there; act_t: by columns
-    too. narrow: as
-    ops/narrow.py makes them a scatter's partials travel. residual: it is added to a scatter's sum."""
+    [K, N]. columns: of a tile. split: fp8 without fast accumulation. act: what becomes of `activation` of a gather's
+    output, or with grad of its gradient, see ops/gemm_gather.py; fp8: its type there; act_t: by columns too. narrow: a
+    scatter's partials travel as ops/narrow.py makes them. residual: it is added to a scatter's sum."""
 
     gather: bool
     a: torch.dtype

@@ -48,6 +48,7 @@ def _vector(scale: Tensor, length: int) -> Tensor:
     """One scale for each of `length` rows, at an address that cuBLAS takes; a slice may begin at any row."""
     if scale.numel() == length:
         return placed(scale.reshape(-1).contiguous())
+    assert scale.numel() == 1
     out = scale.new_empty((length,))  # by a kernel of te_lite's, which a recording can repeat
     launch(spread_kernel, -(-length // 1024), (scale,), (out,), (length,), (1024,), 4)
     return out

@@ -7,6 +7,7 @@ the device makes the recording fail, and such a body simply runs as it is.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from te_lite._C import described
 from te_lite.ops.registry import implementation
 
 aten = torch.ops.aten
+WANTED = os.environ.get("TE_LITE_RECORD", "1") not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 _ALLOCATE = frozenset((aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default))
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 _ALIGNED = 512  # bytes: as torch's own allocations

@@ -50,7 +50,7 @@ class BlockFormat(TensorFormat):
         return TensorFormat.multiplies(self, other) and not self.square  # cuBLAS takes squares on one side only
 
     def make_col(self, q: Held) -> tuple[Tensor, Tensor]:
-        return transpose(q.row), q.row_scale.t().contiguous()  # as cuBLAS reads it
+        return transpose(q.row), q.row_scale.t().contiguous()  # as cuBLAS reads it, save for padding
 
     def from_wire(self, parts: tuple[Tensor, ...], layout: Layout, like: QTensor, rows: int) -> QTensor:
         (data, scale), shape = parts, (rows, like.shape[1])

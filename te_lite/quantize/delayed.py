@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.delayed import FP32_MAX, delayed_update
-from te_lite.ops.recorder import OPEN, Recorded, Recorder
+from te_lite.ops.recorder import OPEN, WANTED, Recorded, Recorder
 from te_lite.ops.registry import capturing, makes_data, unwatched
 from te_lite.quantize import graph_scales, replay
 from te_lite.watch import all_reduce_max
@@ -144,16 +144,17 @@ class Pool:
         self.copies: tuple[Tensor, ...] = ()  # of `scale`, each apart, in Pools.recording()
         self.members: weakref.WeakKeyDictionary[ScaleState, None] = weakref.WeakKeyDictionary()  # in order
         self._stepping = threading.Lock()  # two threads may run backwards of one thread's forwards
-        self._launch: Recorded | int = 0  # of _step(), or how often recording it was tried
+        self._launch: Recorded | int = 0  # of _launch_step(), or how often recording it was tried
         key.owner.pools.append(self)
 
     def fix(self) -> None:
         """From now on all tensors stay where they are; members that lie elsewhere yet go to another pool."""
         self.fixed, self._launch = True, 0
         _fixed.add(self)
-        for state in list(self.members):
-            if state.offset is None:
-                state.join()
+        with self.key.owner.lock:
+            for state in list(self.members):
+                if state.offset is None:
+                    state.join()
 
     def copied(self, column: int) -> Tensor:
         """A scale that no update will write to. Where none may come, all are copied at once: a copy is a kernel."""
@@ -191,7 +192,7 @@ class Pool:
                 what = f"amaxes of {self.key.direction} for delayed scaling"
                 all_reduce_max(what, self._history[0], self.key.group)
             known: Any = self._launch
-            given, here = (self._history, self.scale), self.scale.is_cuda and unwatched()
+            given, here = (self._history, self.scale), WANTED and self.scale.is_cuda and unwatched()
             here = here and self.key.device.index == torch._C._cuda_getDevice()
             if known.__class__ is Recorded and here:
                 (self.scale,) = known.run(given)

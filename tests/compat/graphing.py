@@ -23,8 +23,6 @@ BF16 = torch.bfloat16
 class CpuCaptures:
     """graph_capture.Captures, on the CPU."""
 
-    weights_pool = None
-
     def __init__(self, pool, tensors):
         pass
 
@@ -32,7 +30,7 @@ class CpuCaptures:
         return torch.random.fork_rng([])
 
     @contextlib.contextmanager
-    def capture(self, pool=None):
+    def capture(self, apart=False):
         graph = CpuGraph()
         with torch.random.fork_rng([]), graph.capture():  # what is only recorded draws nothing
             yield graph

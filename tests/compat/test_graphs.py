@@ -148,6 +148,20 @@ def test_cached_weights_of_several_modules(recipe, device):
         agree(f"micro-batch {seed}", got, step(twins, recipe, seed, device, is_first_microbatch=first))
 
 
+def test_weights_are_quantized_without_touching_those_of_other_modules(device):
+    """The first one's weight is joined by a copy, which is a temporary of the graph that quantizes it."""
+    split = {"parameters_split": ("q", "k"), "bias": False, "device": device, "params_dtype": BF16}
+    layers = tuple(te.Linear(K, K, **split) for _ in range(2))
+    for layer in layers:
+        layer.k_weight.data = layer.k_weight.data.clone()
+    twins = copy.deepcopy(layers)
+    graphed(layers, "current", device, cache_quantized_params=True)
+    for seed, (which, first) in enumerate([(1, True), (0, True), (1, False), (0, False)]):
+        with under("current"):
+            got, want = (group[which](draw(seed, device), is_first_microbatch=first) for group in (layers, twins))
+        assert_bitwise_equal(f"call {seed}", got, want)
+
+
 @pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_main_grad_accumulates_in_replays(recipe, marks, device):
