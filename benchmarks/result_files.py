@@ -36,7 +36,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "peers": ("shape", "module", "recipe", "call", "candidate"),
     "grouped": ("section", "split", "what", "candidate"),
     "grouped_kernels": ("split", "what", "candidate"),
-    "llama": ("library", "recipe", "compiled"),
+    "llama": ("library", "recipe", "fused", "compiled"),
     "megatron": ("candidate", "recipe"),
 }
 # gpu_check.py runs them only where --stages names them: three need other libraries, three their time.
