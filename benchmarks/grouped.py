@@ -8,7 +8,7 @@
 8 experts, 8,192 tokens, K = 4096, N = 14336; tokens balanced, or by Zipf's law: the i-th expert has 1/i as many as
 the first.
 
-    products   one GEMM of quantized operands: by te_lite's choice, by its Triton kernel, by torch
+    products   one GEMM of quantized operands: by te_lite's Triton kernel, by torch, expert by expert by cublasLt
     casts      quantization of all groups, with GB/s
     steps      forward and backward of te.scaled_grouped_mm by recipe, of torch._grouped_mm in bf16 (over_torch: its GPU
                time over te_lite's, median over rounds), of torchao's rowwise one
@@ -129,10 +129,13 @@ def row(section: str, split: str, what: str, timing: bench.Timing, **more: Any) 
 def product_rows(data: Data, run: argparse.Namespace) -> list[dict]:
     rows = []
     for gemm, kind, operands in kernels.products(data):
+        sizes = data.problem.sizes
         candidates = {"triton": kernels.by_triton(gemm, operands), "torch": kernels.by_torch(gemm, operands)}
+        candidates["expert by expert"] = kernels.by_expert(gemm, operands, sizes)
         if gemm == "wgrad":
             into = torch.zeros(data.w.shape, device=data.device, dtype=torch.float32)
             candidates["triton, added to fp32"] = kernels.by_triton(gemm, operands, into=into)
+            candidates["expert by expert, added to fp32"] = kernels.by_expert(gemm, operands, sizes, into)
         known = {name: call for name, call in candidates.items() if call is not None}
         if run.device == "cpu":  # no kernel runs there
             known = {"oracle": partial(kernels.reference, gemm, operands)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops import grouped_cast as C
+from te_lite.ops import grouped_each as E
 from te_lite.ops import grouped_gemm as G
 from te_lite.ops import grouped_mx
 from te_lite.ops.grouped_gemm_kernels import GemmConfig
@@ -142,6 +143,32 @@ def by_triton(gemm: str, operands: Operands, config: GemmConfig | None = None, i
         return out
 
     return run
+
+
+def by_expert(gemm: str, operands: Operands, sizes: Sequence[int], into: Tensor | None = None) -> Any:
+    """What computes it one expert after the other by cublasLt, None where te_lite has no such call. into: as of
+    by_triton."""
+    a, b, layout, a_scale, b_scale, scaling, *rest = operands
+    if gemm != "wgrad":
+        if scaling != "blocks":
+            return None
+        out = G._product_fake(*operands)
+
+        def product() -> Tensor:
+            E.product_each(out, a, b, a_scale, b_scale, None, sizes)
+            return out
+
+        return product
+    if into is None and scaling == "none":
+        return None
+    dtype, inner_first, fast = rest
+    dw = a.new_empty(G._wgrad_shape(a, b, layout, inner_first), dtype=dtype) if into is None else into
+
+    def wgrad() -> Tensor:
+        E.wgrad_each(list(dw), into is not None, a, b, a_scale, b_scale, scaling, fast, sizes)
+        return dw
+
+    return wgrad
 
 
 def by_torch(gemm: str, operands: Operands) -> Any:

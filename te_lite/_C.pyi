@@ -197,17 +197,18 @@ class GemmPlan:
     """out[m, n] = a[m, k] @ b[n, k]^T, prepared. Types as cudaDataType_t, scales as cublasLtMatmulMatrixScale_t, -1 for
     operands that have none.
 
-    a_turned, b_turned: the operand lies as [k, m], [k, n]. bias: bias[n], of out's type, is added; accumulate: out is.
-    alignment: bytes of which all addresses but those of the scales are multiples. most_workspace: bytes that it may ask
-    for. RuntimeError where cublasLt has no algorithm.
+    a_turned, b_turned: the operand lies as [k, m], [k, n]. a_apart, b_apart: elements from one row to the next, as it
+    lies. bias: bias[n], of out's type, is added; accumulate: out is. alignment: bytes of which all addresses but those
+    of the scales are multiples. most_workspace: bytes that it may ask for. RuntimeError where cublasLt has no
+    algorithm.
     """
 
     workspace: int  # bytes that run() needs
 
     def __init__(
         self, library: Cublaslt, m: int, n: int, k: int, a_type: int, b_type: int, out_type: int, a_scale: int,
-        b_scale: int, a_turned: bool, b_turned: bool, bias: bool, fast: bool, accumulate: bool, alignment: int,
-        most_workspace: int,
+        b_scale: int, a_turned: bool, a_apart: int, b_turned: bool, b_apart: int, bias: bool, fast: bool,
+        accumulate: bool, alignment: int, most_workspace: int,
     ) -> None: ...  # fmt: skip
     def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, stream: int) -> None:
         """Addresses, and a stream handle. Any thread may call it. RuntimeError where cublasLt refuses."""

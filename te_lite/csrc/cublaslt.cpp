@@ -10,10 +10,11 @@ void bind_cublaslt(py::module_& m) {
       .def(py::init<const std::string&>(), "soname"_a, Unlocked())
       .def_property_readonly("version", [](const Cublaslt& lt) { return lt.cublasLtGetVersion(); });
   py::class_<GemmPlan>(m, "GemmPlan", "A product that cublasLt is ready to compute. See _C.pyi.")
-      .def(py::init<std::shared_ptr<Cublaslt>, uint64_t, uint64_t, uint64_t, int, int, int, int, int, bool, bool, bool,
-                    bool, bool, uint32_t, uint64_t>(),
+      .def(py::init<std::shared_ptr<Cublaslt>, uint64_t, uint64_t, uint64_t, int, int, int, int, int, bool, uint64_t,
+                    bool, uint64_t, bool, bool, bool, uint32_t, uint64_t>(),
            "library"_a, "m"_a, "n"_a, "k"_a, "a_type"_a, "b_type"_a, "out_type"_a, "a_scale"_a, "b_scale"_a,
-           "a_turned"_a, "b_turned"_a, "bias"_a, "fast"_a, "accumulate"_a, "alignment"_a, "most_workspace"_a)
+           "a_turned"_a, "a_apart"_a, "b_turned"_a, "b_apart"_a, "bias"_a, "fast"_a, "accumulate"_a, "alignment"_a,
+           "most_workspace"_a)
       .def_property_readonly("workspace", &GemmPlan::workspace)
       .def("run", &GemmPlan::run, "a"_a, "b"_a, "out"_a, "a_scale"_a, "b_scale"_a, "bias"_a, "workspace"_a, "stream"_a,
            Unlocked());

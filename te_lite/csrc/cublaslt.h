@@ -81,15 +81,16 @@ struct Cublaslt {
 
 using Owned = std::unique_ptr<void, Status (*)(void*)>;  // a descriptor, with what frees it
 
-// out[m, n] = a[m, k] @ b[n, k]^T (+ bias[n], of out's type) (+ out): all contiguous, fp32 inside.
+// out[m, n] = a[m, k] @ b[n, k]^T (+ bias[n], of out's type) (+ out): out contiguous, fp32 inside.
 class GemmPlan {
  public:
   // Types as cudaDataType_t, scales as cublasLtMatmulMatrixScale_t, -1 where operands have none (16 bits). a_turned,
-  // b_turned: the operand lies as [k, m], [k, n]. alignment: bytes of which every address but those of the scales is a
-  // multiple. most_workspace: bytes that the algorithm may ask for.
+  // b_turned: the operand lies as [k, m], [k, n]. a_apart, b_apart: elements from one row to the next, as it lies.
+  // alignment: bytes of which every address but those of the scales is a multiple. most_workspace: bytes that the
+  // algorithm may ask for.
   GemmPlan(std::shared_ptr<Cublaslt> library, uint64_t m, uint64_t n, uint64_t k, int a_type, int b_type, int out_type,
-           int a_scale, int b_scale, bool a_turned, bool b_turned, bool bias, bool fast, bool accumulate,
-           uint32_t alignment, uint64_t most_workspace)
+           int a_scale, int b_scale, bool a_turned, uint64_t a_apart, bool b_turned, uint64_t b_apart, bool bias,
+           bool fast, bool accumulate, uint32_t alignment, uint64_t most_workspace)
       : lt_(std::move(library)), scaled_(a_scale >= 0), bias_(bias), beta_(accumulate ? 1.0f : 0.0f) {
     void* made = nullptr;
     check(lt_->cublasLtMatmulDescCreate(&made, kCompute32F, kReal32F), "cublasLtMatmulDescCreate");
@@ -109,9 +110,9 @@ class GemmPlan {
       set(kBiasType, int32_t{out_type});
       set(kBiasPointer, kAnyAddress);
     }
-    b_ = b_turned ? layout(b_type, n, k) : layout(b_type, k, n);
-    a_ = a_turned ? layout(a_type, m, k) : layout(a_type, k, m);
-    out_ = layout(out_type, n, m);
+    b_ = b_turned ? layout(b_type, n, k, b_apart) : layout(b_type, k, n, b_apart);
+    a_ = a_turned ? layout(a_type, m, k, a_apart) : layout(a_type, k, m, a_apart);
+    out_ = layout(out_type, n, m, n);
     check(lt_->cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate");
     const Owned preference(made, lt_->cublasLtMatmulPreferenceDestroy);
     const auto prefer = [&](int attribute, auto value) {
@@ -156,9 +157,9 @@ class GemmPlan {
           "cublasLtMatmulDescSetAttribute");
   }
 
-  Owned layout(int type, uint64_t rows, uint64_t columns) const {
+  Owned layout(int type, uint64_t rows, uint64_t columns, uint64_t apart) const {
     void* made = nullptr;
-    check(lt_->cublasLtMatrixLayoutCreate(&made, type, rows, columns, static_cast<int64_t>(rows)),
+    check(lt_->cublasLtMatrixLayoutCreate(&made, type, rows, columns, static_cast<int64_t>(apart)),
           "cublasLtMatrixLayoutCreate");
     return Owned(made, lt_->cublasLtMatrixLayoutDestroy);
   }

@@ -7,7 +7,7 @@ dw[g] = sum over its tokens of dy[m]^T x[m],  dbias[g] = sum over its tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class GroupedWgrad(NamedTuple):
     x: Operand
     layout: Tensor
     dtype: torch.dtype
+    sizes: Sequence[int] | None = None
 
     def operands(self) -> tuple[Any, ...]:
         """As ops/grouped_gemm.py takes them: dy, x, layout, their scales, and how they are scaled."""
@@ -44,12 +45,12 @@ class GroupedWgrad(NamedTuple):
     def __call__(self, dtype: torch.dtype) -> Tensor:
         """dw[G, N, K] in dtype."""
         rule = self.rule
-        return group_wgrad(*self.operands(), dtype, rule.wgrad_scaling == "none", rule.fast[2])
+        return group_wgrad(*self.operands(), dtype, rule.wgrad_scaling == "none", rule.fast[2], self.sizes)
 
     def add_to(self, *outs: Tensor) -> None:
         """outs: one [N, K] for each group, or one [G, N, K]."""
         rule, each = self.rule, list(outs[0].unbind()) if outs[0].dim() == 3 else list(outs)
-        group_wgrad_accumulate_(each, *self.operands(), rule.wgrad_scaling == "none", rule.fast[2])
+        group_wgrad_accumulate_(each, *self.operands(), rule.wgrad_scaling == "none", rule.fast[2], self.sizes)
 
     def keep(self, copies_dy: bool, copies_x: bool) -> GroupedWgrad:
         if self.rule.kind != "none" and not self.rule.hp_wgrad:
@@ -66,6 +67,7 @@ class GroupedCall(NamedTuple):
     scales of "x", "w", "dy", when they are used. sink: what becomes of the weight gradient, in place of its value.
     after: what follows backward. note: of replay.Outstanding, to be held as long as the call's graph. original: x
     itself is kept for wgrad, and quantized again. fresh: raises where the weights were written to since forward.
+    sizes: the tokens of each group, all of x together, where the host knows them.
     """
 
     rule: Rule
@@ -77,6 +79,7 @@ class GroupedCall(NamedTuple):
     note: Any = None
     original: bool = False
     fresh: Callable[[], None] | None = None
+    sizes: Sequence[int] | None = None
 
 
 def _given(call: GroupedCall, name: str) -> Given | None:
@@ -101,7 +104,7 @@ class GroupedFunction(torch.autograd.Function):
             of_w, seed = call.weights[0], None
         scaling, fast = rule.scaling, rule.fast[0]
         scales = by_row.scale, of_w.scale
-        y = group_product(by_row.data, of_w.data, layout, *scales, scaling, bias, x.dtype, False, fast)
+        y = group_product(by_row.data, of_w.data, layout, *scales, scaling, bias, x.dtype, False, fast, call.sizes)
         if call.grad:
             kept_w = call.weights[1] if need_x and call.weights is not None else (None, None)
             data, scale = (None, None) if kept is None else kept
@@ -125,12 +128,12 @@ class GroupedFunction(torch.autograd.Function):
                 call.fresh()
             w = Operand(*of_w) if call.weights is not None else weights_for_dgrad(rule, again, seed)
             given = (by_row.data, w.data, layout, by_row.scale, w.scale, rule.scaling, None, ctx.dtypes[0])
-            dx = group_product(*given, rule.inner_first, rule.fast[1])
+            dx = group_product(*given, rule.inner_first, rule.fast[1], call.sizes)
         if need_w:
             x: Any = (
                 quantize_tokens(rule, data, layout, False, False, True)[1] if call.original else Operand(data, scale)
             )
-            wgrad = GroupedWgrad(rule, by_col, x, layout, ctx.dtypes[0])
+            wgrad = GroupedWgrad(rule, by_col, x, layout, ctx.dtypes[0], call.sizes)
             dw = wgrad(ctx.dtypes[1]) if call.sink is None else call.sink(wgrad)
         if ctx.needs_input_grad[3]:
             db = group_sums(dy, layout)  # autograd casts it to the bias' dtype

@@ -144,7 +144,7 @@ class GroupedLinear(TeLiteModule):
         if grad and device.type == "cuda" and torch._C._is_multithreading_enabled():
             backward_on_calling_thread()
         x = inp.reshape(-1, self.in_features).to(dtype).contiguous()
-        offs = self._ends(m_splits, x)
+        offs, sizes = self._ends(m_splits, x)
         w, bias = self._joined(weights, rule, dtype)
         given, after = (
             self._delayed(state, recomputes, x, weights, w, offs) if state and state.delayed else (None, None)
@@ -161,7 +161,7 @@ class GroupedLinear(TeLiteModule):
         note = self._outstanding.note(state, grad)
         original = self.save_original_input and not rule.delayed
         fresh = partial(_check_versions, weights, tuple([weight._version for weight in weights])) if grad else None
-        call = GroupedCall(rule, grad, cached, given, sink, after, note, original, fresh)
+        call = GroupedCall(rule, grad, cached, given, sink, after, note, original, fresh, sizes)
         y = GroupedFunction.apply(call, x, w, bias, offs)
         y = y.view(*inp.shape[:-1], self.out_features) if inp.dim() != 2 else y
         if not self.return_bias:
@@ -207,8 +207,8 @@ class GroupedLinear(TeLiteModule):
             self._planned = (key if makes_data(inp.device) else None, ())
         return self._rule, amp or inp.dtype
 
-    def _ends(self, m_splits: Any, x: Tensor) -> Tensor:
-        """The groups' ends on x's device."""
+    def _ends(self, m_splits: Any, x: Tensor) -> tuple[Tensor, list[int] | None]:
+        """(the groups' ends on x's device, their sizes where the host knows them)."""
         count, tokens = self.num_gemms, x.shape[0]
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
             if m_splits.shape != (count,) or m_splits.dtype not in (torch.int32, torch.int64):
@@ -218,7 +218,7 @@ class GroupedLinear(TeLiteModule):
                 )
             ends = torch.cumsum(m_splits, 0, dtype=torch.int32)
             check_offs("GroupedLinear", ends, x.device)
-            return ends
+            return ends, None
         splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         whole = all(type(size) is int and size >= 0 for size in splits)
         if len(splits) != count or not whole or sum(splits) != tokens:
@@ -231,7 +231,7 @@ class GroupedLinear(TeLiteModule):
                 "GroupedLinear got m_splits as a list in the capture of a CUDA graph, which would be replayed for "
                 "ever: pass a CUDA tensor, which replays read again"
             )
-        return host_ends(splits, x.device)
+        return host_ends(splits, x.device), splits
 
     def _joined(self, weights: tuple[Tensor, ...], rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """All weights [G, N, K], without a copy where they lie together, and biases [G, N]."""

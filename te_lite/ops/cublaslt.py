@@ -45,19 +45,29 @@ def library(device: torch.device) -> _C.Cublaslt | None:
 
 def _plan(key: tuple) -> _C.GemmPlan | None:
     """None: cublasLt does not compute this product. A problem once, so that its answer is kept."""
-    device, (m, k), (n, _), *types, (a_scale, b_scale), turned_a, turned_b, bias, fast, accumulate, align = key
+    device, (m, k), (n, _), *types, (a_scale, b_scale), at_a, at_b, bias, fast, accumulate, align = key
     lt, plan = library(device), None
     if lt is not None and _TYPES.keys() >= set(types) and m * n * k:
         a, b, out = (_TYPES[dtype] for dtype in types)
         with suppress(RuntimeError):
             plan = _C.GemmPlan(
-                lt, m, n, k, a, b, out, a_scale, b_scale, turned_a, turned_b, bias, fast, accumulate, align,
-                _MOST_WORKSPACE[a_scale >= 0 or bias],
+                lt, m, n, k, a, b, out, a_scale, b_scale, at_a[0], at_a[1], at_b[0], at_b[1], bias, fast, accumulate,
+                align, _MOST_WORKSPACE[a_scale >= 0 or bias],
             )  # fmt: skip
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
     _PLANS[key] = plan
     return plan
+
+
+def _lies(t: Tensor, scaled: tuple[int, int]) -> tuple[bool, int]:
+    """(whether t lies as its transpose, elements from one row to the next, 0 where it is not read)."""
+    if t.is_contiguous():
+        return False, t.shape[1]
+    if scaled is UNSCALED:
+        return True, t.shape[0] if t.t().is_contiguous() else 0
+    apart, step = t.stride()
+    return False, apart if step == 1 and apart >= t.shape[1] and apart % 16 == 0 else 0
 
 
 def product(
@@ -67,9 +77,10 @@ def product(
     """out[M, N] = a[M, K] @ b[N, K]^T (+ bias[N]), or out += that. False where cublasLt does not compute it, or
     shapes do not fit: nothing is written then.
 
-    a, b: fp8; or of 16 bits, UNSCALED, and then perhaps views .t() of contiguous matrices. scaled: one of the pairs
-    above, by a_scale and b_scale as cublasLt reads them. bias: of out's dtype. fast: sums are not promoted to fp32 as
-    they grow. accumulate: out is fp32; to a matrix of 16 bits cublasLt adds a rounded product.
+    a, b: fp8, their rows contiguous and perhaps farther apart than they are long, by a multiple of 16; or of 16 bits,
+    UNSCALED, and then perhaps views .t() of contiguous matrices. scaled: one of the pairs above, by a_scale and b_scale
+    as cublasLt reads them. bias: of out's dtype. fast: sums are not promoted to fp32 as they grow. accumulate: out is
+    fp32; to a matrix of 16 bits cublasLt adds a rounded product.
     """
     device, at, last = out.device, out.data_ptr(), 0 if bias is None else bias.data_ptr()
     left, right = a.data_ptr(), b.data_ptr()
@@ -78,18 +89,14 @@ def product(
         return False
     if bias is not None and (bias.shape != (b.shape[0],) or not bias.is_contiguous()):
         return False
-    turned_a, turned_b = not a.is_contiguous(), not b.is_contiguous()
-    if low & 15 or not out.is_contiguous():
-        return False
-    if (turned_a or turned_b) and (
-        scaled is not UNSCALED or (turned_a and not a.t().is_contiguous()) or (turned_b and not b.t().is_contiguous())
-    ):
+    lies_a, lies_b = _lies(a, scaled), _lies(b, scaled)
+    if low & 15 or not out.is_contiguous() or not (lies_a[1] and lies_b[1]):
         return False
     if not out.is_cuda or device.index != torch._C._cuda_getDevice():
         return False
     types = a.dtype, b.dtype, out.dtype
     align = 16 if low else 256
-    key = (device, a.shape, b.shape, *types, scaled, turned_a, turned_b, bias is not None, fast, accumulate, align)
+    key = (device, a.shape, b.shape, *types, scaled, lies_a, lies_b, bias is not None, fast, accumulate, align)
     plan = _PLANS.get(key)
     if plan is None and key not in _PLANS:
         plan = _plan(key)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from te_lite.ops import grouped_each
 from te_lite.ops import grouped_gemm_kernels as kernels
 from te_lite.ops.block_cast import BLOCK
 from te_lite.ops.gemm import FP8, placed
@@ -79,7 +80,7 @@ def _scaled(data: Tensor, scale: Tensor | None, scaling: str, g: int, rows: slic
 
 def group_product_ref(
     a: Tensor, b: Tensor, layout: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, scaling: str,
-    bias: Tensor | None, out_dtype: torch.dtype, inner_first: bool, fast: bool,
+    bias: Tensor | None, out_dtype: torch.dtype, inner_first: bool, fast: bool, sizes: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The oracle of `group_product`: fp32 throughout, one rounding."""
     b = b.mT if inner_first else b
@@ -98,7 +99,7 @@ def group_product_ref(
     return out
 
 
-def _product_fake(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast) -> Tensor:
+def _product_fake(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast, sizes=None) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[2 if inner_first else 1]), dtype=out_dtype)
 
 
@@ -169,8 +170,13 @@ def torch_product(a, b, layout, a_scale, b_scale, inner_first, fast) -> Tensor:
     return out
 
 
-def _product_cuda(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast):
-    wanted = ("rows", _kind(a, scaling, fast)) in TORCH and bias is None and a.shape[0]
+def _product_cuda(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast, sizes=None):
+    kind = "rows", _kind(a, scaling, fast)
+    if grouped_each.takes(kind, a, b, scaling, sizes, b.shape[1], b.shape[2]):
+        out = _product_fake(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
+        grouped_each.product_each(out, a, b, a_scale, b_scale, bias, sizes)
+        return out
+    wanted = kind in TORCH and bias is None and a.shape[0]
     if wanted and torch_takes(a, b, b_scale, scaling, out_dtype):
         return torch_product(a, b, layout, a_scale, b_scale, inner_first, fast)
     return triton_product(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
@@ -178,9 +184,10 @@ def _product_cuda(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inne
 
 # y[M, N] in out_dtype, rounded once: sum_k a[m, k] * b[g, n, k] + bias[g, n] for each m of group g, zero for those of
 # no group. a [M, K]; b [G, N, K], or inner_first [G, K, N]. fast: sums of fp8 products are not promoted on their way.
+# sizes, here and below: the tokens of each group, all tokens together, where the host knows them.
 group_product = register(
     "group_product(Tensor a, Tensor b, Tensor layout, Tensor? a_scale, Tensor? b_scale, str scaling, Tensor? bias, "
-    "ScalarType out_dtype, bool inner_first, bool fast) -> Tensor",
+    "ScalarType out_dtype, bool inner_first, bool fast, int[]? sizes=None) -> Tensor",
     cpu=group_product_ref,
     cuda=_product_cuda,
     fake=_product_fake,
@@ -206,7 +213,7 @@ def _wgrad_group_ref(a, b, span, g, a_scale, b_scale, scaling, inner_first) -> T
 
 def group_wgrad_ref(
     a: Tensor, b: Tensor, layout: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, scaling: str,
-    out_dtype: torch.dtype, inner_first: bool, fast: bool,
+    out_dtype: torch.dtype, inner_first: bool, fast: bool, sizes: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The oracle of `group_wgrad`: fp32 throughout, one rounding."""
     groups, n, k = _wgrad_shape(a, b, layout, inner_first)
@@ -252,16 +259,20 @@ def torch_wgrad(a, b, layout, a_scale, b_scale, inner_first, fast) -> Tensor:
     return torch._scaled_grouped_mm(a, b.t(), *scales, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-def _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast) -> Tensor:
+def _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast, sizes=None) -> Tensor:
     return a.new_empty(_wgrad_shape(a, b, layout, inner_first), dtype=out_dtype)
 
 
-def _wgrad_cuda(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast):
-    wanted = ("groups", _kind(a, scaling, fast)) in TORCH and a.numel() and (scaling != "none" or inner_first)
+def _wgrad_cuda(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast, sizes=None):
+    kind = "groups", _kind(a, scaling, fast)
+    wanted = kind in TORCH and a.numel() and (scaling != "none" or inner_first)
     if wanted and torch_takes(a, b, b_scale, scaling, out_dtype):
         return torch_wgrad(a, b, layout, a_scale, b_scale, inner_first, fast)
     out = _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast)
-    triton_wgrad([out[0]], out.stride(0), False, a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
+    if grouped_each.takes(kind, a, b, scaling, sizes, *out.shape[1:]):
+        grouped_each.wgrad_each(list(out), False, a, b, a_scale, b_scale, scaling, fast, sizes)
+    else:
+        triton_wgrad([out[0]], out.stride(0), False, a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
     return out
 
 
@@ -269,7 +280,7 @@ def _wgrad_cuda(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first,
 # a [N, P], b [K, P]: columns as grouped_cast.py writes them; inner_first: [M, N] and [M, K].
 group_wgrad = register(
     "group_wgrad(Tensor a, Tensor b, Tensor layout, Tensor? a_scale, Tensor? b_scale, str scaling, "
-    "ScalarType out_dtype, bool inner_first, bool fast) -> Tensor",
+    "ScalarType out_dtype, bool inner_first, bool fast, int[]? sizes=None) -> Tensor",
     cpu=group_wgrad_ref,
     cuda=_wgrad_cuda,
     fake=_wgrad_fake,
@@ -278,7 +289,7 @@ group_wgrad = register(
 
 def group_wgrad_accumulate_ref_(
     outs: list[Tensor], a: Tensor, b: Tensor, layout: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
-    scaling: str, inner_first: bool, fast: bool,
+    scaling: str, inner_first: bool, fast: bool, sizes: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """The oracle of `group_wgrad_accumulate_`."""
     for g, (out, span) in enumerate(zip(outs, spans(layout, len(outs)), strict=True)):
@@ -294,24 +305,29 @@ def distance(outs: Sequence[Tensor]) -> int | None:
     return step // size if same and step % (16 * size) == 0 else None
 
 
-def _accumulate_cuda_(outs, a, b, layout, a_scale, b_scale, scaling, inner_first, fast):
+def _accumulate_cuda_(outs, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes=None):
+    groups, n, k = _wgrad_shape(a, b, layout, inner_first)
+    kind = "added", _kind(a, scaling, fast)
+    if grouped_each.takes(kind, a, b, scaling, sizes, n, k) and {out.dtype for out in outs} == {torch.float32}:
+        grouped_each.wgrad_each(outs, True, a, b, a_scale, b_scale, scaling, fast, sizes)
+        return
     given = (a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
     stride = distance(outs)
     if stride is not None:
         triton_wgrad(outs, stride, True, *given)
         return
-    groups, n, k = _wgrad_shape(a, b, layout, inner_first)
     sums = a.new_empty((groups, n, k), dtype=torch.float32)
     triton_wgrad([sums[0]], sums.stride(0), False, *given)
     for out, one in zip(outs, sums, strict=True):
         out.copy_(out + one)
 
 
-# outs[g] [N, K] += group_wgrad's dw[g], the sum in fp32, one rounding. Where the outs lie at equal distances, as
-# gradients in one buffer do in either order, the kernel adds; elsewhere a temporary of fp32 is added.
+# outs[g] [N, K] += group_wgrad's dw[g], the sum in fp32, one rounding. Where the host knows the sizes cublasLt may add
+# to one after the other. Else, where the outs lie at equal distances, as gradients in one buffer do in either order,
+# the kernel adds; elsewhere a temporary of fp32 is added.
 group_wgrad_accumulate_ = register(
     "group_wgrad_accumulate_(Tensor(a!)[] outs, Tensor a, Tensor b, Tensor layout, Tensor? a_scale, Tensor? b_scale, "
-    "str scaling, bool inner_first, bool fast) -> ()",
+    "str scaling, bool inner_first, bool fast, int[]? sizes=None) -> ()",
     cpu=group_wgrad_accumulate_ref_,
     cuda=_accumulate_cuda_,
 )

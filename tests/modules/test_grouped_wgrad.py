@@ -4,8 +4,12 @@ import pytest
 import torch
 
 import te_lite as te
+from te_lite.functional import grouped
+from te_lite.testing.numerics import assert_close_to_oracle
 from tests.modules.test_grouped_linear import BF16, GROUPS, RECIPES, SIZES, K, N, data, equal, made, step
+from tests.modules.test_grouped_mm import exact
 from tests.ops.paths import DEVICES
+from tests.ops.test_grouped_each import watched
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -37,6 +41,54 @@ def test_main_grad(single, recipe, device):
         assert ((main - start - want).abs() <= bound).all(), way
     with pytest.raises(RuntimeError, match="main_grad"):
         step(made(device, fuse_wgrad_accumulation=True), x, dy, recipe=recipe)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_sizes_that_the_host_knows_reach_the_products(fused, monkeypatch):
+    """Of a list and of a tensor on the CPU; te.scaled_grouped_mm, whose offs may be anywhere, knows none."""
+    known = []
+
+    def watch(name: str) -> None:
+        inner = getattr(grouped, name)
+        monkeypatch.setattr(grouped, name, lambda *given: (known.append((name, given[-1])), inner(*given))[1])
+
+    for name in ("group_product", "group_wgrad", "group_wgrad_accumulate_"):
+        watch(name)
+    x, dy = data()
+    module = made(bias=False, fuse_wgrad_accumulation=fused)
+    for weight in module.parameters():
+        weight.main_grad = torch.zeros(N, K)
+    names = ["group_product", "group_product", "group_wgrad_accumulate_" if fused else "group_wgrad"]
+    for given in (list(SIZES), SIZES, torch.tensor(SIZES)):
+        known.clear()
+        step(module, x, dy, given, "current")
+        assert known == [(name, list(SIZES)) for name in names]
+    known.clear()
+    leaf, w = x.clone().requires_grad_(), torch.randn(GROUPS, K, N, dtype=BF16).requires_grad_()
+    te.scaled_grouped_mm(leaf, w, torch.tensor(SIZES).cumsum(0).int()).backward(dy)
+    assert [sizes for _, sizes in known] == [None] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed", "blockwise", "rowwise"])
+def test_one_expert_after_the_other(recipe, monkeypatch):
+    """Where the host knows the sizes; of a tensor on the GPU all at once. Both are the numbers of the loop in fp64."""
+    called = watched(monkeypatch)
+    x, dy = data()
+    low = step(made("cuda", bias=False), x, dy, recipe=recipe)
+    each = ["wgrad_each"] if recipe != "blockwise" else ["product_each", "product_each", "wgrad_each"]
+    for splits, ways in ((SIZES, each), (torch.tensor(SIZES, device="cuda"), [])):
+        module = made("cuda", bias=False, fuse_wgrad_accumulation=True)
+        for weight in module.parameters():
+            weight.main_grad = torch.zeros(N, K, device="cuda")
+        called.clear()
+        y, dx = step(module, x, dy, splits, recipe)[:2]
+        assert called == ways
+        w = torch.stack([weight.detach().cpu() for weight in module.parameters()])
+        truth = exact(x, w, torch.zeros(GROUPS, N, dtype=BF16), dy, SIZES)
+        dw = torch.stack([weight.main_grad.cpu() for weight in module.parameters()])
+        for name, a, b, c in zip(("y", "dx", "dw"), (y, dx, dw), truth, (*low[:2], torch.stack(low[2:])), strict=False):
+            assert_close_to_oracle(name, a, b, c)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "mxfp8"])

@@ -130,6 +130,33 @@ def test_what_it_does_not_compute_is_left_alone() -> None:
     assert (room == 7).all() and (fp64 == 7).all()
 
 
+def test_how_operands_lie() -> None:
+    """Rows of fp8 may be apart, 16-bit matrices turned; nothing else is read in place."""
+    wide = torch.zeros(64, 96, dtype=E4M3)
+    tensor, unscaled = cublaslt.TENSOR, cublaslt.UNSCALED
+    assert cublaslt._lies(wide, tensor) == (False, 96) and cublaslt._lies(wide[:, 32:64], tensor) == (False, 96)
+    assert not cublaslt._lies(wide.t(), tensor)[1] and not cublaslt._lies(wide[:, ::2], tensor)[1]
+    assert not cublaslt._lies(torch.zeros(64, 40, dtype=E4M3)[:, :32], tensor)[1]
+    assert not cublaslt._lies(wide[:1].expand(64, 96), tensor)[1]
+    assert cublaslt._lies(wide.to(BF16).t(), unscaled) == (True, 96)
+    assert not cublaslt._lies(wide.to(BF16)[:, 32:64], unscaled)[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS[:3], ids=["tensor", "rows", "blocks"])
+def test_rows_that_lie_apart(kind: tuple) -> None:
+    """Slices of columns, as of one group of tokens: the product of their copies."""
+    m, k, n, first = 512, 256, 1024, 128
+    a, b = operands(m, 4 * k, n)
+    a, b = a[:, first : first + k], b[:, first : first + k]
+    scales = as_read(kind, a, b, scales_of(kind, m, k, n))
+    outs = [torch.full((m, n), torch.nan, device="cuda") for _ in range(2)]
+    assert cublaslt.product(outs[0], a, b, *scales, kind)
+    assert cublaslt.product(outs[1], a.contiguous(), b.contiguous(), *scales, kind)
+    assert (outs[0] - outs[1]).abs().max() <= 2.0**-12 * outs[1].abs().max()  # perhaps by another algorithm
+    assert (outs[0] - outs[0].roll(1, 0)).abs().max() > 2.0**-12 * outs[1].abs().max()
+
+
 @pytest.mark.gpu
 def test_streams_and_graphs() -> None:
     """Two streams and a graph use one plan; each call has its own addresses and workspace."""

@@ -1,0 +1,153 @@
+"""Grouped products one group after the other: fp64's within the bounds of the grouped kernels, and when they are."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_lite.ops import grouped_each
+from te_lite.ops import grouped_gemm as G
+from tests.ops.grouped import E4M3, E5M2, RAGGED
+from tests.ops.paths import DEVICES
+from tests.ops.test_grouped_gemm import BF16, FP16, FP32, Case, accumulation, check, moved, rows_problem, wgrad_problem
+
+WHOLE = [groups for groups, (_, rest) in RAGGED.items() if not rest] + ["empty, one token, unaligned"]
+CASES = [
+    *(Case("none", dtype, dtype, groups=groups) for dtype in (BF16, FP16) for groups in WHOLE),
+    *(
+        Case("group", a, E4M3, groups=groups, fast=fast)
+        for a, fast in ((E4M3, True), (E5M2, False))
+        for groups in WHOLE
+    ),
+    *(Case("rows", groups=groups) for groups in WHOLE),
+    *(Case("blocks", groups=groups) for groups in WHOLE),
+    Case("rows", b_by="group", groups="one group"),
+]
+BLOCKS = [Case("blocks", groups=groups, k=k, n=n, bias=bias, out=out) for groups in WHOLE
+          for k, n, bias, out in ((144, 48, False, BF16), (1024, 512, True, BF16), (272, 144, True, FP32))]  # fmt: skip
+
+
+def distances(start: Tensor, device: str) -> dict[str, list[Tensor]]:
+    """Copies of start: at equal distances, and at others."""
+    groups, size = len(start), start[0].numel()
+    room = torch.empty(groups * size + 64 * groups**2, device=device)
+    apart = [room[g * size + 64 * g**2 :][:size].view(start[0].shape) for g in range(groups)]
+    for part, value in zip(apart, start, strict=True):
+        part.copy_(value)
+    return {"one buffer": list(start.clone().to(device).unbind()), "apart": apart}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_wgrad(case, device):
+    arguments, truth, magnitude = wgrad_problem(Case(**{**vars(case), "inner_first": case.scaling == "none"}))
+    a, b, _, a_scale, b_scale, scaling, *_, fast = moved(arguments, device)
+    bound, rest = accumulation(case, device, max(case.sizes)), (a, b, a_scale, b_scale, scaling, fast, case.sizes)
+    start = torch.randn(truth.shape)
+    for name, outs in distances(start, device).items():
+        grouped_each.wgrad_each(outs, True, *rest)
+        added, size = truth + start.double(), magnitude + start.double().abs()
+        check(name, torch.stack(outs), added, size, bound, case.sizes)
+        for g, tokens in enumerate(case.sizes):
+            assert tokens or torch.equal(outs[g].cpu(), start[g]), "of no tokens nothing is added"
+    if scaling == "blocks":
+        dw = torch.full(truth.shape, float("nan"), dtype=BF16, device=device)
+        grouped_each.wgrad_each(list(dw), False, *rest)
+        check("dw", dw, truth, magnitude, bound, case.sizes)
+        assert all((dw[g] == 0).all() for g, tokens in enumerate(case.sizes) if not tokens)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+def test_product(case, device):
+    arguments, truth, magnitude = rows_problem(case)
+    a, b, _, a_scale, b_scale, _, bias, *_ = moved(arguments, device)
+    for transposed in (False, True):  # as w's scales lie for dgrad
+        scale = b_scale.mT.contiguous().mT if transposed else b_scale
+        out = torch.full(truth.shape, float("nan"), dtype=case.out, device=device)
+        out[sum(case.sizes) :] = 0.0
+        grouped_each.product_each(out, a, b, a_scale, scale, bias, case.sizes)
+        check("product", out, truth, magnitude, accumulation(case, device, case.k), case.sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", ["none", "group", "rows", "blocks"])
+def test_no_temporary_and_no_wait(scaling):
+    """cublasLt adds to what is there, of columns that are a slice; the host waits for nothing."""
+    dtype = BF16 if scaling == "none" else E4M3
+    case = Case(scaling, dtype, dtype, groups="whole tiles", k=2048, n=2048, inner_first=scaling == "none")
+    a, b, _, a_scale, b_scale, _, *_, fast = moved(wgrad_problem(case)[0], "cuda")
+    outs = list(torch.zeros(len(case.sizes), case.n, case.k, device="cuda"))
+    given = (outs, True, a, b, a_scale, b_scale, scaling, fast, case.sizes)
+    grouped_each.wgrad_each(*given)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped_each.wgrad_each(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # A temporary in fp32 would be as large as one out; a workspace of 16-bit products may be.
+    assert scaling == "none" or torch.cuda.max_memory_allocated() - before < outs[0].nbytes
+
+
+def test_when(monkeypatch):
+    """By the table, sizes that the host knows, work, alignment, types and the GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    a, other = torch.empty(0, dtype=E4M3), torch.empty(0, dtype=E5M2)
+    many, n, k = [4096, 0], 4096, 4096
+    takes = grouped_each.takes
+    assert takes(("added", "blocks"), a, a, "blocks", many, n, k) and takes(("added", "16"), a, a, "none", many, n, k)
+    assert takes(("added", "exact"), other, a, "group", many, n, k)
+    assert not takes(("added", "blocks"), a, a, "blocks", None, n, k)
+    assert not takes(("added", "32"), a, a, "none", many, n, k)
+    assert not takes(("groups", "16"), a, a, "none", many, n, k)
+    assert not takes(("added", "blocks"), a, a, "blocks", [64, 0], 512, 512)
+    assert not takes(("added", "blocks"), a, a, "blocks", many, n, k + 8)
+    for scaling in ("rows", "blocks"):
+        assert not takes(("added", "exact"), other, a, scaling, many, n, k)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not takes(("added", "blocks"), a, a, "blocks", many, n, k)
+
+
+def watched(monkeypatch) -> list[str]:
+    """What is called of grouped_each, which takes products of any size."""
+    called: list[str] = []
+    monkeypatch.setattr(grouped_each, "LEAST", 0)
+
+    def watch(name: str) -> None:
+        inner = getattr(grouped_each, name)
+
+        def run(*given) -> None:
+            called.append(name)
+            inner(*given)
+
+        monkeypatch.setattr(grouped_each, name, run)
+
+    watch("wgrad_each")
+    watch("product_each")
+    return called
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", ["none", "group", "rows", "blocks"])
+@pytest.mark.parametrize("known", [False, True])
+def test_which_way_the_ops_go(scaling, known, monkeypatch):
+    """One group after the other where sizes are given, and outs are of fp32; else all at once: the same numbers."""
+    called = watched(monkeypatch)
+    dtype = BF16 if scaling == "none" else E4M3
+    case = Case(scaling, dtype, dtype, groups="first and last empty", inner_first=scaling == "none")
+    sizes = case.sizes if known else None
+    arguments, truth, magnitude = wgrad_problem(case)
+    given = moved(arguments, "cuda")
+    bound = accumulation(case, "cuda", max(case.sizes))
+    check("wgrad", G.group_wgrad(*given, sizes), truth, magnitude, bound, case.sizes)
+    for out_dtype in (FP32, BF16):
+        outs = [torch.zeros(case.n, case.k, dtype=out_dtype, device="cuda") for _ in case.sizes]
+        G.group_wgrad_accumulate_(outs, *given[:6], *given[7:], sizes)
+        check("added", torch.stack(outs), truth, magnitude, bound, case.sizes)
+    arguments, truth, magnitude = rows_problem(case)
+    y = G.group_product(*moved(arguments, "cuda"), sizes)
+    check("product", y, truth, magnitude, accumulation(case, "cuda", case.k), case.sizes)
+    blocks = scaling == "blocks"
+    assert called == (["wgrad_each"] * (1 + blocks) + ["product_each"] * blocks if known else [])
