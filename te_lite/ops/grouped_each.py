@@ -18,7 +18,7 @@ from te_lite.ops.grouped_layout import PAD
 # Which products are computed so: (product, operands) of ops/grouped_gemm.py's tables; "added": a "groups" one, to fp32.
 # By measurements of the kernels that it replaces alone: `benchmarks/grouped.py --sections products` must confirm each.
 EACH = {("added", kind) for kind in ("16", "fast", "exact", "blocks")} | {("rows", "blocks"), ("groups", "blocks")}
-LEAST = 1 << 33  # multiplications a group; with fewer the host takes longer to launch a product than the GPU for it
+LEAST = 1 << 35  # multiplications a group: 90 us of a GPU, in which the host finds an algorithm for another size
 
 
 def takes(
