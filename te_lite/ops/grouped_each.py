@@ -15,9 +15,10 @@ from te_lite.ops.cublaslt import product
 from te_lite.ops.gemm import FP8, FP8_ALIGNMENT, gemm_accumulate_
 from te_lite.ops.grouped_layout import PAD
 
-# Which products are computed so: (product, operands) of ops/grouped_gemm.py's tables; "added": a "groups" one, to fp32.
-# By measurements of the kernels that it replaces alone: `benchmarks/grouped.py --sections products` must confirm each.
-EACH = {("added", kind) for kind in ("16", "fast", "exact", "blocks")} | {("rows", "blocks"), ("groups", "blocks")}
+# What can be computed so: (product, operands) of ops/grouped_gemm.py's tables; "added": a "groups" one, to fp32.
+KNOWN = {("added", kind) for kind in ("16", "fast", "exact", "blocks")} | {("rows", "blocks"), ("groups", "blocks")}
+# What is, where sizes are known. Empty: no GPU has measured it; `benchmarks/grouped.py --sections products` does.
+EACH: set[tuple[str, str]] = set()
 LEAST = 1 << 35  # multiplications a group: 90 us of a GPU, in which the host finds an algorithm for another size
 
 

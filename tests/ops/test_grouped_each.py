@@ -97,6 +97,12 @@ def test_when(monkeypatch):
     a, other = torch.empty(0, dtype=E4M3), torch.empty(0, dtype=E5M2)
     many, n, k = [4096, 0], 4096, 4096
     takes = grouped_each.takes
+    assert grouped_each.EACH <= grouped_each.KNOWN
+    monkeypatch.setattr(grouped_each, "EACH", {("rows", "blocks")})
+    assert takes(("rows", "blocks"), a, a, "blocks", many, n, k) and not takes(
+        ("added", "blocks"), a, a, "blocks", many, n, k
+    )
+    monkeypatch.setattr(grouped_each, "EACH", grouped_each.KNOWN)
     assert takes(("added", "blocks"), a, a, "blocks", many, n, k) and takes(("added", "16"), a, a, "none", many, n, k)
     assert takes(("added", "exact"), other, a, "group", many, n, k)
     assert not takes(("added", "blocks"), a, a, "blocks", None, n, k)
@@ -114,6 +120,7 @@ def watched(monkeypatch) -> list[str]:
     """What is called of grouped_each, which takes products of any size."""
     called: list[str] = []
     monkeypatch.setattr(grouped_each, "LEAST", 0)
+    monkeypatch.setattr(grouped_each, "EACH", grouped_each.KNOWN)
 
     def watch(name: str) -> None:
         inner = getattr(grouped_each, name)
