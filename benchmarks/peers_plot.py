@@ -2,8 +2,8 @@
 
     python benchmarks/peers_plot.py [--results FOLDER] [--out FOLDER]        # needs matplotlib
 
-GPU time of forward plus backward, a panel for each large shape, a group of bars for each recipe: torch in bf16,
-Transformer Engine (published.json, a constant that was measured in a run of its own), te_lite, and the bare GEMMs.
+GPU time of forward plus backward, a panel for each large shape, a group of bars for each recipe: Transformer Engine and
+te_lite, which took turns in one process, and the bare GEMMs. Weight gradients are added to main_grad.
 """
 
 from __future__ import annotations
@@ -15,38 +15,33 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_lite is not needed
 
-from benchmarks.report import RESULTS, ROOT, by_candidate, load, load_published, provenance
+from benchmarks.report import RESULTS, ROOT, load, provenance
 
 IMAGE = ROOT / "docs" / "img" / "peers.png"
 MODULE = "LayerNormMLP"
-RECIPES = ("bf16", "delayed", "current")
-COLORS = ("tab:gray", "tab:green", "tab:blue", "lightsteelblue")
+FILES = ("peers_70b", "peers")
+RECIPES = ("bf16", "delayed", "current", "blockwise")
+NAMES = {"te": "Transformer Engine", "te_lite": "te_lite", "gemms": "GEMMs alone"}
+COLORS = ("tab:green", "tab:blue", "lightsteelblue")
 Bars = dict[str, dict[str, float]]  # recipe -> peer -> milliseconds
 
 
 def peers(content: dict, shape: str) -> Bars:
-    """The bars of one shape. torch has no fp8 modules: its bf16 time stands in each group, for comparison."""
-    ours, torch_rows = by_candidate(content, "te_lite"), by_candidate(content, "torch")
-    gemms = by_candidate(content, "gemms")
-    published, label, _ = load_published()
-    bars: Bars = {}
-    for recipe in RECIPES:
-        rows = {
-            "torch bf16": torch_rows[shape, MODULE, "bf16"],
-            f"{label} (published)": published[shape, MODULE, recipe],
-            "te_lite": ours[shape, MODULE, recipe],
-            "GEMMs alone": gemms[shape, MODULE, "bf16" if recipe == "bf16" else "fp8"],
-        }
-        bars[recipe] = {peer: row["gpu_us"] / 1000 for peer, row in rows.items()}
-    return bars
+    """The bars of one shape."""
+    rows = {(r["recipe"], r["candidate"]): r for r in content["rows"]
+            if (r["shape"], r["module"], r["call"]) == (shape, MODULE, "main_grad")}  # fmt: skip
+    return {
+        recipe: {name: rows[recipe, candidate]["gpu_us"] / 1000 for candidate, name in NAMES.items()}
+        for recipe in RECIPES
+    }
 
 
-def draw(content: dict, path: Path) -> None:
+def draw(contents: Sequence[dict], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    shapes = [shape for shape in content["shapes"] if shape["name"] != "small"]
+    shapes = [(content, shape) for content in contents for shape in content["shapes"] if shape["name"] != "small"]
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
-    for axes, shape in zip(figure.subplots(1, len(shapes), sharey=True), shapes, strict=True):
+    for axes, (content, shape) in zip(figure.subplots(1, len(shapes), sharey=True), shapes, strict=True):
         bars = peers(content, shape["name"])
         names = list(next(iter(bars.values())))
         width = 0.84 / len(names)
@@ -60,7 +55,7 @@ def draw(content: dict, path: Path) -> None:
     figure.axes[0].set_ylabel(f"{MODULE}, forward + backward:\nGPU ms (lower is better)")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize="small")
-    figure.supxlabel(provenance(content), fontsize=6)
+    figure.supxlabel(provenance(contents[-1]), fontsize=6)
     figure.savefig(path, dpi=120)
 
 
@@ -69,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--out", type=Path, default=IMAGE.parent, help="folder of the picture")
     args = parser.parse_args(argv)
-    draw(load(args.results, "modules"), args.out / IMAGE.name)
+    draw([content for name in FILES if (content := load(args.results, name))], args.out / IMAGE.name)
     return 0
 
 

@@ -122,29 +122,22 @@ def render_modules(content: dict) -> str:
 
 
 def render_summary(content: dict) -> str:
-    """For the front page: GPU time beside the bare GEMMs, wall time where the host is the limit."""
-    ours, torch_rows = by_candidate(content, "te_lite"), by_candidate(content, "torch")
-    gemms = by_candidate(content, "gemms")
-    published, label, source = load_published()
+    """For the front page, of peers.json: GPU time beside Transformer Engine and the bare GEMMs, wall time where the host
+    is the limit."""
+    found: dict[Key, dict[str, dict]] = {}
+    for row in content["rows"]:
+        if row["call"] == "main_grad":
+            found.setdefault((row["shape"], row["module"], row["recipe"]), {})[row["candidate"]] = row
     gpu, wall = [], []
-    for key in module_keys(content):
-        shape, module, recipe = key
-        bare = gemms.get((shape, module, "bf16" if recipe == "bf16" else "fp8"), {}).get("gpu_us")
-        peer = published.get(key, {})
-        if shape != "small" and module == "LayerNormMLP":
-            gpu.append([shape, module, recipe, number(ours[key].get("gpu_us")), number(bare)])
-            gpu[-1].append(number(peer.get("gpu_us")))
-        if shape == "small" and peer.get("wall_us"):
-            eager = torch_rows.get((shape, module, "bf16"), {})
-            wall.append([shape, module, recipe, number(ours[key].get("wall_us")), number(eager.get("wall_us"))])
-            wall[-1].append(number(peer["wall_us"]))
-    names = ["shape", "module", "recipe"]
-    published_name = f"{label} (published)"
-    parts = [f"{provenance(content)} {shapes_line(content)}", "GPU time of forward plus backward, us:"]
-    parts.append(markdown([*names, "te_lite", "GEMMs alone", published_name], gpu, text_columns=3))
-    parts.append("Wall time a step where the host is the limit, us:")
-    parts.append(markdown([*names, "te_lite", "torch bf16", published_name], wall, text_columns=3))
-    parts.append(f"{label}, a constant: {source}.")
+    for (shape, module, recipe), rows in found.items():
+        field, lines = ("wall_us", wall) if shape == "small" else ("gpu_us", gpu)
+        cells = [number(rows.get(name, {}).get(field)) for name in ("te_lite", "te", "gemms")]
+        if shape == "small" or module == "LayerNormMLP":
+            lines.append([shape, module, recipe, *cells[: 3 - (shape == "small")]])
+    names = ["shape", "module", "recipe", "te_lite", "Transformer Engine"]
+    parts = [f"{provenance(content)} {shapes_line(content)} Weight gradients are added to `main_grad`."]
+    parts += ["GPU time of forward plus backward, us:", markdown([*names, "GEMMs alone"], gpu, text_columns=3)]
+    parts += ["Wall time a step where the host is the limit, us:", markdown(names, wall, text_columns=3)]
     return "\n\n".join(parts)
 
 
@@ -282,7 +275,7 @@ def render_check(content: dict) -> str:
 # What a document may ask for -> the file in benchmarks/results that it is made of, and the function that makes it.
 RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "modules": ("modules", render_modules),
-    "summary": ("modules", render_summary),
+    "summary": ("peers", render_summary),
     "peers": ("peers", render_peers),
     "peers_70b": ("peers_70b", render_peers),
     "host": ("host", render_host),

@@ -72,6 +72,30 @@ def test_report_renders_what_recipes_cost(tmp_path):
     assert "| 8192 x 4096 x 14336 | rowwise | 10.0 | 700 | 1.80 |  |" in text
 
 
+def test_the_front_page_has_gpu_times_of_large_shapes_and_wall_times_of_small_ones():
+    rows = [
+        {
+            "shape": shape,
+            "module": module,
+            "recipe": "delayed",
+            "call": call,
+            "candidate": name,
+            "gpu_us": us,
+            "wall_us": 2 * us,
+        }
+        for shape, module, first in (("8b", "LayerNormMLP", 100), ("8b", "Linear", 200), ("small", "Linear", 300))
+        for call, more in (("main_grad", 0), ("cached", 50))
+        for name, us in (("te_lite", first + more + 1), ("te", first + more + 2), ("gemms", first + more + 3))
+    ]
+    known = dict.fromkeys(("device", "driver", "cuda", "torch", "triton", "python", "date", "tree"), "known")
+    text = report.render_summary({**known, "shapes": [], "rows": rows})
+    assert (
+        "| 8b | LayerNormMLP | delayed | 101 | 102 | 103 |" in text
+        and "| small | Linear | delayed | 602 | 604 |" in text
+    )
+    assert text.count("delayed") == 2
+
+
 def test_report_says_what_was_not_measured(tmp_path):
     text = report.rendered(page(*report.RENDERERS), tmp_path)
     assert text.count("Not measured yet") == len(report.RENDERERS)
@@ -83,7 +107,7 @@ def test_report_says_what_was_not_measured(tmp_path):
 def test_report_refuses_cpu_results_and_unknown_tables(tmp_path):
     fake_results(tmp_path, device="cpu")
     with pytest.raises(ValueError, match="measured on a CPU"):
-        report.rendered("<!-- results:summary -->\n<!-- /results:summary -->\n", tmp_path)
+        report.rendered("<!-- results:modules -->\n<!-- /results:modules -->\n", tmp_path)
     with pytest.raises(ValueError, match="no such table"):
         report.rendered("<!-- results:speed -->\n<!-- /results:speed -->\n", tmp_path)
 
