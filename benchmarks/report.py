@@ -122,8 +122,8 @@ def render_modules(content: dict) -> str:
 
 
 def render_summary(content: dict) -> str:
-    """For the front page, of peers.json: GPU time beside Transformer Engine and the bare GEMMs, wall time where the host
-    is the limit."""
+    """For the front page, of peers.json: GPU time beside Transformer Engine and the bare GEMMs, wall time where the
+    host is the limit."""
     found: dict[Key, dict[str, dict]] = {}
     for row in content["rows"]:
         if row["call"] == "main_grad":
