@@ -152,6 +152,7 @@ class Training:
     context: Callable
     optimizer: torch.optim.Optimizer
     ids: Tensor
+    new: list[nn.Parameter]
     losses: list[Tensor] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
 
@@ -167,6 +168,12 @@ class Training:
         self.optimizer.step()
         self.losses.append(loss.detach())
         self.peaks.append(torch.cuda.max_memory_allocated() if self.ids.is_cuda else 0)
+
+
+def own_bytes(step: Training) -> int:
+    """Of parameters that this way alone has, with what the optimizer keeps of them: other ways' peaks hold them too."""
+    states = [t for p in step.new for t in step.optimizer.state[p].values() if isinstance(t, Tensor)]
+    return sum(t.nbytes for t in (*step.new, *states))
 
 
 class StepClock(bench.HostClock):
@@ -213,7 +220,7 @@ def measure(args: argparse.Namespace, peers: dict[str, str], stack: Stack) -> li
             model, context, new = converted(way, base, not cuda)
             if new:
                 optimizer.add_param_group({"params": new})
-            steps[way.name] = Training(model, context, optimizer, ids)
+            steps[way.name] = Training(model, context, optimizer, ids, new)
         except Exception as error:  # a row with its error, and the others run
             rows[way.name]["error"] = f"{type(error).__name__}: {error}"
     candidates = [bench.Candidate(name, one.step, one.reset) for name, one in steps.items()]
@@ -224,7 +231,8 @@ def measure(args: argparse.Namespace, peers: dict[str, str], stack: Stack) -> li
         found = {"step_us": timing.gpu_us, "spread": timing.spread, "samples": timing.samples, "error": timing.error}
         if timing.error is None:
             found["tokens_s"] = stack.tokens / timing.gpu_us * 1e6
-            found["peak_gib"] = max(steps[name].peaks[-args.rounds :]) / 2**30 if cuda else None
+            others = sum(own_bytes(one) for other, one in steps.items() if other != name)
+            found["peak_gib"] = (max(steps[name].peaks[-args.rounds :]) - others) / 2**30 if cuda else None
             found["loss"] = steps[name].losses[-1].item()
         rows[name] |= found
     compare_with_bf16(list(rows.values()))
