@@ -12,6 +12,7 @@ gradient of h is there, as fc1's GEMMs read it:
     one read   dgrad: the pass also gives a by column
     again      dgrad: beside the rest, a by column from a read of its own
     fused      the kernel; of current scaling it leaves the amax, and a pass follows
+    fused row  fc1: the kernel, of a the rows alone
 
 Rows of step time forward and backward of LayerNormMLP, modules with TE_LITE_EPILOGUES=0 and with 1, by default and with
 recompute_activation=False. Below the rows stand the courses that a module may take by default, sums of fc1 and dgrad,

@@ -111,13 +111,23 @@ def render_llama(content: dict) -> str:
     return f"{provenance(content)} {about}\n\n{markdown(header, lines, text_columns=4)}"
 
 
+def losses_apart(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """The root of the mean squared distance of losses, over all steps, of each run of `some` from each of `others`."""
+    squares = [(x - y) ** 2 for a in some for b in others for x, y in zip(a, b, strict=True)]
+    return (sum(squares) / len(squares)) ** 0.5
+
+
 def render_megatron(content: dict) -> str:
     lines = []
+    theirs = {row["recipe"]: row["losses"] for row in content["rows"] if row["candidate"] == "te" and row["losses"]}
     for row in content["rows"]:
         cells = [number(row.get("tokens_s")), number(row.get("over_te"), 2), number(row.get("wall_over_te"), 2)]
-        cells += [number(row.get("loss_ratio"), 2), number(row.get("peak_gib"), 1)]
+        runs, mean = theirs.get(row["recipe"], ()), None
+        if row["candidate"] != "te" and row["losses"] and len(runs) == 2:
+            mean = losses_apart(row["losses"], runs) / losses_apart(runs[:1], runs[1:])
+        cells += [number(row.get("loss_ratio"), 2), number(mean, 2), number(row.get("peak_gib"), 1)]
         lines.append([row["candidate"], row["recipe"], *cells])
-    header = ["candidate", "recipe", "tokens/s", "of TE", "of TE, wall", "losses", "peak GiB"]
+    header = ["candidate", "recipe", "tokens/s", "of TE", "of TE, wall", "losses", "losses, all steps", "peak GiB"]
     left_out = "".join(f" {said}" for said in content["left_out"])
     tokens = content["micro_batch"] * content["sequence"]
     about = f"{content['layers']} layers, {tokens} tokens a step, {content['steps']} steps. Seeds: {content['seed']}."

@@ -1,11 +1,14 @@
 """benchmarks/alone.py: the courses that it sums up are those of modules, and what it says of them."""
 
+import json
+
 import pytest
 import torch
 
 import te_lite as te
 from benchmarks import alone
 from benchmarks.modules import Shape
+from te_lite.overlap.alone import FASTER
 from tests import reference
 from tests.harness import leaf, under
 from tests.overlap.one_rank import Launches, force
@@ -52,6 +55,14 @@ def test_what_the_table_should_say():
     (line,) = alone.spans(found, SHAPES)
     assert f"('amax', False): Span({2 * work}, 8192)" in line and "lost" in line
     assert "nothing" in alone.spans([], SHAPES)[0]
+
+
+def test_the_table_says_what_was_measured():
+    content = json.loads((alone.modules.RESULTS / "alone.json").read_text())
+    said = alone.spans(content["rows"], {shape["name"]: Shape(**shape) for shape in content["shapes"]})
+    assert [line.strip() for line in said] == [
+        f"{key}: {span.__class__.__name__}{tuple(span)}," for key, span in FASTER.items()
+    ]
 
 
 def test_it_runs(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import commands as run_commands
-from benchmarks import gpu_check, report, result_files
+from benchmarks import gpu_check, report, result_files, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,6 +94,11 @@ def test_the_front_page_has_gpu_times_of_large_shapes_and_wall_times_of_small_on
         and "| small | Linear | delayed | 602 | 604 |" in text
     )
     assert text.count("delayed") == 2
+
+
+def test_how_far_apart_losses_are():
+    assert tables.losses_apart([[1.0, 2.0]], [[1.0, 4.0]]) == 2**0.5
+    assert tables.losses_apart([[1.0, 2.0], [1.0, 4.0]], [[1.0, 4.0]]) == 1.0
 
 
 def test_report_says_what_was_not_measured(tmp_path):

@@ -97,6 +97,18 @@ def test_a_linear_for_each_group(case, recipe, device):
         assert size or not got[2][g].any(), "of no tokens: zero"
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_odd_widths(device):
+    """torch pads rows of 546 bytes to 16: tokens of no group must be filled where they lie."""
+    sizes, rest = (15, 117, 0, 129), 5
+    x, w, _, dy = problem(sizes, rest, 136, 273)
+    got = grouped(x, w, None, dy, offs_of(sizes), "bf16", device)
+    low, truth = linears(x, w, None, dy, sizes, "bf16"), exact(x, w, None, dy, sizes)
+    for name, out, want, honest in zip(NAMES, got, truth, low, strict=False):
+        assert_close_to_oracle(name, out, want, honest)
+    assert (got[0][sum(sizes) :] == 0).all() and got[0].is_contiguous()
+
+
 def test_the_bound_bites():
     """One group's rows, or one expert's gradient, taken for another's."""
     sizes, rest = RAGGED["whole tiles"]

@@ -152,8 +152,8 @@ def test_backward_decides_as_forward_did_of_a_joined_weight(monkeypatch):
 
 
 def test_by_default_small_layers_run_as_on_a_cpu(monkeypatch):
-    """The table begins where a step takes the device longer than the host."""
-    assert all(4 * span.least > MOST_FLOPS for span in alone.FASTER.values())
+    """The table begins with products that no recording holds."""
+    assert all(2 * span.least > MOST_FLOPS for span in alone.FASTER.values())
     force(monkeypatch, "")
     launches = Launches(monkeypatch)
     step(build(PLAIN, K, ffn=FFN, parameters=parameters()), tokens(32), tokens(32, seed=3), "delayed")
