@@ -177,7 +177,7 @@ def step_rows(data: Data, run: argparse.Namespace) -> list[dict]:
         calls[f"te_lite {recipe}"] = partial(te.scaled_grouped_mm, offs=data.offs, recipe=recipe)
     if "torchao" in run.peers:
         function = run.peers["torchao"]
-        calls["torchao rowwise"] = lambda x, w_t: function(x, w_t, data.offs, BF16)
+        calls["torchao rowwise"] = partial(function, offs=data.offs, pad_token_groups_for_grouped_mm=False)
     work = {name: Step(call, data) for name, call in calls.items()}
     timings, samples = timed([bench.Candidate(name, one.step, one.reset) for name, one in work.items()], run)
     rows = []

@@ -146,21 +146,17 @@ def by_triton(gemm: str, operands: Operands, config: GemmConfig | None = None, i
 
 
 def by_expert(gemm: str, operands: Operands, sizes: Sequence[int], into: Tensor | None = None) -> Any:
-    """What computes it one expert after the other by cublasLt, None where te_lite has no such call. into: as of
-    by_triton."""
+    """What computes it one expert after the other by cublasLt. into: as of by_triton."""
     a, b, layout, a_scale, b_scale, scaling, *rest = operands
     if gemm != "wgrad":
-        if scaling != "blocks":
-            return None
+        bias, _, inner_first, fast = rest
         out = G._product_fake(*operands)
 
         def product() -> Tensor:
-            E.product_each(out, a, b, a_scale, b_scale, None, sizes)
+            E.product_each(out, a, b, a_scale, b_scale, scaling, bias, inner_first, fast, sizes)
             return out
 
         return product
-    if into is None and scaling == "none":
-        return None
     dtype, inner_first, fast = rest
     dw = a.new_empty(G._wgrad_shape(a, b, layout, inner_first), dtype=dtype) if into is None else into
 
@@ -181,7 +177,11 @@ def by_torch(gemm: str, operands: Operands) -> Any:
     a, b, layout, a_scale, b_scale, scaling, dtype, inner_first, fast = operands
     if not G.torch_takes(a, b, b_scale, scaling, dtype):
         return None
-    return partial(G.torch_wgrad, a, b, layout, a_scale, b_scale, inner_first, fast)
+    if a_scale is None or b_scale is None:
+        return partial(G.torch_wgrad, a, b, layout)
+    given = a, b.t(), a_scale.view(-1), b_scale.view(-1)
+    padded_ends = layout[1, 1:-1]
+    return partial(torch._scaled_grouped_mm, *given, offs=padded_ends, out_dtype=BF16, use_fast_accum=fast)
 
 
 def error(gemm: str, operands: Operands, run: Callable[[], Tensor], want: Tensor) -> float:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from te_lite.ops import gemm_scaled as scaled
 from te_lite.ops.cublaslt import product
-from te_lite.ops.gemm import FP8, FP8_ALIGNMENT, gemm_accumulate_
+from te_lite.ops.gemm import FP8, FP8_ALIGNMENT, gemm, gemm_accumulate_
 from te_lite.ops.grouped_layout import PAD
 
 # What can be computed so: (product, operands) of ops/grouped_gemm.py's tables; "added": a "groups" one, to fp32.
-KNOWN = {("added", kind) for kind in ("16", "fast", "exact", "blocks")} | {("rows", "blocks"), ("groups", "blocks")}
+KNOWN = {(product, kind) for product in ("rows", "groups", "added") for kind in ("16", "fast", "exact", "blocks")}
 # What is, where sizes are known. Empty: no GPU has measured it; `benchmarks/grouped.py --sections products` does.
 EACH: set[tuple[str, str]] = set()
 LEAST = 1 << 35  # multiplications a group: 90 us of a GPU, in which the host finds an algorithm for another size
@@ -33,18 +33,34 @@ def takes(
 
 
 def product_each(
-    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, sizes: Sequence[int]
-) -> None:
-    """group_product of "blocks", written to out[M, N]."""
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, scaling: str,
+    bias: Tensor | None, inner_first: bool, fast: bool, sizes: Sequence[int],
+) -> None:  # fmt: skip
+    """group_product, written to out[M, N]."""
     end = 0
     for g, size in enumerate(sizes):
         rows, end = slice(end, end + size), end + size
-        if size:
-            left, right, one = a[rows], b[g], None if bias is None else bias[g]
-            scales = a_scale[rows], b_scale[g]
+        left, right, one = a[rows], b[g].t() if inner_first else b[g], None if bias is None else bias[g]
+        if a_scale is None or b_scale is None:
+            _high_precision(out[rows], left, right, one)
+        elif size:
+            given = left, right, a_scale[g].view(1) if scaling == "group" else a_scale[rows], _of_group(b_scale, g)
             plain = size % scaled._ROWS_OF_SCALES == 0 and (one is None or one.dtype == out.dtype)
-            if not plain or not product(out[rows], left, right, *scaled._as_read(left, right, *scales), one):
-                out[rows].copy_(scaled.gemm_fp8_blockwise(left, right, *scales, out.dtype, one))
+            if not plain or not product(out[rows], left, right, *scaled._as_read(*given), one, fast):
+                value = scaled._product_fp32(*given, fast)
+                out[rows].copy_(value if one is None else value.add_(one))
+
+
+def _high_precision(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    if out.dtype in (a.dtype, torch.float32):
+        gemm(a, b, out.dtype, bias, out)
+    else:
+        out.copy_(gemm(a, b, torch.float32, bias))
+
+
+def _of_group(scale: Tensor, g: int) -> Tensor:
+    """Scales of a group's operand as a GEMM takes them: [1], one a row, or blocks."""
+    return scale[g] if scale.dim() > 1 else scale[g].view(1)
 
 
 def wgrad_each(
@@ -56,13 +72,15 @@ def wgrad_each(
     for g, (out, size) in enumerate(zip(outs, sizes, strict=True)):
         rows, tiles = slice(row, row + size), slice(tile, tile + max(1, -(-size // PAD)))
         row, tile = rows.stop, tiles.stop
-        if not add and (not size or scaling == "none"):
+        if not add and not size:
             out.zero_()
-        if a_scale is None or b_scale is None:
+        elif add and scaling == "none":
             gemm_accumulate_(out, a[rows], b[rows])  # of no tokens it does nothing
+        elif a_scale is None or b_scale is None:
+            _high_precision(out, a[rows].t(), b[rows].t(), None)
         elif size:
             left, right = (t[:, tiles.start * PAD : tile * PAD] for t in (a, b))  # zeros follow the tokens
-            scales = [s[tiles].t() if scaling == "blocks" else s[g].view(-1) for s in (a_scale, b_scale)]
+            scales = [s[tiles].t() if scaling == "blocks" else _of_group(s, g) for s in (a_scale, b_scale)]
             given = left, right, scales[0], scales[1]
             if add:
                 scaled.gemm_scaled_accumulate_(out, *given, fast)

@@ -20,11 +20,10 @@ from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_lite.ops import grouped_each
-from te_lite.ops import grouped_gemm_kernels as kernels
 from te_lite.ops.block_cast import BLOCK
 from te_lite.ops.gemm import FP8, placed
-from te_lite.ops.grouped_gemm_kernels import GemmConfig
-from te_lite.ops.grouped_layout import PAD, capacity, ends, fill_rest_, lanes, padded_ends, spans
+from te_lite.ops.grouped_gemm_kernels import GemmConfig, groups_kernel, rows_kernel
+from te_lite.ops.grouped_layout import PAD, capacity, ends, fill_rest_, lanes, spans
 from te_lite.ops.launch import sm_count
 from te_lite.ops.registry import register
 
@@ -56,9 +55,8 @@ def _kind(a: Tensor, scaling: str, fast: bool) -> str:
 
 def torch_takes(a: Tensor, b: Tensor, b_scale: Tensor | None, scaling: str, dtype: torch.dtype) -> bool:
     """Whether torch's grouped GEMM, of bf16 or of E4M3 with a scale a row, computes this one."""
-    if scaling not in ("none", "rows") or dtype != torch.bfloat16 or not a.is_cuda:
-        return False
-    if torch.cuda.get_device_capability(a.device) != (9, 0):
+    sm90 = a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)
+    if scaling not in ("none", "rows") or dtype != torch.bfloat16 or not sm90:
         return False
     if scaling == "rows":
         return a.dtype == b.dtype == FP8[0] and b_scale is not None and b_scale.dim() == 2
@@ -146,7 +144,7 @@ def triton_product(
     if not out.numel():
         return out
     _start(
-        kernels.rows_kernel, config, capacity(a.shape[0], groups) // m * -(-n // bn), a.device,
+        rows_kernel, config, capacity(a.shape[0], groups) // m * -(-n // bn), a.device,
         _source(a, (m, bk), tma), _source(b, (bk, bn) if inner_first else (bn, bk), tma), a_scale, b_scale, bias, out,
         layout, groups, n, k, a.stride(0), b.stride(1), b.shape[1],
         *_strides(a_scale, scaling, True), *_strides(b_scale, scaling, False),
@@ -174,10 +172,9 @@ def _product_cuda(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inne
     kind = "rows", _kind(a, scaling, fast)
     if grouped_each.takes(kind, a, b, scaling, sizes, b.shape[1], b.shape[2]):
         out = _product_fake(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
-        grouped_each.product_each(out, a, b, a_scale, b_scale, bias, sizes)
+        grouped_each.product_each(out, a, b, a_scale, b_scale, scaling, bias, inner_first, fast, sizes)
         return out
-    wanted = kind in TORCH and bias is None and a.shape[0]
-    if wanted and torch_takes(a, b, b_scale, scaling, out_dtype):
+    if kind in TORCH and bias is None and a.shape[0] and torch_takes(a, b, b_scale, scaling, out_dtype):
         return torch_product(a, b, layout, a_scale, b_scale, inner_first, fast)
     return triton_product(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
 
@@ -242,7 +239,7 @@ def triton_wgrad(
     config, tma = config or CONFIGS["groups", kind], scaling != "none"
     m, bn, bk = config.block_m, config.block_n, config.block_k
     _start(
-        kernels.groups_kernel, config, groups * -(-n // m) * -(-k // bn), a.device,
+        groups_kernel, config, groups * -(-n // m) * -(-k // bn), a.device,
         _source(a, (m, bk), tma), _source(b, (bn, bk), tma), a_scale, b_scale, outs[0], layout,
         groups, n, k, a.stride(0), b.stride(0), stride,
         *_wgrad_strides(a_scale, scaling), *_wgrad_strides(b_scale, scaling),
@@ -250,13 +247,9 @@ def triton_wgrad(
     )  # fmt: skip
 
 
-def torch_wgrad(a, b, layout, a_scale, b_scale, inner_first, fast) -> Tensor:
-    """group_wgrad by torch: of bf16 as it lies, or of E4M3 with a scale a row."""
-    if a_scale is None:
-        return torch._grouped_mm(placed(a).t(), placed(b), offs=ends(layout))
-    scales = a_scale.reshape(-1), b_scale.reshape(-1)
-    offs = padded_ends(layout)
-    return torch._scaled_grouped_mm(a, b.t(), *scales, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast)
+def torch_wgrad(a, b, layout) -> Tensor:
+    """group_wgrad by torch, of bf16 inner first."""
+    return torch._grouped_mm(placed(a).t(), placed(b), offs=ends(layout))
 
 
 def _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast, sizes=None) -> Tensor:
@@ -264,15 +257,16 @@ def _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first,
 
 
 def _wgrad_cuda(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast, sizes=None):
-    kind = "groups", _kind(a, scaling, fast)
-    wanted = kind in TORCH and a.numel() and (scaling != "none" or inner_first)
-    if wanted and torch_takes(a, b, b_scale, scaling, out_dtype):
-        return torch_wgrad(a, b, layout, a_scale, b_scale, inner_first, fast)
+    kind, lies = ("groups", _kind(a, scaling, fast)), inner_first or scaling != "none"
+    given = (a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
+    each = lies and grouped_each.takes(kind, a, b, scaling, sizes, *_wgrad_shape(a, b, layout, inner_first)[1:])
+    if lies and not each and kind in TORCH and a.numel() and torch_takes(a, b, b_scale, scaling, out_dtype):
+        return torch_wgrad(a, b, layout)
     out = _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast)
-    if grouped_each.takes(kind, a, b, scaling, sizes, *out.shape[1:]):
+    if each:
         grouped_each.wgrad_each(list(out), False, a, b, a_scale, b_scale, scaling, fast, sizes)
     else:
-        triton_wgrad([out[0]], out.stride(0), False, a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
+        triton_wgrad([out[0]], out.stride(0), False, *given)
     return out
 
 
@@ -308,18 +302,18 @@ def distance(outs: Sequence[Tensor]) -> int | None:
 def _accumulate_cuda_(outs, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes=None):
     groups, n, k = _wgrad_shape(a, b, layout, inner_first)
     kind = "added", _kind(a, scaling, fast)
-    if grouped_each.takes(kind, a, b, scaling, sizes, n, k) and {out.dtype for out in outs} == {torch.float32}:
+    lies = (inner_first or scaling != "none") and {out.dtype for out in outs} == {torch.float32}
+    if lies and grouped_each.takes(kind, a, b, scaling, sizes, n, k):
         grouped_each.wgrad_each(outs, True, a, b, a_scale, b_scale, scaling, fast, sizes)
         return
     given = (a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
-    stride = distance(outs)
-    if stride is not None:
+    if (stride := distance(outs)) is not None:
         triton_wgrad(outs, stride, True, *given)
-        return
-    sums = a.new_empty((groups, n, k), dtype=torch.float32)
-    triton_wgrad([sums[0]], sums.stride(0), False, *given)
-    for out, one in zip(outs, sums, strict=True):
-        out.copy_(out + one)
+    else:
+        sums = a.new_empty((groups, n, k), dtype=torch.float32)
+        triton_wgrad([sums[0]], sums.stride(0), False, *given)
+        for out, one in zip(outs, sums, strict=True):
+            out.copy_(out + one)
 
 
 # outs[g] [N, K] += group_wgrad's dw[g], the sum in fp32, one rounding. Where the host knows the sizes cublasLt may add
@@ -333,17 +327,13 @@ group_wgrad_accumulate_ = register(
 )
 
 
-def _wgrad_flops(a: Any, b: Any, layout: Any, inner_first: bool) -> int:
+def _wgrad_flops(a: Any, b: Any, layout: Any, *, inner_first: bool) -> int:
     tokens = a[0] if inner_first else a[1] - (layout[1] - 2) * PAD
     n, k = (a[1], b[1]) if inner_first else (a[0], b[0])
     return 2 * tokens * n * k
 
 
-register_flop_formula(group_wgrad.overload.overloadpacket)(
-    lambda a, b, layout, a_scale, b_scale, scaling, dtype, inner_first, *_, **__: _wgrad_flops(
-        a, b, layout, inner_first
-    )
-)
+register_flop_formula(group_wgrad.overload.overloadpacket)(lambda *g, **_: _wgrad_flops(*g[:3], inner_first=g[7]))
 register_flop_formula(group_wgrad_accumulate_.overload.overloadpacket)(
-    lambda outs, a, b, layout, a_s, b_s, scaling, inner_first, *_, **__: _wgrad_flops(a, b, layout, inner_first)
+    lambda *g, **_: _wgrad_flops(*g[1:4], inner_first=g[7])
 )

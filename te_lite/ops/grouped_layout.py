@@ -36,11 +36,6 @@ def lanes(groups: int) -> int:
     return max(16, triton.next_power_of_2(groups))
 
 
-def padded_ends(layout: Tensor) -> Tensor:
-    """int32 [G]: the padded groups' ends."""
-    return layout[1, 1:-1]
-
-
 def ends(layout: Tensor) -> Tensor:
     """int32 [G]: the groups' ends; where those given are invalid all are 0."""
     return layout[0, 1:-1]
