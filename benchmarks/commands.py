@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "TE_LITE_COMMAND"
 TAIL_LINES = 60
+SLOWEST = 30
 GRACE_S = 15.0  # between the interrupt that lets pytest write its report and the kill
 SAFE_ENVIRONMENT = {
     # Multicast is not used by this library, and a multicast object left behind by a crash can take a host's
@@ -92,10 +94,10 @@ def marked(mark: str) -> list[int]:
 
 
 def read_junit(path: Path) -> dict[str, object]:
-    """Counts of a junit report and the names of what failed."""
+    """Counts of a junit report, the names of what failed, and the modules that took longest, in seconds."""
     root = ElementTree.parse(path).getroot()
     counts: dict[str, object] = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
-    failures = []
+    failures, seconds = [], Counter[str]()
     for case in root.iter("testcase"):
         kinds = {child.tag for child in case}
         key = "passed"
@@ -104,9 +106,11 @@ def read_junit(path: Path) -> dict[str, object]:
                 key = name
                 break
         counts[key] += 1
+        seconds[case.get("classname", "")] += float(case.get("time", 0.0))
         if key in ("failed", "errors"):
             failures.append(f"{case.get('classname')}::{case.get('name')}")
     counts["failures"] = failures
+    counts["slowest"] = [f"{name} {took:.0f}" for name, took in seconds.most_common(SLOWEST)]
     return counts
 
 

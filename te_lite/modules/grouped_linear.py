@@ -25,7 +25,7 @@ from te_lite.ops.registry import capturing, makes_data
 from te_lite.overlap.userbuffers import UB_FLAGS
 from te_lite.parallel import shard
 from te_lite.quantize import replay
-from te_lite.quantize.grouped import Given, Rule, quantize_weights, rule_of, weights_for_dgrad
+from te_lite.quantize.grouped import Given, Rule, rule_of, weights_for_both
 from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
 from te_lite.recipe import DelayedScaling, HighPrecision
 
@@ -247,8 +247,7 @@ class GroupedLinear(TeLiteModule):
     ) -> Any:
         def make() -> Any:
             with torch.no_grad():
-                row, seed = quantize_weights(rule, w, True, None if given is None else given("w"))
-                return row, weights_for_dgrad(rule, w, seed)
+                return weights_for_both(rule, w, None if given is None else given("w"))
 
         return self._caches[0].reuse(first, weights, (rule, w.dtype), make)
 

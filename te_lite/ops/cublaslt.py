@@ -84,13 +84,14 @@ def product(
     """
     device, at, last = out.device, out.data_ptr(), 0 if bias is None else bias.data_ptr()
     left, right = a.data_ptr(), b.data_ptr()
+    scales = (0, 0) if a_scale is None or b_scale is None else (a_scale.data_ptr(), b_scale.data_ptr())
     low = (at | left | right | last) & 255
     if a.shape[1] != b.shape[1] or out.shape != (a.shape[0], b.shape[0]):
         return False
     if bias is not None and (bias.shape != (b.shape[0],) or not bias.is_contiguous()):
         return False
     lies_a, lies_b = _lies(a, scaled), _lies(b, scaled)
-    if low & 15 or not out.is_contiguous() or not (lies_a[1] and lies_b[1]):
+    if (low | scales[0] | scales[1]) & 15 or not out.is_contiguous() or not (lies_a[1] and lies_b[1]):
         return False
     if not out.is_cuda or device.index != torch._C._cuda_getDevice():
         return False
@@ -106,7 +107,6 @@ def product(
     # Of this call and stream alone, so that streams and CUDA graphs do not meet in it; kept until the call is issued.
     space = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     workspace = 0 if space is None else space.data_ptr()
-    scales = (0, 0) if a_scale is None or b_scale is None else (a_scale.data_ptr(), b_scale.data_ptr())
     try:
         plan.run(left, right, at, *scales, last, workspace, stream)
     except RuntimeError:  # the heuristic may accept what the call refuses

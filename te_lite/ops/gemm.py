@@ -32,6 +32,11 @@ def placed(t: Maybe) -> Maybe:
     return t if t is None or not t.is_cuda or type(t) not in PLAIN or t.data_ptr() % 16 == 0 else t.clone()
 
 
+def apart(scale: Tensor) -> list[Tensor]:
+    """Each element as a tensor [1] that starts where cuBLAS reads a scale: at a multiple of 16 bytes."""
+    return list(scale.view(-1, 1).expand(-1, 4).contiguous()[:, :1].unbind(0))
+
+
 def check_fp8(a: Tensor, b: Tensor) -> None:
     """TypeError, ValueError unless a[M, K] and b[N, K] are what cuBLAS multiplies."""
     if a.dtype not in FP8 or b.dtype not in FP8:
@@ -94,7 +99,7 @@ def scaled_mm(
         to = out if out is not None and out.dtype == dtype else a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
         if product(to, a, b, a_scale, b_scale, scaled, bias, fast_accum):
             return to
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast_accum, out=to)
+        return torch._scaled_mm(a, b.t(), placed(a_scale), placed(b_scale), bias, None, dtype, fast_accum, out=to)
 
     return with_epilogue(multiply, a, b, out_dtype, bias, fused)
 

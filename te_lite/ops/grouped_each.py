@@ -1,54 +1,61 @@
-"""Grouped products one group after the other, by cublasLt, where the host knows how many tokens each group has.
+"""Grouped products group by group, by cublasLt, where the host knows how many tokens each group has.
 
-Arguments are those of ops/grouped_gemm.py; `sizes`, the tokens of each group, take the place of its layout.
+Arguments are those of ops/grouped_gemm.py; `sizes`, the tokens of each group, take the place of its layout. Groups take
+turns on two streams, so that the next one fills the SMs that the last tiles of one leave idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from te_lite.ops import gemm_scaled as scaled
 from te_lite.ops.cublaslt import product
-from te_lite.ops.gemm import FP8, FP8_ALIGNMENT, gemm, gemm_accumulate_
+from te_lite.ops.gemm import FP8, FP8_ALIGNMENT, apart, gemm, gemm_accumulate_
 from te_lite.ops.grouped_layout import PAD
+from te_lite.ops.launch import stream_beside
+from te_lite.ops.recorder import OPEN
 
-# What can be computed so: (product, operands) of ops/grouped_gemm.py's tables; "added": a "groups" one, to fp32.
-KNOWN = {(product, kind) for product in ("rows", "groups", "added") for kind in ("16", "fast", "exact", "blocks")}
-# What is, where sizes are known. Empty: no GPU has measured it; `benchmarks/grouped.py --sections products` does.
-EACH: set[tuple[str, str]] = set()
-LEAST = 1 << 35  # multiplications a group: 90 us of a GPU, in which the host finds an algorithm for another size
+# Multiplications a group: 50 to 90 us of a GPU, in which the host issues a GEMM, or finds an algorithm for a new size.
+# From there on this was faster than the kernels for all groups with every recipe (benchmarks/grouped.py).
+LEAST = 1 << 35
 
 
-def takes(
-    kind: tuple[str, str], a: Tensor, b: Tensor, scaling: str, sizes: Sequence[int] | None, n: int, k: int
-) -> bool:
+def takes(a: Tensor, b: Tensor, scaling: str, sizes: Sequence[int] | None, n: int, k: int) -> bool:
     """Whether this product is computed here. n, k: features; so aligned, every group begins where cublasLt reads."""
-    if sizes is None or kind not in EACH or (n | k) % FP8_ALIGNMENT or sum(sizes) * n * k < LEAST * len(sizes):
+    if sizes is None or a.element_size() > 2 or (n | k) % FP8_ALIGNMENT or sum(sizes) * n * k < LEAST * len(sizes):
         return False
     known = scaling in ("none", "group") or a.dtype == b.dtype == FP8[0]
     return known and torch.cuda.get_device_capability(a.device) == (9, 0)
 
 
-def product_each(
-    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, scaling: str,
-    bias: Tensor | None, inner_first: bool, fast: bool, sizes: Sequence[int],
-) -> None:  # fmt: skip
-    """group_product, written to out[M, N]."""
-    end = 0
-    for g, size in enumerate(sizes):
-        rows, end = slice(end, end + size), end + size
-        left, right, one = a[rows], b[g].t() if inner_first else b[g], None if bias is None else bias[g]
-        if a_scale is None or b_scale is None:
-            _high_precision(out[rows], left, right, one)
-        elif size:
-            given = left, right, a_scale[g].view(1) if scaling == "group" else a_scale[rows], _of_group(b_scale, g)
-            plain = size % scaled._ROWS_OF_SCALES == 0 and (one is None or one.dtype == out.dtype)
-            if not plain or not product(out[rows], left, right, *scaled._as_read(*given), one, fast):
-                value = scaled._product_fp32(*given, fast)
-                out[rows].copy_(value if one is None else value.add_(one))
+def _in_turn(device: torch.device, one: Callable[[int], None], groups: int) -> None:
+    """one(g) for each group, on the current stream and on one beside it, for which it then waits."""
+    if device.type != "cuda" or OPEN.recorder is not None:  # what is recorded has one stream
+        for g in range(groups):
+            one(g)
+        return
+    with torch.cuda.device(device):
+        current, beside = torch.cuda.current_stream(), stream_beside(device)
+        beside.wait_stream(current)
+        try:
+            for g in range(groups):
+                torch.cuda.set_stream(beside if g % 2 else current)
+                one(g)
+        finally:
+            torch.cuda.set_stream(current)
+            current.wait_stream(beside)
+
+
+def _by_group(scale: Tensor) -> Sequence[Tensor]:
+    """Scales of each group's operand as a GEMM takes them: [1], one a row, or blocks."""
+    return scale.unbind() if scale.dim() > 1 else apart(scale)
+
+
+def _parts(t: Tensor, sizes: Sequence[int], dim: int = 0) -> Sequence[Tensor]:
+    return t.narrow(dim, 0, sum(sizes)).split(list(sizes), dim)
 
 
 def _high_precision(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
@@ -58,9 +65,30 @@ def _high_precision(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> N
         out.copy_(gemm(a, b, torch.float32, bias))
 
 
-def _of_group(scale: Tensor, g: int) -> Tensor:
-    """Scales of a group's operand as a GEMM takes them: [1], one a row, or blocks."""
-    return scale[g] if scale.dim() > 1 else scale[g].view(1)
+def product_each(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, scaling: str,
+    bias: Tensor | None, inner_first: bool, fast: bool, sizes: Sequence[int],
+) -> None:  # fmt: skip
+    """group_product, written to out[M, N]."""
+    outs, lefts, rights = _parts(out, sizes), _parts(a, sizes), (b.mT if inner_first else b).unbind()
+    of_a: Sequence[Tensor] = ()
+    if a_scale is not None:
+        of_a = _by_group(a_scale) if scaling == "group" else _parts(a_scale, sizes)
+    of_b = () if b_scale is None else _by_group(b_scale)
+    biases = [None] * len(sizes) if bias is None else bias.unbind()
+
+    def one(g: int) -> None:
+        to, left, right, added = outs[g], lefts[g], rights[g], biases[g]
+        if not of_a or not of_b:
+            _high_precision(to, left, right, added)
+        elif sizes[g]:
+            given = left, right, of_a[g], of_b[g]
+            plain = sizes[g] % scaled._ROWS_OF_SCALES == 0 and (added is None or added.dtype == to.dtype)
+            if not plain or not product(to, left, right, *scaled._as_read(*given), added, fast):
+                value = scaled._product_fp32(*given, fast)
+                to.copy_(value if added is None else value.add_(added))
+
+    _in_turn(out.device, one, len(sizes))
 
 
 def wgrad_each(
@@ -68,21 +96,29 @@ def wgrad_each(
     scaling: str, fast: bool, sizes: Sequence[int],
 ) -> None:  # fmt: skip
     """group_wgrad, written to outs[g] [N, K] or added to what is there; in high precision of operands inner first."""
-    row = tile = 0
-    for g, (out, size) in enumerate(zip(outs, sizes, strict=True)):
-        rows, tiles = slice(row, row + size), slice(tile, tile + max(1, -(-size // PAD)))
-        row, tile = rows.stop, tiles.stop
-        if not add and not size:
-            out.zero_()
-        elif add and scaling == "none":
-            gemm_accumulate_(out, a[rows], b[rows])  # of no tokens it does nothing
-        elif a_scale is None or b_scale is None:
-            _high_precision(out, a[rows].t(), b[rows].t(), None)
-        elif size:
-            left, right = (t[:, tiles.start * PAD : tile * PAD] for t in (a, b))  # zeros follow the tokens
-            scales = [s[tiles].t() if scaling == "blocks" else _of_group(s, g) for s in (a_scale, b_scale)]
-            given = left, right, scales[0], scales[1]
+    tiles = [max(1, -(-size // PAD)) for size in sizes]  # zeros follow a group's tokens
+    whole = [PAD * count for count in tiles]
+    of: list[Sequence[Tensor]] = []
+    if a_scale is None or b_scale is None:
+        lefts, rights = _parts(a, sizes), _parts(b, sizes)
+    else:
+        lefts, rights = _parts(a, whole, 1), _parts(b, whole, 1)
+        for scale in (a_scale, b_scale):
+            of.append(_parts(scale.t(), tiles, 1) if scaling == "blocks" else _by_group(scale))
+
+    def one(g: int) -> None:
+        to, left, right = outs[g], lefts[g], rights[g]
+        if not add and not sizes[g]:
+            to.zero_()
+        elif add and not of:
+            gemm_accumulate_(to, left, right)  # of no tokens it does nothing
+        elif not of:
+            _high_precision(to, left.t(), right.t(), None)
+        elif sizes[g]:
+            given = left, right, of[0][g], of[1][g]
             if add:
-                scaled.gemm_scaled_accumulate_(out, *given, fast)
-            elif not product(out, left, right, *scaled._as_read(*given), None, fast):
-                out.copy_(scaled._product_fp32(*given, fast))
+                scaled.gemm_scaled_accumulate_(to, *given, fast)
+            elif not product(to, left, right, *scaled._as_read(*given), None, fast):
+                to.copy_(scaled._product_fp32(*given, fast))
+
+    _in_turn(outs[0].device, one, len(sizes))

@@ -170,7 +170,7 @@ def torch_product(a, b, layout, a_scale, b_scale, inner_first, fast) -> Tensor:
 
 def _product_cuda(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast, sizes=None):
     kind = "rows", _kind(a, scaling, fast)
-    if grouped_each.takes(kind, a, b, scaling, sizes, b.shape[1], b.shape[2]):
+    if grouped_each.takes(a, b, scaling, sizes, b.shape[1], b.shape[2]):
         out = _product_fake(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
         grouped_each.product_each(out, a, b, a_scale, b_scale, scaling, bias, inner_first, fast, sizes)
         return out
@@ -259,7 +259,7 @@ def _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first,
 def _wgrad_cuda(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast, sizes=None):
     kind, lies = ("groups", _kind(a, scaling, fast)), inner_first or scaling != "none"
     given = (a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
-    each = lies and grouped_each.takes(kind, a, b, scaling, sizes, *_wgrad_shape(a, b, layout, inner_first)[1:])
+    each = lies and grouped_each.takes(a, b, scaling, sizes, *_wgrad_shape(a, b, layout, inner_first)[1:])
     if lies and not each and kind in TORCH and a.numel() and torch_takes(a, b, b_scale, scaling, out_dtype):
         return torch_wgrad(a, b, layout)
     out = _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast)
@@ -301,9 +301,8 @@ def distance(outs: Sequence[Tensor]) -> int | None:
 
 def _accumulate_cuda_(outs, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes=None):
     groups, n, k = _wgrad_shape(a, b, layout, inner_first)
-    kind = "added", _kind(a, scaling, fast)
     lies = (inner_first or scaling != "none") and {out.dtype for out in outs} == {torch.float32}
-    if lies and grouped_each.takes(kind, a, b, scaling, sizes, n, k):
+    if lies and grouped_each.takes(a, b, scaling, sizes, n, k):
         grouped_each.wgrad_each(outs, True, a, b, a_scale, b_scale, scaling, fast, sizes)
         return
     given = (a, b, layout, a_scale, b_scale, scaling, inner_first, fast)

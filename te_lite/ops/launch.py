@@ -49,6 +49,12 @@ def begin():
 
 
 @cache
+def stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """For GEMMs that take turns; one for all, because cuBLAS keeps a workspace for each stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+@cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 132 (H200) where there is none: fake tensors, the interpreter."""
     known = device.type == "cuda" and torch.cuda.is_available()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import zlib
 from contextlib import AbstractContextManager
-from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from te_lite import _C
 from te_lite.ops.flags import compiled_wait
 from te_lite.ops.gemm_fused import unavailable
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
+from te_lite.ops.launch import stream_beside
 from te_lite.ops.registry import capturing
 from te_lite.overlap.arena import Arena, share_memory
 from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, host_identity, timeout_s
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from te_lite.overlap.config import LayerMethods
 
 SCALE_SHARE = 8  # room for scales beside 16-bit data: the finest, one fp32 a 32 values of one byte, are an eighth
-
-
-@cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all groups: cuBLAS keeps a workspace for each stream that it has seen."""
-    return torch.cuda.Stream(device)
 
 
 class Operation(AbstractContextManager[None]):
@@ -121,7 +115,7 @@ class Group:
         if self.device.type == "cpu":
             self.executor = _C.Executor(-1, self.control)
             return
-        self.stream, self.beside = torch.cuda.Stream(self.device, priority=-1), _stream_beside(self.device)
+        self.stream, self.beside = torch.cuda.Stream(self.device, priority=-1), stream_beside(self.device)
         flags = self.arena.address("gather.flags", 0, self.rank), self.arena.bytes - self._flags
         wait = compiled_wait(self.device)
         self.executor = _C.Executor(self.device.index, self.control, self.stream.cuda_stream, *flags, wait)

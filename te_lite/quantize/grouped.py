@@ -114,7 +114,6 @@ def quantize_tokens(
     For wgrad: columns as ops/grouped_cast.py writes them; of mxfp8 the data and scales along columns, unless it is dy,
     whose values are given at once.
     """
-    how = rule.dy if grad else rule.x
     plain = Operand(x)
     made: Any
     if rule.kind == "none":
@@ -129,20 +128,33 @@ def quantize_tokens(
     if rule.hp_wgrad:
         by_row = quantize_tokens(rule._replace(hp_wgrad=False), x, layout, grad, row, False)[0] if row else None
         return by_row, plain if col else None
+    how, dtype = (rule.dy, rule.backward) if grad else (rule.x, rule.forward)
     if rule.kind == "rows":
         return _vectors(x, layout, how.pow2, row, col)
+    return _cast(rule, how, dtype, x, layout, row, col, **_scales(rule, x, layout, given))
+
+
+def _scales(rule: Rule, x: Tensor, layout: Tensor | None, given: Given | None) -> dict[str, Any]:
+    """What _cast makes the scales from."""
     if rule.kind == "blocks":
-        made = group_blocks(x, layout, square=False, row=row, col=col, pow2=how.pow2, eps=how.eps)
+        return {}
+    return {"amax": group_amax(x, layout)} if given is None else {"scale": given.scale, "amax_out": given.amax}
+
+
+def _cast(
+    rule: Rule, how: Scaling, dtype: torch.dtype, x: Tensor, layout: Tensor | None, row: bool, col: bool, **scales: Any
+) -> tuple[Maybe, Maybe]:  # fmt: skip
+    """One read of x: with a scale a group, or in blocks."""
+    common: Any = {"row": row, "col": col, "pow2": how.pow2, "eps": how.eps}
+    if rule.kind == "blocks":
+        made = group_blocks(x, layout, square=layout is None, **common)
     else:
-        scaled: Any = {"amax": group_amax(x, layout)} if given is None else {"scale": given[0], "amax_out": given[1]}
-        dtype = rule.backward if grad else rule.forward
-        made = group_cast(x, layout, dtype, row=row, col=col, pow2=how.pow2, eps=how.eps, **scaled)
-    return _operands(made)
-
-
-def _operands(made: Any) -> tuple[Maybe, Maybe]:
-    row = None if made.row is None else Operand(made.row, made.row_scale)
-    return row, None if made.col is None else Operand(made.col, made.col_scale)
+        made = group_cast(x, layout, dtype, **common, **scales)
+    by_row = None if made.row is None else Operand(made.row, made.row_scale)
+    if made.col is None or made.col_scale is None:
+        return by_row, None
+    # Those of square blocks come as a transposed view, of which each group's GEMM would make a copy.
+    return by_row, Operand(made.col, made.col_scale.contiguous() if layout is None else made.col_scale)
 
 
 def _vectors(x: Tensor, layout: Tensor | None, pow2: bool, row: bool, col: bool) -> tuple[Maybe, Maybe]:
@@ -180,21 +192,15 @@ def quantize_weights(rule: Rule, w: Tensor, col: bool, given: Given | None = Non
     if rule.kind == "mx":
         values: Any = group_mx(w, None, row=True).row_values
         return Operand(values), None
-    if rule.kind == "blocks":
-        made = group_blocks(w, None, square=True, row=True, col=False, pow2=how.pow2, eps=how.eps)
-        return Operand(_row_only(made), made.row_scale), None
     if rule.kind == "rows":
         if w.shape[-1] <= MOST_COLUMNS:
             data, inverse, amax = group_rows(w, None, how.pow2, col and not rule.hp_wgrad)
             return Operand(data, inverse), amax
         by_row: Any = _vectors(w, None, how.pow2, True, False)[0]
         return by_row, None
-    if given is not None:
-        made = group_cast(w, None, rule.forward, row=True, col=False, scale=given.scale, amax_out=given.amax)
-        return Operand(_row_only(made), made.row_scale), given.scale
-    seed = group_amax(w, None)
-    made = group_cast(w, None, rule.forward, row=True, col=False, amax=seed, pow2=how.pow2, eps=how.eps)
-    return Operand(_row_only(made), made.row_scale), seed
+    scales = _scales(rule, w, None, given)
+    by_row = _cast(rule, how, rule.forward, w, None, True, False, **scales)[0]
+    return by_row, scales.get("scale", scales.get("amax"))
 
 
 def weights_for_dgrad(rule: Rule, w: Tensor, seed: Tensor | None) -> Operand:
@@ -206,16 +212,23 @@ def weights_for_dgrad(rule: Rule, w: Tensor, seed: Tensor | None) -> Operand:
     if rule.kind == "mx":
         made = group_mx(w, None, col=True, values=True)
         return Operand(made.col_values)
-    if rule.kind == "blocks":
-        made = group_blocks(w, None, square=True, row=False, col=True, pow2=how.pow2, eps=how.eps)
-    elif rule.kind == "rows" and not rule.hp_wgrad:
+    if rule.kind == "rows" and not rule.hp_wgrad:
         return columns_of(w, None, group_vector_amax(w, None, False)[1] if seed is None else seed, how.pow2)
-    elif rule.delayed:
-        made = group_cast(w, None, rule.forward, row=False, col=True, scale=seed)
+    if seed is None or rule.kind == "blocks":
+        scales = _scales(rule, w, None, None)
     else:
-        amax = group_amax(w, None) if seed is None else seed
-        made = group_cast(w, None, rule.forward, row=False, col=True, amax=amax, pow2=how.pow2, eps=how.eps)
-    return Operand(made.col, made.col_scale)
+        scales = {"scale" if rule.delayed else "amax": seed}
+    by_col: Any = _cast(rule, how, rule.forward, w, None, False, True, **scales)[1]
+    return by_col
+
+
+def weights_for_both(rule: Rule, w: Tensor, given: Given | None = None) -> tuple[Operand, Operand]:
+    """(quantize_weights's, weights_for_dgrad's), in one read where one scale serves both."""
+    if rule.kind in ("group", "blocks"):
+        both: Any = _cast(rule, rule.w, rule.forward, w, None, True, True, **_scales(rule, w, None, given))
+        return both
+    of_w, seed = quantize_weights(rule, w, True, given)
+    return of_w, weights_for_dgrad(rule, w, seed)
 
 
 def wgrad_input(rule: Rule, x: Operand, layout: Tensor, dtype: torch.dtype) -> Operand:

@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_lite.ops.cast import amax, transform
-from te_lite.ops.gemm import gemm_fp8
+from te_lite.ops.gemm import apart, gemm_fp8
 from te_lite.ops.norm import Formula, norm_cast
 from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import PAD, transpose
@@ -67,20 +66,15 @@ class PerTensorFormat(Fp8Format):
             TensorFormat.accumulate_(self, out, a, b, fast_accum)
 
 
-def _apart(scale: Tensor) -> list[Tensor]:
-    """Each element as a tensor [1] that starts where cuBLAS reads a scale: at a multiple of 16 bytes."""
-    return list(F.pad(scale.view(-1, 1), (0, 3))[:, :1].unbind(0))
-
-
 def _matmul_shards(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """matmul of operands that hold a scale a shard: [R, 1] for shards of a's rows, [1, R] for shards of the inner
     dimension, in either operand."""
     (a_data, a_scale), (b_data, b_scale) = a, b
     if a_scale.shape[-1] == 1 and b_scale.numel() == 1:
-        parts = zip(a_data.chunk(a_scale.numel()), _apart(a_scale), strict=True)
+        parts = zip(a_data.chunk(a_scale.numel()), apart(a_scale), strict=True)
         return torch.cat([gemm_fp8(x, b_data, s, b_scale, out_dtype, bias, fast_accum) for x, s in parts])
     shards = max(a_scale.numel(), b_scale.numel())
-    a_scales, b_scales = (_apart(scale) * (shards // scale.numel()) for scale in (a_scale, b_scale))
+    a_scales, b_scales = (apart(scale) * (shards // scale.numel()) for scale in (a_scale, b_scale))
     pieces = zip(a_data.chunk(shards, 1), b_data.chunk(shards, 1), a_scales, b_scales, strict=True)
     products = [
         gemm_fp8(x.contiguous(), y.contiguous(), s, t, torch.float32, None, fast_accum) for x, y, s, t in pieces

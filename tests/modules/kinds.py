@@ -34,7 +34,8 @@ def devices(module):
 
 
 def tokens(device="cpu", features=64, seed=1):
-    return torch.randn(2, 16, features, generator=torch.Generator().manual_seed(seed)).to(device, BF16)
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, whatever the default device
+    return torch.randn(2, 16, features, generator=generator, device="cpu").to(device, BF16)
 
 
 def run(kind, module, seed=1, recipe="bf16"):

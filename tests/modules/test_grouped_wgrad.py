@@ -76,7 +76,7 @@ def test_one_expert_after_the_other(recipe, monkeypatch):
     called = watched(monkeypatch)
     x, dy = data()
     low = step(made("cuda", bias=False), x, dy, recipe=recipe)
-    each = ["wgrad_each"] if recipe != "blockwise" else ["product_each", "product_each", "wgrad_each"]
+    each = ["product_each", "product_each", "wgrad_each"]
     for splits, ways in ((SIZES, each), (torch.tensor(SIZES, device="cuda"), [])):
         module = made("cuda", bias=False, fuse_wgrad_accumulation=True)
         for weight in module.parameters():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import te_lite._C as _C
 from te_lite.ops import cublaslt
+from te_lite.ops.gemm import gemm_fp8
 from te_lite.ops.gemm_scaled import _squares, _vectors, gemm_scaled_accumulate_, gemm_scaled_accumulate_ref_
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.ops.paths import DEVICES
@@ -129,6 +130,21 @@ def test_what_it_does_not_compute_is_left_alone() -> None:
     both = [t.view(E5M2) for t in (a, b)]  # tensor cores take one at most
     assert not cublaslt.product(room[:-1].view(m, n), *both, one, one, cublaslt.TENSOR)
     assert (room == 7).all() and (fp64 == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_scale_where_it_cannot_be_read(which: int) -> None:
+    """It costs a copy, and the next call, whose scale lies well, nothing."""
+    m, k, n = 80, 144, 112
+    (a, b), room = operands(m, k, n), torch.rand(8, device="cuda") + 0.1
+    scales = [room[4:5], room[4:5]]
+    scales[which] = room[1:2]
+    out = torch.full((m, n), 7.0, dtype=BF16, device="cuda")
+    assert not cublaslt.product(out, a, b, *scales, cublaslt.TENSOR) and (out == 7).all()
+    given = scales[0].clone(), scales[1].clone()
+    assert cublaslt.product(out, a, b, *given, cublaslt.TENSOR)
+    assert_bitwise_equal("gemm_fp8", gemm_fp8(a, b, *scales, BF16), out)
 
 
 def test_how_operands_lie() -> None:

@@ -95,36 +95,98 @@ def test_no_temporary_and_no_wait(scaling):
     assert scaling == "none" or torch.cuda.max_memory_allocated() - before < outs[0].nbytes
 
 
+def results(given: dict[str, tuple], dtype: torch.dtype) -> list[Tensor]:
+    """[y, dw, 2 dw] of the arguments of a product and of a wgrad; what is not written is a nan."""
+    a, b, _, a_scale, b_scale, scaling, bias, _, inner_first, fast, sizes = given["rows"]
+    y = torch.full((len(a), b.shape[2 if inner_first else 1]), torch.nan, dtype=dtype, device="cuda")
+    grouped_each.product_each(y, a, b, a_scale, b_scale, scaling, bias, inner_first, fast, sizes)
+    a, b, layout, a_scale, b_scale, scaling, _, inner_first, fast, sizes = given["wgrad"]
+    shape = G._wgrad_shape(a, b, layout, inner_first)
+    dw = torch.full(shape, torch.nan, device="cuda")
+    for add in (False, True):
+        grouped_each.wgrad_each(list(dw), add, a, b, a_scale, b_scale, scaling, fast, sizes)
+        if not add:
+            once = dw.clone()
+    return [y, once, dw]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", ["none", "group", "rows", "blocks"])
+def test_streams_wait_for_each_other(scaling):
+    """Operands that are late, results that are read, overwritten and given back at once, and a graph of all that."""
+    dtype = BF16 if scaling == "none" else E4M3
+    case = Case(scaling, dtype, dtype, groups="whole tiles", k=1024, n=1024, inner_first=scaling == "none")
+    given = {
+        "rows": (*moved(rows_problem(case)[0], "cuda"), case.sizes),
+        "wgrad": (*moved(wgrad_problem(case)[0], "cuda"), case.sizes),
+    }
+    assert len(case.sizes) > 1 and {"rows", "wgrad"} == set(given)
+    wanted = results(given, case.out)
+    late = [t for one in given.values() for t in one if isinstance(t, Tensor) and t.element_size() < 4]
+    values = [t.clone() for t in late]
+
+    def once() -> list[Tensor]:
+        for t in late:
+            t.view(torch.uint8).zero_()
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda._sleep(20_000_000)
+        for t, value in zip(late, values, strict=True):
+            t.copy_(value)
+        found = results(given, case.out)
+        for t in late:
+            t.view(torch.uint8).zero_()
+        return [t.clone() for t in found]
+
+    for _ in range(3):
+        for got, right in zip(once(), wanted, strict=True):
+            assert torch.equal(got, right)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = once()
+    for t in found:
+        t.fill_(torch.nan)
+    graph.replay()
+    for got, right in zip(found, wanted, strict=True):
+        assert torch.equal(got, right)
+
+
+@pytest.mark.gpu
+def test_an_error_leaves_the_stream_as_it_was():
+    """The current stream is the caller's again, and waits for what had been issued."""
+    before = torch.cuda.current_stream()
+
+    def one(g: int) -> None:
+        assert (torch.cuda.current_stream() == before) == (g % 2 == 0)
+        if g == 1:
+            raise RuntimeError("no such product")
+
+    with pytest.raises(RuntimeError, match="no such product"):
+        grouped_each._in_turn(torch.device("cuda", torch.cuda.current_device()), one, 4)
+    assert torch.cuda.current_stream() == before
+
+
 def test_when(monkeypatch):
-    """By the table, sizes that the host knows, work, alignment, types and the GPU."""
+    """Sizes that the host knows, work, alignment, types and the GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    a, other = torch.empty(0, dtype=E4M3), torch.empty(0, dtype=E5M2)
+    low, other, wide = (torch.empty(0, dtype=dtype) for dtype in (E4M3, E5M2, FP32))
     many, n, k = [4096, 0], 4096, 4096
     takes = grouped_each.takes
-    assert grouped_each.EACH <= grouped_each.KNOWN
-    monkeypatch.setattr(grouped_each, "EACH", {("rows", "blocks")})
-    assert takes(("rows", "blocks"), a, a, "blocks", many, n, k) and not takes(
-        ("added", "blocks"), a, a, "blocks", many, n, k
-    )
-    monkeypatch.setattr(grouped_each, "EACH", grouped_each.KNOWN)
-    assert takes(("added", "blocks"), a, a, "blocks", many, n, k) and takes(("added", "16"), a, a, "none", many, n, k)
-    assert takes(("added", "exact"), other, a, "group", many, n, k)
-    assert not takes(("added", "blocks"), a, a, "blocks", None, n, k)
-    assert not takes(("added", "32"), a, a, "none", many, n, k)
-    assert takes(("groups", "16"), a, a, "none", many, n, k)
-    assert not takes(("added", "blocks"), a, a, "blocks", [64, 0], 512, 512)
-    assert not takes(("added", "blocks"), a, a, "blocks", many, n, k + 8)
+    for a, scaling in ((low, "group"), (other, "group"), (low, "rows"), (low, "blocks"), (low.to(BF16), "none")):
+        assert takes(a, low, scaling, many, n, k)
+        assert not takes(a, low, scaling, None, n, k)
+        assert not takes(a, low, scaling, [64, 0], 512, 512)
+        assert not takes(a, low, scaling, many, n, k + 8)
     for scaling in ("rows", "blocks"):
-        assert not takes(("added", "exact"), other, a, scaling, many, n, k)
+        assert not takes(other, low, scaling, many, n, k)
+    assert not takes(wide, wide, "none", many, n, k)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not takes(("added", "blocks"), a, a, "blocks", many, n, k)
+    assert not takes(low, low, "blocks", many, n, k)
 
 
 def watched(monkeypatch) -> list[str]:
     """What is called of grouped_each, which takes products of any size."""
     called: list[str] = []
     monkeypatch.setattr(grouped_each, "LEAST", 0)
-    monkeypatch.setattr(grouped_each, "EACH", grouped_each.KNOWN)
 
     def watch(name: str) -> None:
         inner = getattr(grouped_each, name)
