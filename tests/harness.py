@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import te_lite as te
+from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import Closeness, assert_close_to_oracle
 from tests import reference
-from tests.reference import LINEAR, LN_MLP, Quantization, Spec, quantization, stored_in
+from tests.reference import ALL_ACTIVATIONS, LINEAR, LN_MLP, Quantization, Spec, quantization, stored_in
 
 # Recipes that are not the defaults of a name; the oracle knows them by these.
 OPTIONS = {
@@ -26,6 +30,16 @@ OPTIONS = {
 BLOCKED = ("mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp", *OPTIONS)
 RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
 FP8 = RECIPES[1:]
+
+
+def with_activations(recipes: Iterable[str]) -> list[Any]:
+    """(recipe, activation, device): all pairs on the CPU. On a GPU each pair is compiled, so there all activations with
+    two recipes, and two activations with the others."""
+    made = []
+    for recipe, activation in itertools.product(recipes, ALL_ACTIVATIONS):
+        few = recipe in ("bf16", "delayed") or activation in ("gelu", "swiglu")
+        made += [pytest.param(recipe, activation, *one.values, marks=one.marks) for one in device_params()[: 1 + few]]
+    return made
 
 
 def under(recipe: str | te.recipe.Recipe | None, **kwargs: Any):

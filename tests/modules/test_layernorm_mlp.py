@@ -14,7 +14,7 @@ from te_lite.quantize.qtensor import QTensor
 from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal, assert_bound_bites, measure
 from tests import reference
-from tests.harness import FP8, RECIPES, Oracle, build, check, compare, step, under
+from tests.harness import FP8, RECIPES, Oracle, build, check, compare, step, under, with_activations
 from tests.overlap.one_rank import force
 from tests.reference import ALL_ACTIVATIONS, GATED, LN_MLP, Spec
 
@@ -27,9 +27,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("device", device_params())
-@pytest.mark.parametrize("activation", ALL_ACTIVATIONS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "activation", "device"), with_activations(RECIPES))
 def test_activations_match_oracle(recipe, activation, device):
     check(Spec(LN_MLP, activation=activation), recipe, device=device)
 

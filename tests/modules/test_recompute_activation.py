@@ -12,12 +12,12 @@ from te_lite.modules.layernorm_mlp import MOST_COST, recomputation_cost
 from te_lite.modules.plans import PLANNED
 from te_lite.quantize.per_tensor import FORMATS, Current, Delayed
 from te_lite.recipe import CustomRecipe
-from te_lite.testing.distributed import device_params, launch, rank_device_params
+from te_lite.testing.distributed import launch, rank_device_params
 from te_lite.testing.memory import bytes_kept
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
-from tests.harness import FP8, OPTIONS, RECIPES, build, leaf, under
-from tests.reference import ALL_ACTIVATIONS, LN_MLP, Spec
+from tests.harness import FP8, OPTIONS, RECIPES, build, leaf, under, with_activations
+from tests.reference import LN_MLP, Spec
 
 K, FFN, TOKENS, STEPS = 64, 96, 40, 3
 E4M3 = FORMATS[torch.float8_e4m3fn]
@@ -60,9 +60,7 @@ def compare(got, want):
         assert_bitwise_equal(name, value, want[name])
 
 
-@pytest.mark.parametrize("device", device_params())
-@pytest.mark.parametrize("activation", ALL_ACTIVATIONS)
-@pytest.mark.parametrize("recipe", [*RECIPES, *OPTIONS])
+@pytest.mark.parametrize(("recipe", "activation", "device"), with_activations([*RECIPES, *OPTIONS]))
 def test_all_bits_are_those_without(recipe, activation, device):
     compare(*(run(mlp(again, activation, device), recipe) for again in (True, False)))
 

@@ -1,5 +1,6 @@
 """The casts against formulas written down again here; on a GPU the fp8 bytes and scales bit for bit."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,6 +143,13 @@ def sources(m: int, n: int, dtype: torch.dtype, device: str) -> dict[str, S.Sour
     return table | {"rmsnorm": S.norm(random(m, n), None, statistics[1], random(n), None, zero_centered=True)}
 
 
+def chosen(found: Iterable[S.Source], dtype: torch.dtype, fp8: torch.dtype, device: str) -> list[S.Source]:
+    """On a GPU, where each is compiled, every activation with two pairs of types and three with the others."""
+    every = device == "cpu" or (dtype, fp8) in ((torch.float32, E4M3), (torch.bfloat16, E5M2))
+    few = ("gelu", "swiglu", "clamped_swiglu")
+    return [one for one in found if every or "act" not in one.kind or one.activation.name in few]
+
+
 def check_transform(source: S.Source, fp8: torch.dtype, scale: float) -> None:
     device = source.device
     history = torch.full((3, 5), 0.125, device=device)
@@ -183,7 +191,7 @@ def test_plain(shape, dtype, fp8, device):
 @pytest.mark.parametrize("dtype", S.DTYPES)
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (39, 66), (130, 96)], ids=str)
 def test_every_source(shape, dtype, fp8, device):
-    for source in sources(*shape, dtype, device).values():
+    for source in chosen(sources(*shape, dtype, device).values(), dtype, fp8, device):
         check_transform(source, fp8, 3.3)
 
 

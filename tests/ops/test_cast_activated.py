@@ -6,7 +6,7 @@ import torch
 from te_lite.ops import cast
 from te_lite.ops import source as S
 from te_lite.ops.activation import Activation
-from tests.ops.test_cast import DEVICES, E4M3, E5M2, FORMATS, assert_same_bytes, run_poisoned, sources
+from tests.ops.test_cast import DEVICES, E4M3, E5M2, FORMATS, assert_same_bytes, chosen, run_poisoned, sources
 
 
 def gradients(m: int, n: int, dtype: torch.dtype, device: str) -> list[S.Source]:
@@ -19,24 +19,33 @@ def same_bits(name: str, got: cast.Transformed, want: cast.Transformed, fields: 
         assert a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"{name}: {field}"
 
 
+def close_sums(name: str, got: cast.Transformed, want: cast.Transformed, source: S.Source) -> None:
+    """Column sums of fp32: a compiler may round a product before it is added, or not; each of m additions rounds."""
+    magnitude = S.produce_ref(source).double().abs().sum(0)
+    off = (got.bias_grad.double() - want.bias_grad.double()).abs()
+    assert (off <= 2.0 * (source.rows + 1) * 2.0**-24 * magnitude).all(), f"{name}: {float(off.max())}"
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @FORMATS
 @pytest.mark.parametrize("dtype", S.DTYPES)
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (39, 66), (130, 96)], ids=str)
 def test_the_activation_of_a_gradient(shape, dtype, fp8, device):
-    """Every bit is that of a pass of its own, and nothing else changes, whatever else is wanted."""
+    """Every bit is that of a pass of its own, and nothing else changes, whatever else is wanted; sums by rounding."""
     scale, act_scale = (torch.tensor([s], device=device) for s in (3.3, 0.7))
     amax = torch.tensor([2.0, 5.0], device=device)
-    for source in gradients(*shape, dtype, device):
+    for source in chosen(gradients(*shape, dtype, device), dtype, fp8, device):
         name, act = source.activation.name, source._replace(kind="act", dy=None)
         alone = {"row": False, "hp_dtype": None, "bias_grad": None}
         col = run_poisoned(act, fp8, act_scale, None, None, **alone)
         hp = cast.transform(act, hp_dtype=dtype).hp
         for by, layouts in (((scale, None), {}), ((None, amax), {"row": False, "bias_grad": None})):
             want = run_poisoned(source, fp8, *by, None, **layouts)
-            fields = tuple(field for field, t in want._asdict().items() if t is not None)
+            fields = tuple(field for field, t in want._asdict().items() if t is not None and field != "bias_grad")
             got = run_poisoned(source, fp8, *by, None, act_dtype=fp8, act_scale=act_scale, **layouts)
             same_bits(name, got, want, fields)
+            if want.bias_grad is not None:
+                close_sums(name, got, want, source)
             same_bits(name, got._replace(col=got.act, scale_inv=got.act_scale_inv), col, ("col", "scale_inv"))
             got = run_poisoned(source, fp8, *by, None, act_dtype=dtype, **layouts)
             same_bits(name, got, want, fields)
