@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from te_lite.autocast import Pass, State
+from te_lite.functional.shared_input import SharedInput
 from te_lite.modules.linear import Linear
 from te_lite.ops.source import DTYPES
 from te_lite.recipe import HighPrecision, Recipe, as_recipe
@@ -24,6 +26,14 @@ Filter = Callable[[nn.Module, str], bool]
 # not here: it is taken for its numbers, so no layer is too small. It is one machine's: minimum_size comes before it.
 _GAINS = {512: math.inf, 2048: 58720256, 8192: 11534336}
 MINIMUM: dict[str, dict[int, float]] = dict.fromkeys(("current", "rowwise", "rowwise_with_gw_hp", "blockwise"), _GAINS)
+
+
+# Names of layers of one parent that are called with the same tensor, in models of several families. Where they are not,
+# they are quantized apart, as any others.
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("to_q", "to_k", "to_v"),
+    ("gate_proj", "up_proj"), ("w1", "w3"),
+)  # fmt: skip
 
 
 class ConvertedLinear(Linear, nn.Linear):
@@ -193,6 +203,20 @@ def _convert(linear: Any, name: str, recipe: Recipe) -> None:
     linear._renewed()  # state was made on the meta device
 
 
+def _share(linears: dict[str, Any]) -> None:
+    """Lets siblings quantize the input that they share once. linears: those that were converted, by name."""
+    parents: dict[str, dict[str, Any]] = {}
+    for name, linear in linears.items():
+        parent, _, own = name.rpartition(".")
+        parents.setdefault(parent, {})[own] = linear
+    for children, names in itertools.product(parents.values(), SIBLINGS):
+        found = [children[name] for name in names if name in children]
+        if len({id(linear) for linear in found}) == len(found) > 1 and len({one.in_features for one in found}) == 1:
+            shared = SharedInput(len(found))
+            for reader, linear in enumerate(found):
+                linear._shared = shared, reader
+
+
 def convert_to_float8_training(
     module: nn.Module, recipe: Recipe | str = "current", module_filter_fn: Filter | None = None, *,
     config: Recipe | str | None = None, tokens: int | None = 8192,
@@ -233,6 +257,7 @@ def convert_to_float8_training(
     converted = tuple(layer for layer in layers if not layer.reason)
     for layer in converted:
         _convert(linears[layer.name], layer.name, recipe)
+    _share({layer.name: linears[layer.name] for layer in converted})
     skipped = tuple(layer for layer in layers if layer.reason)
     report = ConversionReport(module, recipe, converted, skipped, minimum, looked_up)
     _warn(report, [stay for stay in stays.values() if stay is not None])

@@ -13,6 +13,7 @@ from te_lite.functional.layer import Backward, Call, as_matrix, as_operand, as_o
 from te_lite.functional.plan import LinearPlan
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import ranged
+from te_lite.ops.recorder import OPEN
 from te_lite.ops.source import Source, SumDtype, plain
 from te_lite.overlap.epilogues import Epilogue, Operand
 from te_lite.overlap.exchange import Gemm
@@ -153,6 +154,10 @@ class LinearLayer:
     def forward(self, call: Call, needs: Needs, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         (plan,), (cached,), (weight, bias, residual) = call.plans, call.cached, params
         operand = as_operand(x, plan, grad=False)
+        if plan.shared is not None and OPEN.recorder is None and isinstance(operand, Source):
+            shared, reader = plan.shared
+            col = needs[1] and not plan.keep_original
+            operand = shared.quantize(reader, x, operand, plan.operands.fprop.a, col)
         y, kept = linear_forward(plan, operand, weight, bias, needs[:2], cached, residual=residual)
         original = x if needs[1] and plan.keep_original else None
         if call.output is not None or x.dim() != 2:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_lite.functional.parallel import Unsplit
 from te_lite.functional.recordings import Recordings
+from te_lite.functional.shared_input import SharedInput
 from te_lite.ops.nvtx import ENABLED, ranged
 from te_lite.ops.recorder import WANTED
 from te_lite.ops.transpose import PAD
@@ -188,6 +189,8 @@ class LinearPlan:
         self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
         # Of the module's bodies, where their launches follow from shapes: of its first linear's plan.
         self.recordings: Recordings | None = None
+        # With which linears it shares its quantized input, and its number among them.
+        self.shared: tuple[SharedInput, int] | None = None
 
     @property
     def recordable(self) -> bool:

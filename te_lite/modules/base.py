@@ -17,6 +17,7 @@ from te_lite.arguments import flag
 from te_lite.autocast import OPEN, Pass, State
 from te_lite.functional.layer import PLAIN, Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
+from te_lite.functional.shared_input import SharedInput
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.norm import add_norm
@@ -61,6 +62,7 @@ class TeLiteModule(SpecModule):
     _graph_scales: GraphScales
     _layer: Any  # see layer_of()
     _default: State | None = None  # what a call follows where no autocast is open
+    _shared: tuple[SharedInput, int] | None = None  # LinearPlan's shared, where the recipe allows it
 
     def __init__(self, given: Mapping[str, Any], modes: Each, ub_names: Each, sizes: tuple[str, ...]) -> None:
         """given: the arguments of the subclass's constructor, by name. sizes: those of them that count features, first

@@ -97,7 +97,11 @@ def _build_plan(
     parallel = parallel_linear(tp, exchanges)
     sink, once = module._sinks[index], before is not None and one_read(before, operands, tp)
     recompute = before is not None and module._recomputes[once and bool(operands.fprop.a.format.label)]
-    return LinearPlan(
+    plan = LinearPlan(
         operands, parallel, sink, dtype, module.save_original_input, info, recompute, once,
         recompute_apart=module._recomputes[0], beside=beside(operands, dtype, device),
     )  # fmt: skip
+    stateless = used.is_fp8 and not (used.delayed() or used.custom() or calibrating or watching is not None)
+    if module._shared is not None and stateless and plan.x_is_wgrads and not tp.gathers_input:
+        plan.shared = module._shared
+    return plan

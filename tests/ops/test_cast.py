@@ -1,6 +1,5 @@
 """The casts against formulas written down again here; on a GPU the fp8 bytes and scales bit for bit."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from te_lite.ops import cast, transpose
 from te_lite.ops import source as S
 from te_lite.ops.activation import ACTIVATIONS, Activation
+from tests.ops.paths import chosen
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -141,13 +141,6 @@ def sources(m: int, n: int, dtype: torch.dtype, device: str) -> dict[str, S.Sour
     statistics = torch.randn(m, device=device), torch.rand(m, device=device) + 0.5
     table["layernorm"] = S.norm(random(m, n), *statistics, random(n), random(n))
     return table | {"rmsnorm": S.norm(random(m, n), None, statistics[1], random(n), None, zero_centered=True)}
-
-
-def chosen(found: Iterable[S.Source], dtype: torch.dtype, fp8: torch.dtype, device: str) -> list[S.Source]:
-    """On a GPU, where each is compiled, every activation with two pairs of types and three with the others."""
-    every = device == "cpu" or (dtype, fp8) in ((torch.float32, E4M3), (torch.bfloat16, E5M2))
-    few = ("gelu", "swiglu", "clamped_swiglu")
-    return [one for one in found if every or "act" not in one.kind or one.activation.name in few]
 
 
 def check_transform(source: S.Source, fp8: torch.dtype, scale: float) -> None:

@@ -6,7 +6,8 @@ import torch
 from te_lite.ops import cast
 from te_lite.ops import source as S
 from te_lite.ops.activation import Activation
-from tests.ops.test_cast import DEVICES, E4M3, E5M2, FORMATS, assert_same_bytes, chosen, run_poisoned, sources
+from tests.ops.paths import chosen
+from tests.ops.test_cast import DEVICES, E4M3, E5M2, FORMATS, assert_same_bytes, run_poisoned, sources
 
 
 def gradients(m: int, n: int, dtype: torch.dtype, device: str) -> list[S.Source]:

@@ -1,0 +1,54 @@
+"""The quantized input of linears that read the same tensor, such as q, k and v of an attention."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor
+
+from te_lite.ops.registry import capturing
+from te_lite.ops.source import Source
+from te_lite.quantize.qtensor import QTensor
+from te_lite.quantize.quantizer import Quantizer
+
+
+class _Known(NamedTuple):
+    x: ref[Tensor]
+    rule: tuple[Any, ...]  # all that the quantized tensor follows from beside x
+    q: QTensor
+    readers: set[int]
+
+
+class SharedInput:
+    """Of `linears` linears, by numbers from 0 on, whose quantizers have no state.
+
+    Each takes what another one has quantized where both were called with the same tensor, which was not written to
+    meanwhile, and want the same of it. It is let go when all have had it, or the tensor is gone.
+    """
+
+    def __init__(self, linears: int) -> None:
+        self.linears = linears
+        self._known: _Known | None = None
+
+    def __reduce__(self) -> Any:
+        return SharedInput, (self.linears,)  # copies of a module share among themselves
+
+    def quantize(self, reader: int, x: Tensor, source: Source, quantizer: Quantizer, col: bool) -> QTensor:
+        """`source`, which is x as the linear `reader` multiplies it, by row and where `col` by column."""
+        if x.is_inference():  # whether it was written to is not known
+            return quantizer.quantize(source, row=True, col=col)[0]
+        known, rule = self._known, (x._version, source.x.dtype, quantizer, capturing())
+        if known is not None and known.x() is x and known.rule == rule and reader not in known.readers:
+            if known.q.col is not None or not col:
+                known.readers.add(reader)
+                if len(known.readers) == self.linears:
+                    self._known = None
+                return known.q
+        q, _ = quantizer.quantize(source, row=True, col=col)
+        self._known = _Known(ref(x, self._forget), rule, q, {reader})
+        return q
+
+    def _forget(self, x: ref[Tensor]) -> None:
+        if self._known is not None and self._known.x is x:
+            self._known = None
