@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,11 +106,14 @@ def quantize_grad(plan: LinearPlan, dy: Tensor | Operand, columns: int, needs: N
 
 
 @ranged("te_lite.quantize")
-def _weight_for_dgrad(plan: LinearPlan, kept: Any, weight: Tensor) -> QTensor:
+def _weight_for_dgrad(plan: LinearPlan, kept: Any, weight: Tensor, dq: Any) -> QTensor:
     quantizer, same = plan.operands.dgrad.b, plan.w_is_dgrads
     if kept.col is not None or (same and kept.row is not None):
         return kept
     source = Source("plain", weight.contiguous())
+    if plan.compiled and kept.seed is not None and dq.row_scale is not None:
+        # A compiler would quantize what does not follow from dy in forward, and keep it: a copy of all weights.
+        kept = replace(kept, seed=torch.where(dq.row_scale.view(-1)[:1] > 0.0, kept.seed, kept.seed))
     return quantizer.again(source, kept) if same else quantizer.quantize(source, row=False, col=True)[0]
 
 
@@ -128,7 +132,7 @@ def linear_backward(
         return None, None, db
     dgrad = wgrad = None
     if need_x:
-        wq = _weight_for_dgrad(plan, w, weight)
+        wq = _weight_for_dgrad(plan, w, weight, dq)
         dgrad = Gemm(wq, "col", plan.dtype, plan.operands.dgrad.fast_accum, "te_lite.dgrad", None, None, epilogue)
     if need_w:
         wgrad = partial(plan.put_wgrad, param)

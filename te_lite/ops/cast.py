@@ -92,22 +92,25 @@ def transform(
                 f"{kernels.MOST_PARTIALS} elements; reduce it first"
             )
     x, (m, n), act = source.x, source.x.shape, None
+    # A compiler takes two allocations with the same arguments for one, of which it makes copies where both are written,
+    # and makes in forward what follows from nothing of backward's. The scale does, where weights are cast again.
+    like = x if scale is None else scale
     if act_dtype is not None:
         if source.kind != "dact":
             raise ValueError(f"act_dtype={act_dtype} for a source of kind {source.kind!r}: pass a gradient, by dact()")
         width = source.tile_cols
-        act = x.new_empty((m, width) if act_scale is None else (width, -(-m // PAD) * PAD), dtype=act_dtype)
+        act = like.new_empty((m, width) if act_scale is None else (width, -(-m // PAD) * PAD), dtype=act_dtype)
     elif source.kind == "act" and source.activation.glu:
         n //= 2
     out = Transformed(
-        None if hp_dtype is None else x.new_empty((m, n), dtype=hp_dtype),
-        x.new_empty((m, n), dtype=fp8_dtype) if row else None,
-        x.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None,
-        None if scale is None and amax is None else new_scalar(x),
-        None if amax is None else new_scalar(x),
-        x.new_empty((n,), dtype=bias_grad) if bias_grad else None,
+        None if hp_dtype is None else like.new_empty((m, n), dtype=hp_dtype),
+        like.new_empty((m, n), dtype=fp8_dtype) if row else None,
+        like.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None,
+        None if scale is None and amax is None else new_scalar(like),
+        None if amax is None else new_scalar(amax),
+        like.new_empty((n,), dtype=bias_grad) if bias_grad else None,
         act,
-        None if act_scale is None else new_scalar(x),
+        None if act_scale is None else new_scalar(act_scale),
     )
     (op or _transform_op)(
         *source[:8], *source.activation[:2], scale, amax, row_scale, col_scale, act_scale, eps, pow2, *out, amax_out
