@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from te_lite.ops.registry import capturing
@@ -24,7 +25,7 @@ class SharedInput:
     """Of `linears` linears, by numbers from 0 on, whose quantizers have no state.
 
     Each takes what another one has quantized where both were called with the same tensor, which was not written to
-    meanwhile, and want the same of it. It is let go when all have had it, or the tensor is gone.
+    meanwhile, on the same stream, and want the same of it. It is let go when all have had it, or the tensor is gone.
     """
 
     def __init__(self, linears: int) -> None:
@@ -38,7 +39,8 @@ class SharedInput:
         """`source`, which is x as the linear `reader` multiplies it, by row and where `col` by column."""
         if x.is_inference():  # whether it was written to is not known
             return quantizer.quantize(source, row=True, col=col)[0]
-        known, rule = self._known, (x._version, source.x.dtype, quantizer, capturing())
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+        known, rule = self._known, (x._version, source.x.dtype, quantizer, stream, capturing())
         if known is not None and known.x() is x and known.rule == rule and reader not in known.readers:
             if known.q.col is not None or not col:
                 known.readers.add(reader)

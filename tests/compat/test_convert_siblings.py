@@ -169,6 +169,18 @@ def test_checkpoints_and_copies(counted):
     assert counted == [(True, True)] * 2
 
 
+@pytest.mark.gpu
+def test_streams_do_not_share(counted):
+    """What one has issued another does not wait for."""
+    module, x = made(device="cuda"), tokens("cuda").detach()
+    torch.cuda.synchronize()
+    module.q_proj(x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        module.k_proj(x)
+    torch.cuda.synchronize()
+    assert counted == [(True, True)] * 2
+
+
 class Mlp(nn.Module):
     """Layers with names of siblings that do not share, but two."""
 
