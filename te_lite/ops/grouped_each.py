@@ -59,7 +59,7 @@ def _parts(t: Tensor, sizes: Sequence[int], dim: int = 0) -> Sequence[Tensor]:
 
 
 def _high_precision(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    if out.dtype in (a.dtype, torch.float32):
+    if out.dtype in (a.dtype, torch.float32) and (bias is None or bias.dtype == out.dtype):  # gemm rounds any other
         gemm(a, b, out.dtype, bias, out)
     else:
         out.copy_(gemm(a, b, torch.float32, bias))

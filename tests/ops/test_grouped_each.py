@@ -95,6 +95,21 @@ def test_no_temporary_and_no_wait(scaling):
     assert scaling == "none" or torch.cuda.max_memory_allocated() - before < outs[0].nbytes
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bias_of_fp32_is_added_before_rounding(device):
+    """Large ones, which bf16 would round by far more than the result is rounded."""
+    a, b, sizes = torch.randn(24, 64).to(BF16), torch.randn(2, 48, 64).to(BF16), [8, 16]
+    bias = 1000.0 + torch.randn(2, 48)
+    a[:, 0], b[:, :, 0] = 1.0, -1000.0  # they cancel but for what is small
+    parts = zip(a.double().split(sizes), b.double(), bias.double(), strict=True)
+    exact = torch.cat([x @ w.t() + c for x, w, c in parts])
+    out = torch.full((24, 48), torch.nan, dtype=BF16, device=device)
+    given = (a.to(device), b.to(device), None, None, "none", bias.to(device), False, False, sizes)
+    grouped_each.product_each(out, *given)
+    bound = 2.0**-8 * exact.abs() + 64 * 2.0**-22 * 2000.0
+    assert ((out.cpu().double() - exact).abs() <= bound).all()
+
+
 def results(given: dict[str, tuple], dtype: torch.dtype) -> list[Tensor]:
     """[y, dw, 2 dw] of the arguments of a product and of a wgrad; what is not written is a nan."""
     a, b, _, a_scale, b_scale, scaling, bias, _, inner_first, fast, sizes = given["rows"]
