@@ -33,6 +33,11 @@ class Problem:
     n: int
 
     @property
+    def aligned(self) -> bool:
+        """Whether peers that quantize take these sizes."""
+        return not any(size % 16 for size in self.sizes)
+
+    @property
     def tokens(self) -> int:
         return sum(self.sizes)
 
@@ -46,9 +51,9 @@ class Problem:
 
 
 def split(kind: str, tokens: int, groups: int) -> tuple[int, ...]:
-    """Sizes that are multiples of 16, for peers that take no others; "balanced" or "zipf"."""
-    shares = [1.0 / (i + 1) ** (ZIPF if kind == "zipf" else 0.0) for i in range(groups)]
-    sizes = [int(tokens * share / sum(shares)) // 16 * 16 for share in shares]
+    """Sizes that are multiples of 16, for peers that take no others, "balanced" or "zipf"; "odd" ones by Zipf's law."""
+    shares = [1.0 / (i + 1) ** (0.0 if kind == "balanced" else ZIPF) for i in range(groups)]
+    sizes = [int(tokens * share / sum(shares)) // 16 * 16 + (kind == "odd") for share in shares]
     sizes[0] += tokens - sum(sizes)
     return tuple(sizes)
 

@@ -20,7 +20,7 @@ from te_lite.ops.registry import register
 from te_lite.ops.row_kernels import spread_kernel
 
 _FUSED = (torch.bfloat16,)
-_ROWS_OF_SCALES = 4  # cuBLAS reads the scales of 1 x 128 blocks in 16-byte steps along M and N
+ROWS_OF_SCALES = 4  # cuBLAS reads the scales of 1 x 128 blocks in 16-byte steps along M and N
 
 
 def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, shapes: tuple) -> None:
@@ -88,14 +88,14 @@ def gemm_fp8_blockwise_ref(
 
 def _vectors(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(data, scales of 1 x 128 blocks) with rows padded as cuBLAS reads the scales, which lie outer dimension first."""
-    pad = -data.shape[0] % _ROWS_OF_SCALES
+    pad = -data.shape[0] % ROWS_OF_SCALES
     if pad:
         data = F.pad(data.view(torch.uint8), (0, 0, 0, pad)).view(data.dtype)
         scale = F.pad(scale, (0, 0, 0, pad))
     if scale.stride() != (1, data.shape[0]):
         # Of one block only, a transposed copy may call its strides (1, 1).
         scale = scale.t().contiguous().as_strided(scale.shape, (1, data.shape[0]))
-    return data, scale
+    return data, placed(scale)  # scales of one block may be a slice, which begins at any row
 
 
 def _squares(scale: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _as_read(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Te
 
 
 def _accumulate_cuda(out, a, b, a_scale, b_scale, fast):
-    if out.dtype == torch.float32 and not a.shape[0] % _ROWS_OF_SCALES:
+    if out.dtype == torch.float32 and not a.shape[0] % ROWS_OF_SCALES:
         *scales, scaled = _as_read(a, b, a_scale, b_scale)
         if product(out, a, b, *scales, scaled, None, fast, accumulate=True):
             return

@@ -83,8 +83,10 @@ def product_each(
             _high_precision(to, left, right, added)
         elif sizes[g]:
             given = left, right, of_a[g], of_b[g]
-            plain = sizes[g] % scaled._ROWS_OF_SCALES == 0 and (added is None or added.dtype == to.dtype)
-            if not plain or not product(to, left, right, *scaled._as_read(*given), added, fast):
+            plain = added is None or added.dtype == to.dtype  # any other is added before rounding
+            if plain and scaling == "blocks" and sizes[g] % scaled.ROWS_OF_SCALES:
+                to.copy_(scaled.gemm_fp8_blockwise(*given, to.dtype, added))
+            elif not plain or not product(to, left, right, *scaled._as_read(*given), added, fast):
                 value = scaled._product_fp32(*given, fast)
                 to.copy_(value if added is None else value.add_(added))
 

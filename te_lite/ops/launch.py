@@ -50,7 +50,10 @@ def begin():
 
 @cache
 def stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """For GEMMs that take turns; one for all, because cuBLAS keeps a workspace for each stream that it has seen."""
+    """For GEMMs that take turns; one for all, because cuBLAS keeps a workspace for each stream that it has seen.
+
+    One host thread at a time issues to it: its users wait for it, and would wait for each other's work too.
+    """
     return torch.cuda.Stream(device)
 
 

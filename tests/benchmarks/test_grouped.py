@@ -45,8 +45,9 @@ def test_stage(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", grouped.SPLITS)
 def test_splits(kind):
     sizes = grouped_kernels.split(kind, 8192, 8)
-    assert sum(sizes) == 8192 and all(size % 16 == 0 for size in sizes) and list(sizes) == sorted(sizes, reverse=True)
-    assert (sizes[0] > 3 * sizes[3]) == (kind == "zipf")
+    assert sum(sizes) == 8192 and list(sizes) == sorted(sizes, reverse=True)
+    assert all(size % 16 == (kind == "odd") for size in sizes)
+    assert (sizes[0] > 3 * sizes[3]) == (kind != "balanced")
 
 
 def test_ratios_are_of_neighbours_in_time():

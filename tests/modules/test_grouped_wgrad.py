@@ -70,7 +70,9 @@ def test_sizes_that_the_host_knows_reach_the_products(fused, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed", "blockwise", "rowwise"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "current", "delayed", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+)
 def test_one_expert_after_the_other(recipe, monkeypatch):
     """Where the host knows the sizes; of a tensor on the GPU all at once. Both are the numbers of the loop in fp64."""
     called = watched(monkeypatch)

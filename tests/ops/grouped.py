@@ -20,6 +20,8 @@ RAGGED = {
     "no tokens": ((0, 0, 0), 0),
     "first and last empty": ((0, 17, 33, 0), 0),
 }
+# More groups than a few tiles or streams; for tests that name them, since every kernel would take long over them.
+MANY = {"many, odd": ((129, 1023, 7, 515, 0, 257, 1, 130), 0)}
 
 
 def offs_of(sizes: tuple[int, ...], device: str = "cpu") -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from te_lite.ops import grouped_gemm as G
 from te_lite.ops.grouped_gemm_kernels import GemmConfig
 from te_lite.ops.grouped_layout import capacity
-from tests.ops.grouped import E4M3, E5M2, RAGGED, layout_of, spans_of
+from tests.ops.grouped import E4M3, E5M2, MANY, RAGGED, layout_of, spans_of
 from tests.ops.interpreted import run_interpreted
 from tests.ops.paths import DEVICES, PATHS, device_of
 from tests.ops.test_gemm import fp8_accumulation, within
@@ -41,11 +41,11 @@ class Case:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return RAGGED[self.groups][0]
+        return (RAGGED | MANY)[self.groups][0]
 
     @property
     def rest(self) -> int:
-        return RAGGED[self.groups][1]
+        return (RAGGED | MANY)[self.groups][1]
 
 
 def values(dtype: torch.dtype, *shape: int) -> Tensor:
