@@ -131,10 +131,12 @@ def product_rows(data: Data, run: argparse.Namespace) -> list[dict]:
     for gemm, kind, operands in kernels.products(data):
         sizes = data.problem.sizes
         candidates = {"triton": kernels.by_triton(gemm, operands), "torch": kernels.by_torch(gemm, operands)}
+        candidates["own"] = kernels.by_own(gemm, operands)
         candidates["expert by expert"] = kernels.by_expert(gemm, operands, sizes)
         if gemm == "wgrad":
             into = torch.zeros(data.w.shape, device=data.device, dtype=torch.float32)
             candidates["triton, added to fp32"] = kernels.by_triton(gemm, operands, into=into)
+            candidates["own, added to fp32"] = kernels.by_own(gemm, operands, into)
             candidates["expert by expert, added to fp32"] = kernels.by_expert(gemm, operands, sizes, into)
         known = {name: call for name, call in candidates.items() if call is not None}
         if run.device == "cpu":  # no kernel runs there

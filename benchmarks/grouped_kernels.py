@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_lite.ops import gemm_grouped as O
 from te_lite.ops import grouped_cast as C
 from te_lite.ops import grouped_each as E
 from te_lite.ops import grouped_gemm as G
 from te_lite.ops import grouped_mx
 from te_lite.ops.grouped_gemm_kernels import GemmConfig
-from te_lite.ops.grouped_layout import group_layout
+from te_lite.ops.grouped_layout import ends, group_layout
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 # A product errs by what its rounding to bf16 and, with fast accumulation, sums of 14 bits do.
@@ -172,21 +173,47 @@ def by_expert(gemm: str, operands: Operands, sizes: Sequence[int], into: Tensor 
     return wgrad
 
 
-def by_torch(gemm: str, operands: Operands) -> Any:
-    """What computes it by torch, None where torch has no kernel."""
+def by_own(gemm: str, operands: Operands, into: Tensor | None = None) -> Any:
+    """What computes it by csrc/gemm_grouped.cu, None where that does not. into: as of by_triton."""
+    a, b, layout, a_scale, b_scale, scaling, *rest = operands
     if gemm != "wgrad":
-        a, b, layout, a_scale, b_scale, scaling, _, dtype, inner_first, fast = operands
-        if not G.torch_takes(a, b, b_scale, scaling, dtype):
+        bias, dtype, inner_first, fast = rest
+        if inner_first or not O.takes_product(a, b, a_scale, b_scale, scaling, bias, dtype):
             return None
-        return partial(G.torch_product, a, b, layout, a_scale, b_scale, inner_first, fast)
-    a, b, layout, a_scale, b_scale, scaling, dtype, inner_first, fast = operands
-    if not G.torch_takes(a, b, b_scale, scaling, dtype):
+        out = G._product_fake(*operands)
+
+        def product() -> Tensor:
+            O.product(out, a, b, layout, a_scale, b_scale, scaling, fast)
+            return out
+
+        return product
+    dtype, inner_first, fast = rest
+    dw = a.new_empty(G._wgrad_shape(a, b, layout, inner_first), dtype=dtype) if into is None else into
+    outs = dw.unbind()
+    if not O.takes_wgrad(outs, a, b, a_scale, b_scale, scaling):
         return None
-    if a_scale is None or b_scale is None:
-        return partial(G.torch_wgrad, a, b, layout)
-    given = a, b.t(), a_scale.view(-1), b_scale.view(-1)
-    padded_ends = layout[1, 1:-1]
-    return partial(torch._scaled_grouped_mm, *given, offs=padded_ends, out_dtype=BF16, use_fast_accum=fast)
+
+    def wgrad() -> Tensor:
+        O.wgrad(outs, into is not None, a, b, layout, a_scale, b_scale, scaling, fast)
+        return dw
+
+    return wgrad
+
+
+def by_torch(gemm: str, operands: Operands) -> Any:
+    """What computes it by torch: bf16, and E4M3 with a scale a row; None where torch has no kernel."""
+    a, b, layout, a_scale, b_scale, scaling, *rest = operands
+    if scaling == "none":
+        if gemm == "wgrad":
+            return partial(torch._grouped_mm, a.t(), b, offs=ends(layout))
+        return partial(torch._grouped_mm, a, b if rest[2] else b.mT, offs=ends(layout))
+    if scaling != "rows" or {a.dtype, b.dtype} != {E4M3}:
+        return None
+    options = {"out_dtype": BF16, "use_fast_accum": rest[-1]}
+    if gemm == "wgrad":
+        given = a, b.t(), a_scale.view(-1), b_scale.view(-1)
+        return partial(torch._scaled_grouped_mm, *given, offs=layout[1, 1:-1], **options)
+    return partial(torch._scaled_grouped_mm, a, b.mT, a_scale, b_scale, offs=ends(layout), **options)
 
 
 def error(gemm: str, operands: Operands, run: Callable[[], Tensor], want: Tensor) -> float:

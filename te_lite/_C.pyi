@@ -54,6 +54,22 @@ class FusedGemm:
         """a to act_t: addresses of FusedMaps (csrc/gemm_fused.h), h may be 0. arguments: FusedArguments as it lies in
         memory. programs: even. RuntimeError when the driver refuses."""
 
+MOST_GROUPED_OUTS: int
+
+class GroupedGemm:
+    """csrc/gemm_grouped.cu compiled for one kind of operands, loaded for the current device.
+
+    element_bytes: of a and b. columns: of a tile. tokens_first: a and b are [tokens, features].
+    """
+
+    def __init__(self, cubin: bytes, element_bytes: int, columns: int, tokens_first: bool) -> None: ...
+    def launch(
+        self, programs: int, stream: int, a: int, a_rows: int, a_cols: int, b: int, b_rows: int, b_cols: int,
+        outs: Sequence_[int], arguments: bytes,
+    ) -> None:  # fmt: skip
+        """a, b, outs: addresses. arguments: GroupedArguments (csrc/gemm_grouped.h) as it lies in memory, behind outs.
+        programs: even. RuntimeError when the driver refuses."""
+
 def dlpack(address: int, bytes: int, device: int, owner: object) -> object:
     """A "dltensor" capsule: uint8 [bytes] at address, which owner keeps alive. device -1: CPU, else that CUDA device,
     also for memory of a peer that is mapped here."""

@@ -29,7 +29,7 @@ import triton
 
 import te_lite as te
 from te_lite import _C, tune
-from te_lite.ops import gemm_fused
+from te_lite.ops import nvrtc
 from te_lite.ops.source import plain
 from te_lite.overlap.buffers import Gather
 from te_lite.overlap.userbuffers import groups
@@ -144,7 +144,7 @@ def peers(devices: int, can_access: Any = torch.cuda.can_device_access_peer) -> 
     ]
 
 
-def fused(devices: int, unavailable: Any = gemm_fused.unavailable) -> list[Finding]:
+def fused(devices: int, unavailable: Any = nvrtc.unavailable) -> list[Finding]:
     """Whether exchanges can be fused with their GEMMs."""
     reasons = {i: reason for i in range(devices) if (reason := unavailable(torch.device("cuda", i)))}
     if not reasons:

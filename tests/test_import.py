@@ -116,14 +116,14 @@ def test_a_star_import_brings_the_public_names_alone() -> None:
 
 
 def test_sources_that_are_compiled_at_run_time_are_installed():
-    """Those that ops/gemm_fused.py names, which are all that include each other."""
-    from te_lite.ops.gemm_fused import _NAMES
+    """Those that ops/gemm_fused.py and ops/gemm_grouped.py name, which are all that include each other."""
+    from te_lite.ops import gemm_fused, gemm_grouped
 
-    named = set(_NAMES)
-    included = {
-        name for file in named for name in re.findall(r'#include "(.+)"', (ROOT / "te_lite/csrc" / file).read_text())
-    }
-    assert included == named - {"gemm_fused.cu"}
+    named: set[str] = set()
+    for names in (gemm_fused._NAMES, gemm_grouped._NAMES):
+        texts = [(ROOT / "te_lite/csrc" / name).read_text() for name in names]
+        assert {name for text in texts for name in re.findall(r'#include "(.+)"', text)} == set(names[1:])
+        named |= set(names)
     installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["te_lite"]
     missing = [name for name in named if not any(fnmatch(f"csrc/{name}", pattern) for pattern in installed)]
     assert not missing, missing

@@ -69,6 +69,7 @@ PYBIND11_MODULE(_C, m) {
   bind_cuda_memory(m);
   bind_userbuffers(m);
   bind_gemm_fused(m);
+  bind_gemm_grouped(m);
   bind_cublaslt(m);
   bind_sequence(m);
 }

@@ -27,8 +27,9 @@ static_assert(sizeof(DLTensor) == 48);
 // The parameters of a launch from the arguments of Python's call.
 std::vector<uint64_t> packed(const te_lite::Kernel& kernel, const py::tuple& values);
 
-void bind_cuda_memory(py::module_& m);  // cuda_memory.cpp
-void bind_userbuffers(py::module_& m);  // userbuffers.cpp
-void bind_gemm_fused(py::module_& m);   // gemm_fused.cpp
-void bind_cublaslt(py::module_& m);     // cublaslt.cpp
-void bind_sequence(py::module_& m);     // sequence.cpp
+void bind_cuda_memory(py::module_& m);   // cuda_memory.cpp
+void bind_userbuffers(py::module_& m);   // userbuffers.cpp
+void bind_gemm_fused(py::module_& m);    // gemm_fused.cpp
+void bind_gemm_grouped(py::module_& m);  // gemm_grouped.cpp
+void bind_cublaslt(py::module_& m);      // cublaslt.cpp
+void bind_sequence(py::module_& m);      // sequence.cpp

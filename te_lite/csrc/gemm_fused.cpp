@@ -6,32 +6,20 @@
 #include <stdexcept>
 
 #include "bindings.h"
-#include "driver.h"
+#include "boxes.h"
 #include "launch.h"
 
 using namespace te_lite;
 
 namespace {
 
-// Boxes of [rows, columns], 64 or 128 bytes wide, swizzled over that width. apart: elements from a row of the matrix
-// to the next; 0: columns.
-TensorMap boxes(uint64_t address, unsigned bytes, int rows, int columns, unsigned box_rows, unsigned wide,
-                int apart = 0) {
-  TensorMap map;
-  const unsigned long long sizes[] = {static_cast<unsigned long long>(columns), static_cast<unsigned long long>(rows)};
-  const unsigned long long stride = 1ull * (apart ? apart : columns) * bytes;
-  const unsigned box[] = {wide, box_rows}, steps[] = {1, 1};
-  TE_LITE_CHECK(cuTensorMapEncodeTiled, &map, bytes == 1 ? kMapUint8 : kMapUint16, 2, address, sizes, &stride, box,
-                steps, 0, wide * bytes == 64 ? kMapSwizzle64 : kMapSwizzle128, kMapPromote128, 0);
-  return map;
-}
-
 // gemm_fused.cu compiled for one kind of operands. Built and launched where the device's context is current.
 class FusedGemm {
  public:
   FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed, bool grad,
             bool narrow, unsigned act_bytes)
-      : kernel_(load(cubin, gather ? "gemm_gather" : "gemm_scatter"), FUSED_THREADS(grad), kFusedShared, "", true),
+      : kernel_(load_kernel(cubin, gather ? "gemm_gather" : "gemm_scatter"), FUSED_THREADS(grad), kBlockShared, "",
+                true),
         gather_(gather),
         bytes_(element_bytes),
         columns_(columns),
@@ -79,14 +67,6 @@ class FusedGemm {
   }
 
  private:
-  static uint64_t load(const std::string& cubin, const char* name) {  // for the life of the process
-    void *module = nullptr, *function = nullptr;
-    TE_LITE_CHECK(cuModuleLoadData, &module, cubin.data());
-    TE_LITE_CHECK(cuModuleGetFunction, &function, module, name);
-    TE_LITE_CHECK(cuFuncSetAttribute, function, kFunctionDynamicShared, kFusedShared);
-    return reinterpret_cast<uint64_t>(function);
-  }
-
   Kernel kernel_;
   bool gather_;
   unsigned bytes_, columns_;

@@ -124,7 +124,7 @@ __device__ __forceinline__ void store_output(const Maps& maps, const Arguments& 
 #endif
 static_assert(1024 + kStages * kStageBytes + (2 * kOutputSlots + 6 * GRAD) * kOutputBytes + 16 * kStages + 32 * 2 + 16 +
                       12 * kQueue + 80 <=
-                  kFusedShared,
+                  kBlockShared,
               "what Shared lays out");
 static_assert(sizeof(Maps) + sizeof(Arguments) <= 4096, "a kernel's parameters");
 static_assert(GATHER ? !NARROW && !RESIDUAL : !ACT,

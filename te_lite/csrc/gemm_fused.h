@@ -2,20 +2,16 @@
 // all-gather where it says so.
 #pragma once
 
+#include "tensor_map.h"
+
 namespace te_lite {
 
 constexpr int kTileRows = 128;
-constexpr int kBoxBytes = 128;  // a row of every box that the tensor-copy unit moves: elements of K, or of a row
 // Of the output's, of a tile's columns; a function would be the host's.
 #define BOX_COLUMNS(columns) ((columns) % 64 ? 32 : 64)
 constexpr int kMostFusedRanks = 8;
 // Two warpgroups that multiply, one that loads and stores, and one for gradients.
 #define FUSED_THREADS(grad) (384 + (grad) * 128)
-constexpr int kFusedShared = 227 << 10;  // all that a block can have
-
-struct alignas(64) TensorMap {
-  char bytes[128];
-};
 struct FusedMaps {
   TensorMap a, b;   // [ranks * m, k]; [n, k] or, transposed, [k, n]
   TensorMap other;  // [ranks * m, n], NARROW: bytes: what the others store here; all-gather: own rows of a [m, k]

@@ -34,6 +34,8 @@ constexpr int kOutputSlots = GRAD ? 1 : 2;            // boxes of a warpgroup in
 constexpr int kQueue = 16;
 constexpr int kRasterRows = 8;  // pairs of rows of an all-gather's tiles, in work at once
 
+using Pipeline = Stages<kStages>;
+
 struct Tile {
   int owner, block, row, col;  // row: within the owner's
 };
@@ -109,15 +111,6 @@ struct Shared {
     at = tile_of(p, pair);
     return true;
   }
-};
-
-struct Pipeline {
-  int stage = 0;
-  u32 phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ int previous() const { return stage ? stage - 1 : kStages - 1; }
 };
 
 // The next pair of tiles; the last cluster to find none leaves the counter as it was.

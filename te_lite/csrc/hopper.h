@@ -1,6 +1,6 @@
 // Hopper's instructions that C++ has no words for: tensor copies, barriers in shared memory, wgmma. For kernels that are
-// compiled with A_TYPE and B_TYPE (bf16, f16, e4m3, e5m2), the types of operands, B_T, OUT_TYPE (bf16, f16), ACT_TYPE
-// (e4m3, e5m2) and COLUMNS (128, 192, 224, 256) of a tile.
+// compiled with A_TYPE and B_TYPE (bf16, f16, e4m3, e5m2), the types of operands, A_T and B_T (1: 16-bit ones lie
+// with K first), OUT_TYPE (bf16, f16), ACT_TYPE (e4m3, e5m2) and COLUMNS (128, 192, 224, 256) of a tile.
 #pragma once
 
 using u16 = unsigned short;
@@ -87,6 +87,12 @@ __device__ __forceinline__ void store_bytes(void* to, u32 from, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
+// Four fp32, added to what is there, in L2; nobody waits. Subnormal sums become zeros.
+__device__ __forceinline__ void add_floats(void* to, uint4 v) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(__uint_as_float(v.x)),
+               "f"(__uint_as_float(v.y)), "f"(__uint_as_float(v.z)), "f"(__uint_as_float(v.w))
+               : "memory");
+}
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
@@ -102,6 +108,17 @@ __device__ __forceinline__ void send(u32 word, u32 bar, int value, u32 cta) {
                "r"(bar), "r"(value), "r"(cta)
                : "memory");
 }
+
+// Where a warp is in a ring of so many stages.
+template <int kStages>
+struct Stages {
+  int stage = 0;
+  u32 phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ int previous() const { return stage ? stage - 1 : kStages - 1; }
+};
 
 // Of an operand in shared memory, in boxes 128 bytes wide and swizzled, whose groups of 8 rows are 1024 bytes apart. K
 // lies along the rows, or (apart: bytes from box to box) across them.
@@ -139,7 +156,7 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 apart = 16) {
 #define END "; }"
 #else
 #define DEPTH "k16"
-#define END ", 0, " TEXT(B_T) "; }"
+#define END ", " TEXT(A_T) ", " TEXT(B_T) "; }"
 #endif
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u64 a, u64 b, int add) {
 #define WGMMA(a, b, add) \
@@ -174,8 +191,19 @@ __device__ __forceinline__ uint2 load_shared_64(u32 address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(address) : "memory");
   return w;
 }
+__device__ __forceinline__ uint4 load_shared_128(u32 address) {
+  uint4 w;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "r"(address)
+               : "memory");
+  return w;
+}
 __device__ __forceinline__ void store_shared_64(u32 address, uint2 w) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(w.x), "r"(w.y) : "memory");
+}
+__device__ __forceinline__ void store_shared_floats(u32 address, float a, float b) {  // bits as integers cost copies
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 w;

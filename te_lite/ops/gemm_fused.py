@@ -6,32 +6,28 @@ while others multiply the next.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_lite import _C, kept
+from te_lite import _C
 from te_lite.ops.activation import Activation
 from te_lite.ops.flags import signed
 from te_lite.ops.flops import launched
 from te_lite.ops.gemm import FP8, check_fp8
+from te_lite.ops.nvrtc import TYPES, compiled
 from te_lite.ops.recorder import OPEN
 
-SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
 _ARGUMENTS = struct.Struct("=29Q11i4x")
 _NO_RANKS = (0,) * _C.MOST_FUSED_RANKS
 ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8[0]: "e4m3", FP8[1]: "e5m2"}
 _SCALES = ("none", "tensor", "row")
 SWIGLU = Activation.of("swiglu")
 _ACTS = ("", "high precision", "amax", "fp8")
@@ -62,85 +58,26 @@ class Kind(NamedTuple):
 
     @property
     def macros(self) -> list[str]:
-        values: dict[str, Any] = {"A_TYPE": _TYPES[self.a], "B_TYPE": _TYPES[self.b], "OUT_TYPE": _TYPES[self.out]}
+        values: dict[str, Any] = {"A_TYPE": TYPES[self.a], "B_TYPE": TYPES[self.b], "OUT_TYPE": TYPES[self.out]}
         values |= {"SCALES": _SCALES.index(self.scales), "RANKS": self.ranks, "COLUMNS": self.columns}
-        values |= {"B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
+        values |= {"A_T": 0, "B_T": int(self.b_t), "GATHER": int(self.gather), "SPLIT": int(self.split)}
         values |= {"NARROW": int(self.narrow), "ACT": _ACTS.index(self.act), "GRAD": int(self.grad)}
-        values |= {"ACT_TYPE": _TYPES[self.fp8], "ACT_T": int(self.act_t), "RESIDUAL": int(self.residual)}
+        values |= {"ACT_TYPE": TYPES[self.fp8], "ACT_T": int(self.act_t), "RESIDUAL": int(self.residual)}
         values |= {"ACTIVATION": self.activation.name}
         values |= {name.upper(): f"{value.hex()}f" for name, value in self.activation.named.items()}
         return [f"-D{name}={value}" for name, value in values.items()]
 
 
-@cache
-def unavailable(device: torch.device) -> str:
-    """Why the kernels cannot run on a device, or ""."""
-    if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors may say that they are a GPU's
-        return "fused kernels need a GPU"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return "fused kernels are written for compute capability 9.0"
-    with suppress(ImportError, RuntimeError, OSError):  # no bindings, or none of the library that they bind
-        from cuda.bindings import nvrtc  # takes long to import
-
-        if nvrtc.nvrtcVersion()[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            return ""
-    return "fused kernels are compiled at run time: pip install cuda-bindings"
-
-
 _HEADERS = ("consumer", "grad", "slots", "walk", "activation", "fused")
-_NAMES = ("gemm_fused.cu", *(f"gemm_{name}.h" for name in _HEADERS), "hopper.h")
-
-
-@cache
-def compiled(kind: Kind) -> bytes:
-    """The kernel as a cubin, compiled once for these sources, this kind and this compiler, and kept in a file.
-
-    RuntimeError with the compiler's words."""
-    from cuda.bindings import nvrtc  # takes long to import
-
-    sources = {name: (SOURCES / name).read_bytes() for name in _NAMES}
-    options = ["--gpu-architecture=sm_90a", "--std=c++17", *kind.macros]
-    version = _checked(*nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((sources, options, version)).encode()).hexdigest()
-    path = kept.folder() / f"gemm_fused-{key}.cubin"
-    with suppress(OSError):
-        digest, cubin = (content := path.read_bytes())[:32], content[32:]
-        if hashlib.sha256(cubin).digest() == digest:
-            return cubin
-    cubin = _compile(sources, options)
-    kept.write(path, hashlib.sha256(cubin).digest() + cubin)
-    return cubin
-
-
-def _checked(result: Any, *values: Any) -> Any:
-    """What a call of NVRTC gives beside its result."""
-    if result.value:
-        raise RuntimeError(f"compiling gemm_fused.cu: {result.name}")
-    return values if len(values) > 1 else values[0] if values else None
-
-
-def _compile(sources: dict[str, bytes], options: list[str]) -> bytes:
-    from cuda.bindings import nvrtc
-
-    (main, source), *headers = sources.items()
-    names, texts = [name.encode() for name, _ in headers], [text for _, text in headers]
-    program = _checked(*nvrtc.nvrtcCreateProgram(source, main.encode(), len(headers), texts, names))
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if result.value:
-        log = b" " * _checked(*nvrtc.nvrtcGetProgramLogSize(program))
-        _checked(*nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"compiling gemm_fused.cu: {result.name}\n{log.decode()}")
-    cubin = b" " * _checked(*nvrtc.nvrtcGetCUBINSize(program))
-    _checked(*nvrtc.nvrtcGetCUBIN(program, cubin))
-    _checked(*nvrtc.nvrtcDestroyProgram(program))
-    return cubin
+_NAMES = ("gemm_fused.cu", *(f"gemm_{name}.h" for name in _HEADERS), "hopper.h", "tensor_map.h")
 
 
 @cache
 def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
     with torch.cuda.device(index):
         sizes, act_bytes = (kind.a.itemsize, kind.columns), 1 if kind.act == "fp8" else 2
-        return _C.FusedGemm(compiled(kind), kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow, act_bytes)
+        cubin = compiled(_NAMES, kind.macros)
+        return _C.FusedGemm(cubin, kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow, act_bytes)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from te_lite.ops import grouped_each
+from te_lite.ops import gemm_grouped, grouped_each
 from te_lite.ops.block_cast import BLOCK
-from te_lite.ops.gemm import FP8, placed
+from te_lite.ops.gemm import placed
 from te_lite.ops.grouped_gemm_kernels import GemmConfig, groups_kernel, rows_kernel
 from te_lite.ops.grouped_layout import PAD, capacity, ends, fill_rest_, lanes, spans
 from te_lite.ops.launch import sm_count
 from te_lite.ops.registry import register
 
-# What multiplies: (product, operands) -> the tile of the Triton kernel, chosen by benchmarks/grouped.py --kernels on an
-# H100 for 8 groups of 1,024 tokens, 4096 x 14336. Operands: "16" and "32" bits; fp8 with scales applied to the sum,
-# summed "fast" or "exact"ly; "blocks".
+# Where nothing else multiplies: (product, operands) -> the tile of the Triton kernel, chosen by benchmarks/grouped.py
+# --kernels on an H100 for 8 groups of 1,024 tokens, 4096 x 14336. Operands: "16" and "32" bits; fp8 with scales applied
+# to the sum, summed "fast" or "exact"ly; "blocks".
 Table = dict[tuple[str, str], GemmConfig]
 CONFIGS: Table = {
     ("rows", "16"): GemmConfig(128, 256, 64, 8, 3),
@@ -43,8 +43,6 @@ CONFIGS: Table = {
     ("groups", "exact"): GemmConfig(128, 128, 128, 4, 3, persistent=0),
     ("groups", "blocks"): GemmConfig(128, 128, 128, 8, 3, persistent=0),
 }
-# Where torch's kernel computes the same and was faster, it does: (product, operands).
-TORCH = {("rows", "16"), ("rows", "exact"), ("groups", "16")}
 
 
 def _kind(a: Tensor, scaling: str, fast: bool) -> str:
@@ -53,15 +51,12 @@ def _kind(a: Tensor, scaling: str, fast: bool) -> str:
     return "blocks" if scaling == "blocks" else "fast" if fast else "exact"
 
 
-def torch_takes(a: Tensor, b: Tensor, b_scale: Tensor | None, scaling: str, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped GEMM, of bf16 or of E4M3 with a scale a row, computes this one."""
-    sm90 = a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)
-    if scaling not in ("none", "rows") or dtype != torch.bfloat16 or not sm90:
+def torch_takes(a: Tensor, b: Tensor, scaling: str, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped GEMM of bf16, which was the fastest one, computes this product."""
+    if scaling != "none" or bias is not None or not a.numel() or {a.dtype, b.dtype, dtype} != {torch.bfloat16}:
         return False
-    if scaling == "rows":
-        return a.dtype == b.dtype == FP8[0] and b_scale is not None and b_scale.dim() == 2
     rows = [t.stride(-2) * t.element_size() % 16 for t in (a, b)]
-    return a.dtype == b.dtype == torch.bfloat16 and not any(rows)
+    return a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0) and not any(rows)
 
 
 def _scaled(data: Tensor, scale: Tensor | None, scaling: str, g: int, rows: slice) -> Tensor:
@@ -155,28 +150,26 @@ def triton_product(
     return out
 
 
-def torch_product(a, b, layout, a_scale, b_scale, inner_first, fast) -> Tensor:
-    """group_product by torch: of bf16, or of E4M3 with a scale a row."""
+def _torch_product(a: Tensor, b: Tensor, layout: Tensor, inner_first: bool) -> Tensor:
     right = b if inner_first else b.mT
-    if a_scale is None:
-        out = torch._grouped_mm(placed(a), placed(right), offs=ends(layout)).contiguous()  # it pads rows to 16 bytes
-    else:
-        out = torch._scaled_grouped_mm(
-            a, right, a_scale, b_scale, offs=ends(layout), out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
-    fill_rest_(out, layout)
-    return out
+    return torch._grouped_mm(placed(a), placed(right), offs=ends(layout)).contiguous()  # it pads rows to 16 bytes
 
 
 def _product_cuda(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast, sizes=None):
-    kind = "rows", _kind(a, scaling, fast)
+    given = (a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
     if grouped_each.takes(a, b, scaling, sizes, b.shape[1], b.shape[2]):
-        out = _product_fake(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
+        out = _product_fake(*given)
         grouped_each.product_each(out, a, b, a_scale, b_scale, scaling, bias, inner_first, fast, sizes)
         return out
-    if kind in TORCH and bias is None and a.shape[0] and torch_takes(a, b, b_scale, scaling, out_dtype):
-        return torch_product(a, b, layout, a_scale, b_scale, inner_first, fast)
-    return triton_product(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
+    if not inner_first and gemm_grouped.takes_product(a, b, a_scale, b_scale, scaling, bias, out_dtype):
+        out = _product_fake(*given)
+        gemm_grouped.product(out, a, b, layout, a_scale, b_scale, scaling, fast)
+    elif torch_takes(a, b, scaling, bias, out_dtype):
+        out = _torch_product(a, b, layout, inner_first)
+    else:
+        return triton_product(*given)
+    fill_rest_(out, layout)
+    return out
 
 
 # y[M, N] in out_dtype, rounded once: sum_k a[m, k] * b[g, n, k] + bias[g, n] for each m of group g, zero for those of
@@ -247,27 +240,28 @@ def triton_wgrad(
     )  # fmt: skip
 
 
-def torch_wgrad(a, b, layout) -> Tensor:
-    """group_wgrad by torch, of bf16 inner first."""
-    return torch._grouped_mm(placed(a).t(), placed(b), offs=ends(layout))
-
-
 def _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast, sizes=None) -> Tensor:
     return a.new_empty(_wgrad_shape(a, b, layout, inner_first), dtype=out_dtype)
 
 
 def _wgrad_cuda(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast, sizes=None):
-    kind, lies = ("groups", _kind(a, scaling, fast)), inner_first or scaling != "none"
-    given = (a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
-    each = lies and grouped_each.takes(a, b, scaling, sizes, *_wgrad_shape(a, b, layout, inner_first)[1:])
-    if lies and not each and kind in TORCH and a.numel() and torch_takes(a, b, b_scale, scaling, out_dtype):
-        return torch_wgrad(a, b, layout)
-    out = _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast)
-    if each:
-        grouped_each.wgrad_each(list(out), False, a, b, a_scale, b_scale, scaling, fast, sizes)
-    else:
-        triton_wgrad([out[0]], out.stride(0), False, *given)
+    given = (a, b, layout, a_scale, b_scale, scaling)
+    out = _wgrad_fake(*given, out_dtype, inner_first, fast)
+    if not _wgrad_by_others(out.unbind(), False, *given, inner_first, fast, sizes):
+        triton_wgrad([out[0]], out.stride(0), False, *given, inner_first, fast)
     return out
+
+
+def _wgrad_by_others(outs, add, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes) -> bool:
+    """Whether it was computed, by another kernel than Triton's."""
+    lies = (inner_first or scaling != "none") and not (add and {out.dtype for out in outs} != {torch.float32})
+    if lies and grouped_each.takes(a, b, scaling, sizes, *outs[0].shape):
+        grouped_each.wgrad_each(outs, add, a, b, a_scale, b_scale, scaling, fast, sizes)
+        return True
+    own = lies and gemm_grouped.takes_wgrad(outs, a, b, a_scale, b_scale, scaling)
+    if own:
+        gemm_grouped.wgrad(outs, add, a, b, layout, a_scale, b_scale, scaling, fast)
+    return own
 
 
 # dw[G, N, K] in out_dtype, rounded once: sum_m a[n, m] * b[k, m] over the tokens of each group, 0 where it has none.
@@ -300,11 +294,9 @@ def distance(outs: Sequence[Tensor]) -> int | None:
 
 
 def _accumulate_cuda_(outs, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes=None):
-    groups, n, k = _wgrad_shape(a, b, layout, inner_first)
-    lies = (inner_first or scaling != "none") and {out.dtype for out in outs} == {torch.float32}
-    if lies and grouped_each.takes(a, b, scaling, sizes, n, k):
-        grouped_each.wgrad_each(outs, True, a, b, a_scale, b_scale, scaling, fast, sizes)
+    if _wgrad_by_others(outs, True, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes):
         return
+    groups, n, k = _wgrad_shape(a, b, layout, inner_first)
     given = (a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
     if (stride := distance(outs)) is not None:
         triton_wgrad(outs, stride, True, *given)
@@ -315,9 +307,9 @@ def _accumulate_cuda_(outs, a, b, layout, a_scale, b_scale, scaling, inner_first
             out.copy_(out + one)
 
 
-# outs[g] [N, K] += group_wgrad's dw[g], the sum in fp32, one rounding. Where the host knows the sizes cublasLt may add
-# to one after the other. Else, where the outs lie at equal distances, as gradients in one buffer do in either order,
-# the kernel adds; elsewhere a temporary of fp32 is added.
+# outs[g] [N, K] += group_wgrad's dw[g], the sum in fp32, one rounding. To fp32 cublasLt adds, one group after the
+# other, where the host knows the sizes, and csrc/gemm_grouped.cu. The Triton kernel does where the outs lie at equal
+# distances, as gradients in one buffer do in either order; elsewhere a temporary of fp32 is added.
 group_wgrad_accumulate_ = register(
     "group_wgrad_accumulate_(Tensor(a!)[] outs, Tensor a, Tensor b, Tensor layout, Tensor? a_scale, Tensor? b_scale, "
     "str scaling, bool inner_first, bool fast, int[]? sizes=None) -> ()",

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_lite.ops.gemm_fused import unavailable
 from te_lite.ops.gemm_gather import act_refusal
+from te_lite.ops.nvrtc import unavailable
 from te_lite.ops.registry import PLAIN, capturing
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.fused import computes, multiplied, product_refusal, run_gather

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops.flags import compiled_wait
-from te_lite.ops.gemm_fused import unavailable
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.ops.launch import stream_beside
+from te_lite.ops.nvrtc import unavailable
 from te_lite.ops.registry import capturing
 from te_lite.overlap.arena import Arena, share_memory
 from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, host_identity, timeout_s

@@ -13,7 +13,7 @@ from unittest import mock
 import torch.distributed as dist
 
 import te_lite as te
-from te_lite.ops.gemm_fused import unavailable
+from te_lite.ops.nvrtc import unavailable
 from te_lite.overlap import choice, fused, ring
 from te_lite.overlap.buffers import Scatter
 from tests.distributed.overlapping import COLUMN, LAYERS, MLP, ROW, begin, pair_of, rows_of

@@ -70,6 +70,11 @@ def test_the_fused_gemms_wait_first_too() -> None:
     assert load.rindex("await(") < load.rindex("if (GATHER) continue;") < load.index("launch_dependents")
 
 
+def test_the_grouped_gemms_wait_first_too() -> None:
+    source = (OPS.parent / "csrc" / "gemm_grouped.cu").read_text()
+    assert "griddepcontrol.wait; griddepcontrol.launch_dependents;" in source[source.index("extern") :].split("set")[0]
+
+
 def test_the_check_finds_a_kernel_that_does_not() -> None:
     late, early = (ast.parse(f"def f():\n    'doc'\n    {body}").body[0] for body in ("x = 1; begin()", "begin()"))
     assert first_call(late) != "begin()" == first_call(early)

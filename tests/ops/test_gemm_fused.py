@@ -4,16 +4,14 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from te_lite.ops import gemm_fused
 from te_lite.ops.activation import ACTIVATIONS, Activation
-from te_lite.ops.gemm_fused import FP8, SOURCES, Arguments, Kind
+from te_lite.ops.gemm_fused import FP8, Arguments, Kind
+from te_lite.ops.nvrtc import SOURCES
 from tests.ops.fused import BF16, E4M3, E5M2, FP16
 
 # a, b, scales, out, ranks, b_t. ALWAYS has every value but bf16, which takes TURNS, as a row's scales of 8 ranks do.
@@ -110,57 +108,3 @@ def test_arguments_are_those_of_the_kernel():
     assert list(struct.unpack("=29Q11i4x", packed)) == want
     numbers["delta"] = 2**32 - 1  # which wraps around
     assert struct.unpack_from("=i", Arguments(**tensors, **numbers).packed(), 29 * 8) == (-1,)
-
-
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-    """The options of each compilation; a compiler of version 13.0 stands in for NVRTC."""
-    made: list[list[str]] = []
-
-    def compile(sources: dict[str, bytes], options: list[str]) -> bytes:
-        made.append(options)
-        return b"cubin %d" % len(made)
-
-    bindings = ModuleType("cuda.bindings")
-    bindings.nvrtc = SimpleNamespace(nvrtcVersion=lambda: (SimpleNamespace(value=0), 13, 0))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    monkeypatch.setattr(gemm_fused, "_compile", compile)
-    monkeypatch.setenv("TE_LITE_CACHE", str(tmp_path / "kept"))
-    return made
-
-
-def in_a_new_process(kind: Kind) -> bytes:
-    return gemm_fused.compiled.__wrapped__(kind)
-
-
-KIND = Kind(True, BF16, BF16, "none", BF16, 4, False, 128)
-
-
-def test_a_compilation_is_kept_for_other_processes(compilations, monkeypatch):
-    assert [in_a_new_process(KIND) for _ in range(3)] == [b"cubin 1"] * 3
-    assert in_a_new_process(KIND._replace(columns=256)) == b"cubin 2"
-    sys.modules["cuda.bindings"].nvrtc.nvrtcVersion = lambda: (SimpleNamespace(value=0), 13, 1)
-    assert in_a_new_process(KIND) == b"cubin 3"
-    monkeypatch.setattr(gemm_fused, "_NAMES", gemm_fused._NAMES[:-1])  # other sources
-    assert in_a_new_process(KIND) == b"cubin 4"
-
-
-def test_a_damaged_file_is_compiled_again(compilations, tmp_path):
-    in_a_new_process(KIND)
-    (path,) = (tmp_path / "kept").iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
-    assert in_a_new_process(KIND) == b"cubin 2"
-    assert in_a_new_process(KIND) == b"cubin 2"
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(compilations, monkeypatch):
-    monkeypatch.setenv("TE_LITE_CACHE", "/dev/null/no folder")
-    assert [in_a_new_process(KIND) for _ in range(2)] == [b"cubin 1", b"cubin 2"]
-
-
-@pytest.mark.gpu
-def test_what_nvrtc_compiled_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("TE_LITE_CACHE", str(tmp_path))
-    cubin = in_a_new_process(KIND)
-    monkeypatch.setattr(gemm_fused, "_compile", None)
-    assert in_a_new_process(KIND) == cubin and cubin[:4] == b"\x7fELF"
