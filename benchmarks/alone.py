@@ -38,7 +38,7 @@ import torch
 from benchmarks import bench, modules, report, result_files
 from te_lite.functional.recordings import MOST_FLOPS
 from te_lite.ops.activation import Activation
-from te_lite.ops.gemm_fused import unavailable
+from te_lite.ops.nvrtc import unavailable
 from te_lite.ops.source import Source, plain
 from te_lite.overlap.alone import multiply
 from te_lite.overlap.epilogues import Activate, ActivateGrad

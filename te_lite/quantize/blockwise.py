@@ -49,6 +49,14 @@ class BlockFormat(TensorFormat):
     def multiplies(self, other: TensorFormat) -> bool:
         return TensorFormat.multiplies(self, other) and not self.square  # cuBLAS takes squares on one side only
 
+    def part(self, q: Held, start: int, stop: int) -> QTensor | None:
+        if not self.square:
+            return q.rows(start, stop)
+        if start % self.block:
+            return None
+        scale = q.row_scale[start // self.block : -(-stop // self.block)]
+        return QTensor(self, (stop - start, q.shape[1]), q.dtype, q.row[start:stop], scale)
+
     def make_col(self, q: Held) -> tuple[Tensor, Tensor]:
         return transpose(q.row), q.row_scale.t().contiguous()  # as cuBLAS reads it, save for padding
 

@@ -1,7 +1,7 @@
-"""What torch.compile makes of a quantized tensor: the tensors that it holds, and a value that says the rest.
+"""The tensors that a quantized one holds: by Transformer Engine's names, and as torch.compile takes them.
 
-torch calls such a tensor a traceable wrapper subclass. Graphs take and give the tensors. They are compiled for the
-value, and for which tensors are held.
+To torch.compile they come with a value that says the rest: a traceable wrapper subclass. Graphs take and give the
+tensors. They are compiled for the value, and for which tensors are held.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_lite.kept import sources
+from te_lite.quantize.per_tensor import PerTensorFormat
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 
@@ -32,11 +33,33 @@ class Flattened(torch.Tensor):
     q: QTensor
     quantizer: Quantizer | None
 
+    def _summary(self) -> str:
+        raise NotImplementedError
+
     _rowwise_data = property(lambda self: self.q.row)
     _rowwise_scale_inv = property(lambda self: self.q.row_scale)
     _columnwise_data = property(lambda self: self.q.col)
     _columnwise_scale_inv = property(lambda self: self.q.col_scale)
     _seed = property(lambda self: self.q.seed)
+
+    def _per_tensor(self) -> QTensor:
+        if not isinstance(self.q.format, PerTensorFormat):
+            raise AttributeError(f"{self._summary()} has no one scale; use _rowwise_data, _rowwise_scale_inv ...")
+        return self.q
+
+    _data = property(lambda self: self._per_tensor().row)
+    _transpose = property(lambda self: self._per_tensor().col)
+    _scale_inv = property(lambda self: self._per_tensor().operand_scale)
+
+    def get_data_tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """(rowwise data, columnwise data); None for a layout that is not held."""
+        return self.q.row, self.q.col
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What the tensor is made of, scales and formats included."""
+        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+        parts = dict(zip(names, self.q.tensors[:4], strict=True))
+        return {**parts, "dtype": self.dtype, "format": self.q.format, "quantizer": self.quantizer}
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """(names of the tensors that are held, each once; the value)."""

@@ -57,6 +57,13 @@ class TensorFormat:
         """(data, scale) of the col layout from the row layout; only where col_from_row."""
         raise NotImplementedError
 
+    def part(self, q: Any, start: int, stop: int) -> QTensor | None:
+        """v[start:stop] of a tensor that holds its rows, by row, in the same memory; None where scales do not allow it.
+
+        Here: one scale, or one a row."""
+        scale = q.row_scale
+        return q.rows(start, stop) if scale.numel() == 1 or scale.shape[0] == q.shape[0] else None
+
     def gathers_columns(self, rows: int) -> bool:
         """Whether wire("col") of shards of `rows` rows is put together along dim 1: [K, rows] to [K, R*rows]."""
         return False

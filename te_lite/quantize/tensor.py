@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from te_lite.ops.registry import FakeTensor
 from te_lite.ops.source import DTYPES, Source, plain
 from te_lite.quantize.flattened import Flattened, no_data
-from te_lite.quantize.per_tensor import PerTensorFormat
 from te_lite.quantize.pickled import Spec, from_spec, to_spec
 from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.quantize.quantizer import Quantizer
@@ -26,6 +25,7 @@ _RESHAPES = {
     aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
 }  # fmt: skip
+_PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor}  # also of chunk, narrow, x[a:b]
 
 
 def source_of(values: Tensor) -> Source:
@@ -152,25 +152,6 @@ class QuantizedTensor(Flattened):
 
     # what Transformer Engine's tensors offer
 
-    def _per_tensor(self) -> QTensor:
-        if not isinstance(self.q.format, PerTensorFormat):
-            raise AttributeError(f"{self._summary()} has no one scale; use _rowwise_data, _rowwise_scale_inv ...")
-        return self.q
-
-    _data = property(lambda self: self._per_tensor().row)
-    _transpose = property(lambda self: self._per_tensor().col)
-    _scale_inv = property(lambda self: self._per_tensor().operand_scale)
-
-    def get_data_tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """(rowwise data, columnwise data); None for a layout that is not held."""
-        return self.q.row, self.q.col
-
-    def get_metadata(self) -> dict[str, Any]:
-        """What the tensor is made of, scales and formats included."""
-        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-        parts = dict(zip(names, self.q.tensors[:4], strict=True))
-        return {**parts, "dtype": self.dtype, "format": self.q.format, "quantizer": self.quantizer}
-
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensor]:
         """(tensors for ctx.save_for_backward, an empty twin to call restore_from_saved on)."""
         twin = self._like(self.q)
@@ -275,12 +256,25 @@ class QuantizedTensor(Flattened):
         if any(t.quantizer is None or func.namespace == "c10d" for t in written):
             raise RuntimeError(
                 f"{func} would write to {written[0]._summary()}, which has no quantizer or is not one tensor to a "
-                "collective; work on x.dequantize() (fp8_output and fp8_grad are for te_lite modules as neighbours)"
+                "collective; work on x.dequantize() (fp8_output and fp8_grad are for te_lite modules as neighbours; a "
+                "part shares scales with the rest: write to the whole)"
             )
         return written
 
-    def _restructured(self, func: Any, args: tuple, kwargs: dict) -> QuantizedTensor | None:
-        """What `func` gives where it changes no number: an alias, a copy, another leading shape; None elsewhere."""
+    def _part(self, cut: Tensor) -> QuantizedTensor | None:
+        """What `cut` is of a contiguous tensor of self's shape: all of it, or rows, read only; None: another part."""
+        width = self.shape[-1] if self.dim() else 0
+        if not width or cut.shape[-1:] != self.shape[-1:] or not cut.is_contiguous() or self.q.row is None:
+            return None
+        start = cut.storage_offset() // width
+        stop = start + cut.numel() // width
+        if stop - start == self.q.shape[0]:
+            return self._like(self.q, cut.shape)
+        q = self.q.format.part(self.q, start, stop)
+        return None if q is None else QuantizedTensor(q, cut.shape)
+
+    def _restructured(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What `func` gives where it changes no number: an alias, a copy, another leading shape, parts; else None."""
         if func in (aten.detach.default, aten.alias.default):
             return self._like(self.q)
         if func is aten.clone.default:
@@ -292,6 +286,12 @@ class QuantizedTensor(Flattened):
             shape = func(torch.empty(self.shape, device="meta"), *args[1:]).shape
             if shape and shape[-1] == self.shape[-1]:
                 return self._like(self.q, shape)
+        if func in _PARTS:
+            cuts = func(torch.empty(self.shape, device="meta"), *args[1:], **kwargs)
+            if isinstance(cuts, Tensor):
+                return self._part(cuts)
+            parts = [self._part(cut) for cut in cuts]
+            return None if any(part is None for part in parts) else parts
         return None
 
     # Its type in torch is that of the function which turns it off.
