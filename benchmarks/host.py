@@ -14,7 +14,8 @@ some 0.3 us each, so their sum is a little above step_us):
     rest       torch's autograd and modules, and what is not above; also a body that is not recorded
 
 function_us: torch.autograd.Function alone, with as many tensors in and out, which are allocated and not computed.
-ratio = step_us / torch_us, of torch's own bf16 modules.
+ratio = step_us / torch_us, of torch's own bf16 modules. allocations, torch_allocations: how often a step asks the
+GPU's caching allocator for memory; null on the CPU.
 """
 
 from __future__ import annotations
@@ -108,6 +109,20 @@ def wall_us(step: modules.ModuleStep, clock: bench.Clock, steps: int) -> float:
     return (time.perf_counter_ns() - begin) / 1e3 / steps
 
 
+def allocations(step: modules.ModuleStep, device: str) -> int | None:
+    """Of one step."""
+    if torch.device(device).type != "cuda":
+        return None
+
+    def so_far() -> int:
+        return torch.cuda.memory_stats(device)["allocation.all.allocated"]
+
+    step.reset()
+    before = so_far()
+    step.step()
+    return so_far() - before
+
+
 def measure(module: str, shape: modules.Shape, args: argparse.Namespace) -> list[dict]:
     """A row for each recipe."""
     clock = bench.clock_for(args.device)
@@ -136,9 +151,10 @@ def measure(module: str, shape: modules.Shape, args: argparse.Namespace) -> list
                 found["look_up"] -= found["launches"]
                 parts[name].append(found | {"rest": whole - sum(found.values())})
     floor = {f"{name}_us": statistics.median(taken[name]) for name in ("torch", "function")}
-    rows = []
+    rows, counts = [], {name: allocations(step, args.device) for name, step in steps.items()}
     for recipe in [name for name in steps if name in args.recipes]:
-        row: dict = {"shape": shape.name, "module": module, "recipe": recipe}
+        row: dict = {"shape": shape.name, "module": module, "recipe": recipe, "allocations": counts[recipe]}
+        row["torch_allocations"] = counts["torch"]
         row |= {"step_us": statistics.median(taken[recipe])} | floor
         row |= {f"{part}_us": statistics.median([found[part] for found in parts[recipe]]) for part in PARTS}
         rows.append(row | {"ratio": row["step_us"] / row["torch_us"]})

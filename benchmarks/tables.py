@@ -58,14 +58,19 @@ def render_peers(content: dict) -> str:
     return "\n\n".join(parts)
 
 
+_COUNTS = ("allocations", "torch_allocations")
+
+
 def render_host(content: dict) -> str:
     """A line for each shape, module and recipe: a step of te_lite, what it is made of, and what it is compared with."""
     parts = ("autocast", "begin", "look_up", "launches", "rest")
     lines = []
     for row in content["rows"]:
         times = [number(row[f"{name}_us"]) for name in ("step", *parts, "function", "torch")]
-        lines.append([row["shape"], row["module"], row["recipe"], *times, number(row["ratio"], 2)])
+        counts = [number(row[name]) for name in _COUNTS if name in row]  # of files since they are counted
+        lines.append([row["shape"], row["module"], row["recipe"], *times, number(row["ratio"], 2), *counts])
     header = ["shape", "module", "recipe", "step us", *parts, "Function alone", "torch us", "te_lite / torch"]
+    header += ["allocations", "torch's"] if lines and len(lines[0]) > len(header) else []
     return f"{provenance(content)}\n\n{markdown(header, lines, text_columns=3)}"
 
 
