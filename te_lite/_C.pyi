@@ -29,7 +29,7 @@ class Kernel:
 MOST_FUSED_RANKS: int
 
 class FusedGemm:
-    """csrc/gemm_fused.cu compiled for one kind of operands, loaded for the current device.
+    """csrc/gemm_fused.cu compiled for one kind of operands, loaded for a device, which need not be the current one.
 
     gather: compiled as an all-gather. element_bytes: of a and b. columns: of a tile. transposed: b lies as [K, N].
     grad: compiled for a gradient. narrow: for partials that travel as ops/narrow.py makes them. act_bytes: an element
@@ -38,6 +38,7 @@ class FusedGemm:
 
     def __init__(
         self,
+        device: int,
         cubin: bytes,
         gather: bool,
         element_bytes: int,
@@ -57,12 +58,12 @@ class FusedGemm:
 MOST_GROUPED_OUTS: int
 
 class GroupedGemm:
-    """csrc/gemm_grouped.cu compiled for one kind of operands, loaded for the current device.
+    """csrc/gemm_grouped.cu compiled for one kind of operands, loaded for a device, which need not be the current one.
 
     element_bytes: of a and b. columns: of a tile. tokens_first: a and b are [tokens, features].
     """
 
-    def __init__(self, cubin: bytes, element_bytes: int, columns: int, tokens_first: bool) -> None: ...
+    def __init__(self, device: int, cubin: bytes, element_bytes: int, columns: int, tokens_first: bool) -> None: ...
     def launch(
         self, programs: int, stream: int, a: int, a_rows: int, a_cols: int, b: int, b_rows: int, b_cols: int,
         outs: Sequence_[int], arguments: bytes,

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "driver.h"
+#include "launch.h"
 #include "tensor_map.h"
 
 namespace te_lite {
@@ -22,13 +23,14 @@ inline TensorMap boxes(uint64_t address, unsigned bytes, int rows, int columns, 
   return map;
 }
 
-// A kernel of a cubin, which may take all of a block's shared memory; for the life of the process.
-inline uint64_t load_kernel(const std::string& cubin, const char* name) {
+// A kernel of a cubin, which may take all of a block's shared memory, for a device; for the life of the process.
+inline Kernel load_kernel(const PrimaryContext& device, const std::string& cubin, const char* name, unsigned threads) {
+  const PrimaryContext::Scope scope(device);
   void *module = nullptr, *function = nullptr;
   TE_LITE_CHECK(cuModuleLoadData, &module, cubin.data());
   TE_LITE_CHECK(cuModuleGetFunction, &function, module, name);
   TE_LITE_CHECK(cuFuncSetAttribute, function, kFunctionDynamicShared, kBlockShared);
-  return reinterpret_cast<uint64_t>(function);
+  return Kernel(reinterpret_cast<uint64_t>(function), threads, kBlockShared, "", true);
 }
 
 }  // namespace te_lite

@@ -7,19 +7,18 @@
 
 #include "bindings.h"
 #include "boxes.h"
-#include "launch.h"
 
 using namespace te_lite;
 
 namespace {
 
-// gemm_fused.cu compiled for one kind of operands. Built and launched where the device's context is current.
+// gemm_fused.cu compiled for one kind of operands and loaded for one device, which need not be the current one.
 class FusedGemm {
  public:
-  FusedGemm(const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns, bool transposed, bool grad,
-            bool narrow, unsigned act_bytes)
-      : kernel_(load_kernel(cubin, gather ? "gemm_gather" : "gemm_scatter"), FUSED_THREADS(grad), kBlockShared, "",
-                true),
+  FusedGemm(int device, const std::string& cubin, bool gather, unsigned element_bytes, unsigned columns,
+            bool transposed, bool grad, bool narrow, unsigned act_bytes)
+      : device_(device),
+        kernel_(load_kernel(device_, cubin, gather ? "gemm_gather" : "gemm_scatter", FUSED_THREADS(grad))),
         gather_(gather),
         bytes_(element_bytes),
         columns_(columns),
@@ -31,6 +30,7 @@ class FusedGemm {
   void launch(unsigned programs, uint64_t stream, uint64_t a, uint64_t b, uint64_t other, uint64_t h,
               const std::vector<uint64_t>& to, const std::vector<uint64_t>& act, const std::vector<uint64_t>& act_t,
               const std::string& arguments) const {
+    const PrimaryContext::Scope scope(device_);
     FusedArguments p;
     const size_t ranks = std::max({to.size(), act.size(), act_t.size()});
     if (ranks > kMostFusedRanks || arguments.size() != sizeof p) {
@@ -67,7 +67,8 @@ class FusedGemm {
   }
 
  private:
-  Kernel kernel_;
+  const PrimaryContext device_;
+  const Kernel kernel_;
   bool gather_;
   unsigned bytes_, columns_;
   bool transposed_;  // b
@@ -80,8 +81,8 @@ class FusedGemm {
 void bind_gemm_fused(py::module_& m) {
   m.attr("MOST_FUSED_RANKS") = kMostFusedRanks;
   py::class_<FusedGemm>(m, "FusedGemm", "csrc/gemm_fused.cu, compiled. See _C.pyi.")
-      .def(py::init<const std::string&, bool, unsigned, unsigned, bool, bool, bool, unsigned>(), "cubin"_a, "gather"_a,
-           "element_bytes"_a, "columns"_a, "transposed"_a, "grad"_a, "narrow"_a, "act_bytes"_a)
+      .def(py::init<int, const std::string&, bool, unsigned, unsigned, bool, bool, bool, unsigned>(), "device"_a,
+           "cubin"_a, "gather"_a, "element_bytes"_a, "columns"_a, "transposed"_a, "grad"_a, "narrow"_a, "act_bytes"_a)
       .def("launch", &FusedGemm::launch, "programs"_a, "stream"_a, "a"_a, "b"_a, "other"_a, "h"_a, "to"_a, "act"_a,
            "act_t"_a, "arguments"_a, Unlocked());
 }

@@ -6,17 +6,17 @@
 
 #include "bindings.h"
 #include "boxes.h"
-#include "launch.h"
 
 using namespace te_lite;
 
 namespace {
 
-// gemm_grouped.cu compiled for one kind of operands. Built and launched where the device's context is current.
+// gemm_grouped.cu compiled for one kind of operands and loaded for one device, which need not be the current one.
 class GroupedGemm {
  public:
-  GroupedGemm(const std::string& cubin, unsigned element_bytes, unsigned columns, bool tokens_first)
-      : kernel_(load_kernel(cubin, "gemm_grouped"), kGroupedThreads, kBlockShared, "", true),
+  GroupedGemm(int device, const std::string& cubin, unsigned element_bytes, unsigned columns, bool tokens_first)
+      : device_(device),
+        kernel_(load_kernel(device_, cubin, "gemm_grouped", kGroupedThreads)),
         bytes_(element_bytes),
         columns_(columns),
         tokens_first_(tokens_first) {}
@@ -24,6 +24,7 @@ class GroupedGemm {
   // a [a_rows, a_cols], b [b_rows, b_cols]. arguments: GroupedArguments as it lies in memory, behind its outs.
   void launch(unsigned programs, uint64_t stream, uint64_t a, int a_rows, int a_cols, uint64_t b, int b_rows,
               int b_cols, const std::vector<uint64_t>& outs, const std::string& arguments) const {
+    const PrimaryContext::Scope scope(device_);
     GroupedArguments p{};
     constexpr size_t rest = sizeof p - sizeof p.outs;
     if (outs.size() > kMostOuts || arguments.size() != rest) {
@@ -41,7 +42,8 @@ class GroupedGemm {
   }
 
  private:
-  Kernel kernel_;
+  const PrimaryContext device_;
+  const Kernel kernel_;
   unsigned bytes_, columns_;
   bool tokens_first_;  // operands are [tokens, features]
 };
@@ -51,8 +53,8 @@ class GroupedGemm {
 void bind_gemm_grouped(py::module_& m) {
   m.attr("MOST_GROUPED_OUTS") = kMostOuts;
   py::class_<GroupedGemm>(m, "GroupedGemm", "csrc/gemm_grouped.cu, compiled. See _C.pyi.")
-      .def(py::init<const std::string&, unsigned, unsigned, bool>(), "cubin"_a, "element_bytes"_a, "columns"_a,
-           "tokens_first"_a)
+      .def(py::init<int, const std::string&, unsigned, unsigned, bool>(), "device"_a, "cubin"_a, "element_bytes"_a,
+           "columns"_a, "tokens_first"_a)
       .def("launch", &GroupedGemm::launch, "programs"_a, "stream"_a, "a"_a, "a_rows"_a, "a_cols"_a, "b"_a, "b_rows"_a,
            "b_cols"_a, "outs"_a, "arguments"_a, Unlocked());
 }

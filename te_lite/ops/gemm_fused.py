@@ -74,10 +74,9 @@ _NAMES = ("gemm_fused.cu", *(f"gemm_{name}.h" for name in _HEADERS), "hopper.h",
 
 @cache
 def _loaded(index: int, kind: Kind) -> _C.FusedGemm:
-    with torch.cuda.device(index):
-        sizes, act_bytes = (kind.a.itemsize, kind.columns), 1 if kind.act == "fp8" else 2
-        cubin = compiled(_NAMES, kind.macros)
-        return _C.FusedGemm(cubin, kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow, act_bytes)
+    sizes, act_bytes = (kind.a.itemsize, kind.columns), 1 if kind.act == "fp8" else 2
+    cubin = compiled(_NAMES, kind.macros)
+    return _C.FusedGemm(index, cubin, kind.gather, *sizes, kind.b_t, kind.grad, kind.narrow, act_bytes)
 
 
 @dataclass(slots=True, kw_only=True)

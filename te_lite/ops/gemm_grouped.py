@@ -63,8 +63,7 @@ class Kind(NamedTuple):
 
 @cache
 def _loaded(index: int, kind: Kind) -> _C.GroupedGemm:
-    with torch.cuda.device(index):
-        return _C.GroupedGemm(compiled(_NAMES, kind.macros), kind.a.itemsize, kind.columns, kind.tokens_first)
+    return _C.GroupedGemm(index, compiled(_NAMES, kind.macros), kind.a.itemsize, kind.columns, kind.tokens_first)
 
 
 def _lies(*tensors: Tensor | None) -> bool:
@@ -73,7 +72,7 @@ def _lies(*tensors: Tensor | None) -> bool:
 
 def _known(a: Tensor, b: Tensor, scaling: str, a_scale: Tensor | None, b_scale: Tensor | None, n: int, k: int) -> bool:
     """Whether the kernel can read these operands of products with n and k features."""
-    if (n | k) % ALIGNMENT or unavailable(a.device) or not _lies(a, b):
+    if not n or not k or (n | k) % ALIGNMENT or unavailable(a.device) or not _lies(a, b):
         return False
     if a_scale is None or b_scale is None:
         return a.dtype == b.dtype and a.dtype in _HALVES

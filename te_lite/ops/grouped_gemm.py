@@ -52,7 +52,7 @@ def _kind(a: Tensor, scaling: str, fast: bool) -> str:
 
 
 def torch_takes(a: Tensor, b: Tensor, scaling: str, bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped GEMM of bf16, which was the fastest one, computes this product."""
+    """Whether torch's grouped GEMM computes this product of bf16: faster than Triton's kernel."""
     if scaling != "none" or bias is not None or not a.numel() or {a.dtype, b.dtype, dtype} != {torch.bfloat16}:
         return False
     rows = [t.stride(-2) * t.element_size() % 16 for t in (a, b)]
@@ -247,8 +247,11 @@ def _wgrad_fake(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first,
 def _wgrad_cuda(a, b, layout, a_scale, b_scale, scaling, out_dtype, inner_first, fast, sizes=None):
     given = (a, b, layout, a_scale, b_scale, scaling)
     out = _wgrad_fake(*given, out_dtype, inner_first, fast)
-    if not _wgrad_by_others(out.unbind(), False, *given, inner_first, fast, sizes):
-        triton_wgrad([out[0]], out.stride(0), False, *given, inner_first, fast)
+    if _wgrad_by_others(out.unbind(), False, *given, inner_first, fast, sizes):
+        return out
+    if inner_first and torch_takes(a, b, scaling, None, out_dtype):
+        return torch._grouped_mm(placed(a).t(), placed(b), offs=ends(layout))
+    triton_wgrad([out[0]], out.stride(0), False, *given, inner_first, fast)
     return out
 
 

@@ -60,6 +60,7 @@ def test_what_it_takes(monkeypatch):
     assert not own.takes_product(a, b, *by_group, "group", torch.empty(2, 48), BF16)
     assert not own.takes_product(a, b, *by_group, "group", None, FP32)
     assert not own.takes_product(a[:, :24], b[:, :, :24], *by_group, "group", None, BF16)  # features
+    assert not own.takes_product(a, b[:, :0], *by_group, "group", None, BF16)
     assert not own.takes_product(a.to(E5M2), b.to(E5M2), *by_group, "group", None, BF16)
     assert not own.takes_product(a.to(BF16), b.to(BF16), None, None, "none", None, BF16)
     outs = torch.empty(2, 48, 32).unbind()
@@ -74,16 +75,27 @@ def test_what_it_takes(monkeypatch):
 
 
 GROUPS = ["many, odd", "empty, one token, unaligned", "no tokens"]
-WIDE = {"n": 528, "k": 400}  # neither a multiple of a tile
+# Neither is a multiple of a tile; more steps than stages, and more rows of tiles than are in work at once.
+WIDE = {"n": 528, "k": 400}
+DEEP, HIGH = {"n": 528, "k": 1296}, {"n": 2320, "k": 400}
+
+
+@pytest.fixture(params=[None, 4], ids=["all", "few"])
+def processors(request, monkeypatch):
+    """Few: each cluster goes through many tiles."""
+    if request.param:
+        monkeypatch.setattr(own, "sm_count", lambda device: request.param)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("processors")
+@pytest.mark.parametrize("sizes", [WIDE, DEEP], ids=["wide", "deep"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("scaling", ["group", "rows"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("types", TYPES, ids=str)
-def test_product(types, fast, scaling, groups):
-    case = Case(scaling, *types, fast=fast, groups=groups, **WIDE)
+def test_product(types, fast, scaling, groups, sizes):
+    case = Case(scaling, *types, fast=fast, groups=groups, **sizes)
     arguments, truth, magnitude = rows_problem(case)
     a, b, layout, a_scale, b_scale, *_ = moved(arguments, "cuda")
     out = torch.full(truth.shape, float("nan"), device="cuda", dtype=BF16)
@@ -97,12 +109,14 @@ def test_product(types, fast, scaling, groups):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("processors")
+@pytest.mark.parametrize("sizes", [WIDE, HIGH], ids=["wide", "high"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.rows], ids=str)
-def test_wgrad(kind, groups):
+def test_wgrad(kind, groups, sizes):
     """Each once, to outs with something between them that stays, in an order of their own."""
     first = kind.scaling == "none"
-    case = Case(kind.scaling, kind.a, kind.b, kind.out, fast=kind.fast, groups=groups, inner_first=first, **WIDE)
+    case = Case(kind.scaling, kind.a, kind.b, kind.out, fast=kind.fast, groups=groups, inner_first=first, **sizes)
     arguments, truth, magnitude = wgrad_problem(case)
     a, b, layout, a_scale, b_scale, *_ = moved(arguments, "cuda")
     count, start = len(case.sizes), torch.randn(truth.shape).to(kind.out)
@@ -119,6 +133,16 @@ def test_wgrad(kind, groups):
     bound = accumulation(case, "cuda", max(1, *case.sizes))
     check("wgrad", torch.stack(outs), truth, magnitude, bound, case.sizes)
     assert block[1::2].isnan().all()
+
+
+@pytest.mark.multigpu
+def test_tensors_on_another_device():
+    case = Case("rows", E4M3, E4M3, groups="whole tiles", **WIDE)
+    arguments, truth, magnitude = rows_problem(case)
+    assert torch.cuda.current_device() == 0
+    y = grouped_gemm.group_product(*moved(arguments, "cuda:1"))
+    assert torch.cuda.current_device() == 0
+    check("product", y, truth, magnitude, accumulation(case, "cuda", case.k), case.sizes)
 
 
 @pytest.mark.gpu
