@@ -1,6 +1,7 @@
 """LinearPlan: everything about one linear that is decided before it runs.
 
-A module builds a plan when its recipe, dtype or group changes; forward and backward only follow it.
+A module builds a plan when something changes that it depends on, such as its recipe, dtype or group; forward and
+backward only follow it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Wgrad(NamedTuple):
 
 
 class WgradSink:
-    """What becomes of a weight gradient: returned to autograd, in the weight's dtype. takes: something else. late:
-    after backward. answers: autograd is to get what answer() gives."""
+    """What becomes of a weight gradient. This class: it is returned to autograd, in the weight's dtype. Others say how
+    they differ. takes: they are called with the Wgrad and put the product elsewhere. late: after backward. answers:
+    autograd gets what answer() gives."""
 
     late = answers = takes = False
 
@@ -224,8 +226,8 @@ class LinearPlan:
 
 
 def one_read(before: LinearPlan, operands: GemmOperands, tp: TensorParallel) -> bool:
-    """Whether the input of a linear, an activation of what the linear before gives, can be quantized again in the pass
-    that quantizes the gradient of that: after dgrad and before wgrad, which then stand apart and gather nothing."""
+    """Whether fc2's input, act(h) of fc1's output h, can be quantized again while h is read for its gradient: first
+    fc2's dgrad, then one read of h that gives dh and act(h), then fc2's wgrad. Nothing of it may be gathered."""
     same = before.dy_is_wgrads and operands.wgrad.b is operands.fprop.a
     return same and not tp.gathers_grad and before.operands.dgrad.a.gives_again(operands.wgrad.b)
 

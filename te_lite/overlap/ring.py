@@ -61,8 +61,8 @@ class Ring(Bulk):
         return External(self.place) if found is self and gemm is None else found
 
     def all_gather_gemm(self, gemm: Gemm, gathering: Any) -> Any:
-        """Shards in the order of arrival, this rank's first. Also that goes through its wire format, which may multiply
-        a ragged shard in another than its own. gathering: a Gather.
+        """This rank's shard first, then those of rank + 1, rank + 2, ... This rank's is multiplied as the others
+        receive it: in its wire format, where that differs from its own. gathering: a Gather.
 
         On GPUs the odd GEMMs run on a stream beside the caller's: each begins on the multiprocessors that the last
         tiles of the one before leave idle. Not by two host threads at once, whose streams might wait for each other;
