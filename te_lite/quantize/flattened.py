@@ -18,8 +18,8 @@ from te_lite.quantize.per_tensor import PerTensorFormat
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 
-# Attributes, in the order of QTensor.tensors. Transformer Engine's callers read them, too.
-_NAMES = "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_seed"
+# Attributes, in the order of QTensor.tensors.
+_NAMES = "_row", "_row_scale", "_col", "_col_scale", "_seed"
 
 
 def no_data(key: str) -> None:
@@ -36,19 +36,37 @@ class Flattened(torch.Tensor):
     def _summary(self) -> str:
         raise NotImplementedError
 
-    _rowwise_data = property(lambda self: self.q.row)
-    _rowwise_scale_inv = property(lambda self: self.q.row_scale)
-    _columnwise_data = property(lambda self: self.q.col)
-    _columnwise_scale_inv = property(lambda self: self.q.col_scale)
+    _row = property(lambda self: self.q.row)
+    _row_scale = property(lambda self: self.q.row_scale)
+    _col = property(lambda self: self.q.col)
+    _col_scale = property(lambda self: self.q.col_scale)
     _seed = property(lambda self: self.q.seed)
+
+    # as Transformer Engine's callers read them: bytes
+
+    @property
+    def _rowwise_data(self) -> Tensor | None:
+        """uint8, of the tensor's shape."""
+        return None if self.q.row is None else self.q.row.view(torch.uint8).view(self.shape)
+
+    @property
+    def _columnwise_data(self) -> Tensor | None:
+        """uint8 [K, M], without the padding; of MXFP8 of the tensor's shape."""
+        (m, k), col = self.q.shape, self.q.col
+        if col is None:
+            return None
+        return col.view(torch.uint8)[:, :m] if col.shape[0] == k else col.view(torch.uint8).view(self.shape)
+
+    _rowwise_scale_inv = property(lambda self: self.q.row_scale)
+    _columnwise_scale_inv = property(lambda self: self.q.col_scale)
 
     def _per_tensor(self) -> QTensor:
         if not isinstance(self.q.format, PerTensorFormat):
             raise AttributeError(f"{self._summary()} has no one scale; use _rowwise_data, _rowwise_scale_inv ...")
         return self.q
 
-    _data = property(lambda self: self._per_tensor().row)
-    _transpose = property(lambda self: self._per_tensor().col)
+    _data = property(lambda self: self._per_tensor() and self._rowwise_data)
+    _transpose = property(lambda self: self._per_tensor() and self._columnwise_data)
     _scale_inv = property(lambda self: self._per_tensor().operand_scale)
 
     def get_data_tensors(self) -> tuple[Tensor | None, Tensor | None]:
@@ -66,7 +84,7 @@ class Flattened(torch.Tensor):
         q = self.q
         held = [name for name, part in zip(_NAMES, q.tensors, strict=True) if part is not None]
         if q.col_scale is q.row_scale is not None:
-            held.remove("_columnwise_scale_inv")  # one scale serves both layouts
+            held.remove("_col_scale")  # one scale serves both layouts
         return held, (q.format, tuple(q.shape), q.dtype, self.quantizer)
 
     @classmethod

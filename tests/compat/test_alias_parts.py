@@ -134,6 +134,21 @@ def test_what_tensors_have_under_the_alias():
         te.MXFP8Quantizer(torch.float8_e4m3fn)(x)._data = moved
 
 
+def test_modules_have_the_name_of_their_userbuffer():
+    """Megatron-core reads it where it takes a fused module apart."""
+    import te_lite.compat.alias.graph  # noqa: F401  # it adds the attribute
+
+    assert te.Linear(32, 32, device="cpu", ub_name="proj").ub_name == "proj" and linear().ub_name is None
+
+
+def test_bytes_that_a_caller_writes_are_bytes():
+    """And not numbers, which copy_ would convert to fp8."""
+    weight = te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, columnwise=False)(torch.randn(2, 16, 32))
+    assert weight._data.shape == (2, 16, 32)
+    weight._data.copy_(torch.full((2, 16, 32), 0x38, dtype=torch.uint8))  # 1.0
+    assert torch.equal(weight.dequantize(), weight._scale_inv.expand(2, 16, 32))
+
+
 def test_bytes_from_an_all_gather_are_transposed_where_they_were():
     """CUDA graphs read the columnwise bytes at their address."""
     for made in (te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn), te.Float8BlockQuantizer(torch.float8_e4m3fn)):
@@ -279,6 +294,29 @@ def test_fused_adam_is_torchs(adam_w):
     assert torch.equal(mine.weight, theirs.weight) and ours.param_groups[0]["step"] == 4
     with pytest.raises(NotImplementedError, match="master_weights"):
         optimizers.FusedAdam(mine.parameters(), master_weights=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_adam_keeps_fp32_states_of_narrow_parameters(dtype):
+    """Its numbers are those of fp32 parameters that are rounded after each step; also after a state was loaded."""
+    mine = torch.nn.Parameter(torch.randn(64).to(dtype))
+    wide = torch.nn.Parameter(mine.detach().float())
+    ours = optimizers.FusedAdam([mine], 1e-2, (0.8, 0.999), 1e-6, 0.1)
+    torchs = torch.optim.AdamW([wide], 1e-2, (0.8, 0.999), 1e-6, 0.1, fused=True)
+    for step in range(40):
+        mine.grad = torch.randn(64).to(dtype)
+        wide.grad = mine.grad.float()
+        ours.step()
+        torchs.step()
+        wide.data.copy_(wide.data.to(dtype))
+        if step == 20:
+            state = copy.deepcopy(ours.state_dict())
+            ours = optimizers.FusedAdam([mine], 1e-2, (0.8, 0.999), 1e-6, 0.1)
+            ours.load_state_dict(state)
+    assert torch.equal(mine.float(), wide)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert ours.state[mine][name].dtype == torch.float32
+        assert torch.equal(ours.state[mine][name], torchs.state[wide][name])
 
 
 def test_multi_tensor():

@@ -298,12 +298,17 @@ def test_a_layout_with_scales_of_its_own_is_not_made_from_the_other(kind):
 def test_transformer_engines_names(kind):
     v = values(48, 64)
     x = made(kind, v)
-    assert x._data is x._rowwise_data is x.q.row and x._transpose is x._columnwise_data is x.q.col
+    for data in (x._data, x._rowwise_data):
+        assert data.dtype == torch.uint8 and data.shape == x.shape and data.data_ptr() == x.q.row.data_ptr()
+    for data in (x._transpose, x._columnwise_data):
+        assert data.dtype == torch.uint8 and data.shape == x.shape[::-1] and data.data_ptr() == x.q.col.data_ptr()
     assert x._scale_inv is x._rowwise_scale_inv
-    back = x._data.float() * x._scale_inv
+    back = x._data.view(x.q.row.dtype).float() * x._scale_inv
     assert_bitwise_equal("data and scale", back.bfloat16(), x.dequantize())
-    assert_bitwise_equal("transpose", x._transpose.view(torch.uint8), x._data.view(torch.uint8).t())
-    assert x.get_metadata()["rowwise_data"] is x._data and x.get_metadata()["quantizer"] is x.quantizer
+    assert_bitwise_equal("transpose", x._transpose, x._data.t())
+    x._data.copy_(x._data.flip(0))  # bytes, not numbers
+    assert_bitwise_equal("written", x.dequantize(), back.flip(0).to(x.dtype))
+    assert x.get_metadata()["rowwise_data"] is x.q.row and x.get_metadata()["quantizer"] is x.quantizer
 
 
 def test_block_formats_have_no_per_tensor_names():

@@ -206,4 +206,6 @@ def make_graphed_callables(modules: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(map(_Leaving, made)) if isinstance(made, tuple) else _Leaving(made)
 
 
-TeLiteModule.fp8_meta = property(Fp8Meta)  # type: ignore[attr-defined]  # Megatron writes to it before a replay
+# What Megatron writes to before a replay, and reads of a module that it builds again.
+TeLiteModule.fp8_meta = property(Fp8Meta)  # type: ignore[attr-defined]
+TeLiteModule.ub_name = property(lambda self: self._ub_names[0])  # type: ignore[attr-defined]
