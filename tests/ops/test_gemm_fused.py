@@ -1,9 +1,7 @@
 """csrc/gemm_fused.cu, read from the compiler on any machine that has one."""
 
 import re
-import shutil
 import struct
-import subprocess
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from te_lite.ops.activation import ACTIVATIONS, Activation
 from te_lite.ops.gemm_fused import FP8, Arguments, Kind
 from te_lite.ops.nvrtc import SOURCES
 from tests.ops.fused import BF16, E4M3, E5M2, FP16
+from tests.ops.nvcc import spilled
 
 # a, b, scales, out, ranks, b_t. ALWAYS has every value but bf16, which takes TURNS, as a row's scales of 8 ranks do.
 ALWAYS = [
@@ -66,20 +65,14 @@ def name_of(kind: Kind) -> str:
 
 @pytest.mark.parametrize("kind", kinds(), ids=name_of)
 def test_it_compiles(kind, tmp_path):
-    """By nvcc, on a machine without NVRTC: no wgmma waits for the one before, and hardly a register is spilled."""
-    if not (nvcc := shutil.which("nvcc")):
-        pytest.skip("no nvcc")
-    command = [nvcc, "-std=c++17", *kind.macros, "-cubin", "-Xptxas=-v", "-gencode=arch=compute_90a,code=sm_90a"]
-    command += ["-o", tmp_path / "x.cubin", SOURCES / "gemm_fused.cu"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "serialized" not in said
-    spilled = int(said.split(" bytes spill stores")[0].split()[-1])
+    """No wgmma waits for the one before, and hardly a register is spilled."""
+    count, said = spilled("gemm_fused.cu", kind.macros, tmp_path)
     # With 256 columns all registers are taken; narrow ones also hold the slots of seven others. Not in the loop over K.
     # The fourth warpgroup keeps some of what two clamps compare, and nobody waits for it.
     few = kind.gather or kind.columns == 128
     most = 80 if kind.grad and kind.activation.parameters else 104 if kind.narrow else 0 if few else 64
-    assert spilled <= most, said
-    assert "0 bytes stack frame" in said or spilled, said
+    assert count <= most, said
+    assert "0 bytes stack frame" in said or count, said
 
 
 def fields_of(struct_name: str) -> list[tuple[str, bool]]:

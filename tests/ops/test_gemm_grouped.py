@@ -1,8 +1,6 @@
 """csrc/gemm_grouped.cu: read from the compiler on any machine that has one, and against fp64 on a GPU."""
 
 import re
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from te_lite.ops.gemm_grouped import Kind
 from te_lite.ops.grouped_layout import group_layout
 from te_lite.ops.nvrtc import SOURCES
 from tests.ops.grouped import E4M3, E5M2, MANY, offs_of
+from tests.ops.nvcc import spilled
 from tests.ops.test_grouped_gemm import BF16, FP16, FP32, Case, accumulation, check, moved, rows_problem, wgrad_problem
 
 TYPES = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
@@ -31,14 +30,9 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_it_compiles(kind, tmp_path):
-    """By nvcc, on a machine without NVRTC: no wgmma waits for the one before, and hardly a register is spilled."""
-    if not (nvcc := shutil.which("nvcc")):
-        pytest.skip("no nvcc")
-    command = [nvcc, "-std=c++17", *kind.macros, "-cubin", "-Xptxas=-v", "-gencode=arch=compute_90a,code=sm_90a"]
-    command += ["-o", tmp_path / "x.cubin", SOURCES / "gemm_grouped.cu"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "serialized" not in said
-    assert int(said.split(" bytes spill stores")[0].split()[-1]) <= 32, said  # two sums; not in the loop over K
+    """No wgmma waits for the one before, and hardly a register is spilled."""
+    count, said = spilled("gemm_grouped.cu", kind.macros, tmp_path)
+    assert count <= 32, said  # two sums; not in the loop over K
 
 
 def test_the_arguments_are_those_of_the_header():
