@@ -13,8 +13,9 @@ def training_numbers(log: Path) -> dict[str, object]:
     if not log.exists():
         return {}
     content = json.loads(log.read_text())
+    cut = "ep" if "ep" in content["runs"][0] else "tp"
     distances = {
-        f"{row['recipe']} tp {row['tp']}": max(abs(row[key] - 1) for key in ("train_ratio", "held_out_ratio"))
+        f"{row['recipe']} {cut} {row[cut]}": max(abs(row[key] - 1) for key in ("train_ratio", "held_out_ratio"))
         for row in content["runs"]
     }
     farthest = max(distances, key=distances.__getitem__)

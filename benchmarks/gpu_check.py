@@ -42,27 +42,24 @@ from benchmarks.result_files import BY_NAME
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # Caps, not expectations: together they exceed TOTAL_S, which holds for the whole.
-LIMITS_S = {"tests": 360.0, "training": 240.0, "modules": 90.0, "kernels": 60.0, "gemms": 60.0, "recipes": 60.0}
-LIMITS_S |= {
-    "ranks": 360.0,
-    "per_shard": 60.0,
-    "overlap": 200.0,
-    "overlap_gemms": 120.0,
-    "overlap_played": 90.0,
-    "memcheck": 90.0,
-    "demo": 160.0,
-    "matrix": 360.0,
-    "matrix_tp2": 360.0,
-    "random": 360.0,
-    "peers": 170.0,
-    "llama": 400.0,
-    "megatron": 500.0,
-    "graphs": 170.0,
-    "alone": 170.0,
-    "host": 90.0,
-    "grouped": 300.0,
+LIMITS_S = {
+    name: seconds
+    for seconds, names in {
+        60.0: "kernels gemms recipes per_shard",
+        90.0: "modules overlap_played memcheck host",
+        120.0: "overlap_gemms verbs",
+        170.0: "peers graphs alone",
+        200.0: "overlap",
+        240.0: "training moe demo",
+        300.0: "grouped",
+        360.0: "tests ranks matrix matrix_tp2 random",
+        400.0: "llama",
+        500.0: "megatron",
+    }.items()
+    for name in names.split()
 }
-BESIDE_TESTS = ("ranks", "training", "matrix", "matrix_tp2", "random", "memcheck", "demo")
+BESIDE_TESTS = ("ranks", "training", "moe", "matrix", "matrix_tp2", "random", "memcheck", "demo")
+RANDOM_PROCESSES = 2
 RANKS_WORKERS = 6  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
@@ -161,17 +158,26 @@ def overlap_test(name: str, args: argparse.Namespace, *options: str, tp: int = 0
     return ranks_stage(name, script, args, tp)
 
 
-def training_stage(args: argparse.Namespace) -> list[Stage]:
-    """The demo model with every recipe, all runs at once; leaves training.png and training.json."""
-    plot, log = args.out / "training.png", args.out / "training.json"
+def random_stage(args: argparse.Namespace) -> list[Stage]:
+    """1,000 random iterations, in processes beside each other: most of their time is compilation."""
+    common = ("--suite", "random", "--seed", "1", "--iterations", str(1000 // RANDOM_PROCESSES))
+    firsts = [str(i * 1000 // RANDOM_PROCESSES) for i in range(RANDOM_PROCESSES)]
+    with ThreadPoolExecutor(RANDOM_PROCESSES) as pool:
+        stages = list(pool.map(lambda first: overlap_test("random", args, *common, "--first", first), firsts))
+    return sum(stages, [])
+
+
+def training_stage(name: str, args: argparse.Namespace, *options: str) -> list[Stage]:
+    """The demo model with every recipe, all runs at once; leaves <name>.png and <name>.json."""
+    plot, log = args.out / f"{name}.png", args.out / f"{name}.json"
     log.unlink(missing_ok=True)
-    folder = args.out / "training_runs"
+    folder = args.out / f"{name}_runs"
     shutil.rmtree(folder, ignore_errors=True)  # runs of another tree are no answer
-    command = [sys.executable, "examples/compare_recipes.py", "--plot", str(plot), "--runs", str(folder)]
+    command = [sys.executable, "examples/compare_recipes.py", "--plot", str(plot), "--runs", str(folder), *options]
     command += ["--device", "cuda" if args.device.startswith("cuda") else "cpu", *shlex.split(args.training_args)]
-    run = run_command(command, limit("training", args), echo=False)
+    run = run_command(command, limit(name, args), echo=False)
     shutil.rmtree(folder, ignore_errors=True)
-    stage = finished("training", run, command, args.out, training_numbers(log))
+    stage = finished(name, run, command, args.out, training_numbers(log))
     if stage.status == "passed" and not stage.detail:
         stage.status = "failed"  # no curve was compared
     return [stage]
@@ -223,10 +229,12 @@ def memcheck_stage(args: argparse.Namespace) -> list[Stage]:
 RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "tests": lambda args: pytest_stage("tests", args.mark, args.workers, args),
     "ranks": ranks_tests_stage,
-    "training": training_stage,
+    "training": lambda args: training_stage("training", args),
+    # A mixture of experts over one, two and four ranks.
+    "moe": lambda args: training_stage("moe", args, "--experts", "--ranks", "2", "4", "--parallel", "6"),
     "matrix": lambda args: overlap_test("matrix", args, "--suite", "matrix"),
     "matrix_tp2": lambda args: overlap_test("matrix_tp2", args, "--suite", "matrix", tp=2),
-    "random": lambda args: overlap_test("random", args, "--suite", "random", "--iterations", "1000", "--seed", "1"),
+    "random": random_stage,
     "modules": lambda args: benchmark_stage("modules", args),
     "kernels": lambda args: benchmark_stage("kernels", args),
     "gemms": lambda args: benchmark_stage("gemms", args),
@@ -246,6 +254,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], list[Stage]]] = {
     "overlap_gemms": lambda args: ranks_stage(
         "overlap_gemms", ["benchmarks/overlap_gemms.py", "--twice", *script_options(args)], args
     ),
+    "verbs": lambda args: ranks_stage("verbs", ["benchmarks/verbs.py", *script_options(args)], args),
     "overlap_played": lambda args: ranks_stage(
         "overlap_played", ["benchmarks/overlap_played.py", *script_options(args)], args, tp=2
     ),

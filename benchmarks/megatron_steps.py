@@ -1,8 +1,11 @@
-"""One process of benchmarks/megatron_gpt.py: Megatron-core's GPT over one Transformer Engine, under one recipe.
+"""One rank of benchmarks/megatron_gpt.py: Megatron-core's GPT over one Transformer Engine, under one recipe.
 
-Both seeds train one after the other. What they share: initial weights in fp32, drawn by the parameter's name; the data
+The seeds train one after the other. What they share: initial weights in fp32, drawn by the parameter's name; the data
 of each step. What a seed draws: which way each weight is rounded to bf16 (--seed-is rounding), or the weights
 themselves (--seed-is weights).
+
+Several ranks are started by torchrun. Each weight is drawn as a whole on every rank, and a rank keeps its shard: the
+model is the same on any number of ranks. Each data parallel rank has micro-batches of its own.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import sys
 import time
 import warnings
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +52,66 @@ def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
     return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The part of the model that a rank holds: all of it by default."""
+
+    rank: int = 0  # among the tensor parallel ranks
+    tp: int = 1
+    first_layer: int = 0  # the number of layers in the pipeline stages before
+
+    def whole_name(self, name: str) -> str:
+        """The name in the model of one rank. A pipeline stage counts its layers from 0."""
+        return re.sub(r"layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + self.first_layer}.", name)
+
+    def whole_shape(self, name: str, shape: torch.Size) -> list[int]:
+        """Of a weight [out, in] of which this rank has `shape`."""
+        whole = list(shape)
+        whole[split_dimension(name)] *= self.tp
+        return whole
+
+    def part_of(self, name: str, values: Tensor) -> Tensor:
+        """This rank's rows or columns. Those of linear_fc1, [gate; up], are its rows of gate and of up."""
+        if "linear_fc1" in name:
+            return values.unflatten(0, (2, self.tp, -1))[:, self.rank].flatten(0, 1)
+        return values.chunk(self.tp, split_dimension(name))[self.rank]
+
+
+WHOLE = Shard()
+
+
+def split_dimension(name: str) -> int:
+    """The dimension along which tensor parallelism splits a weight [out, in]."""
+    return 1 if "linear_proj" in name or "linear_fc2" in name else 0
+
+
 @torch.no_grad()
-def fill(model: torch.nn.Module, seed: int, seed_is: str) -> None:
+def fill(model: torch.nn.Module, seed: int, seed_is: str, shard: Shard = WHOLE) -> None:
+    """Draws the weights of a seed. Those of norms are 1."""
     for name, param in model.named_parameters():
-        own = zlib.crc32(local_name(name).encode())
-        draw = torch.Generator(param.device).manual_seed(own + (seed if seed_is == "weights" else 0))
         if param.dim() == 1:
             param.fill_(1.0)
             continue
-        values = torch.empty(param.shape, device=param.device).normal_(0.0, DEVIATION, generator=draw)
-        param.copy_(rounded(values, draw.manual_seed(own + 7919 * (seed + 1))))
+        own = zlib.crc32(shard.whole_name(local_name(name)).encode())
+        draw = torch.Generator(param.device).manual_seed(own + (seed if seed_is == "weights" else 0))
+        values = torch.empty(shard.whole_shape(name, param.shape), device=param.device)
+        values.normal_(0.0, DEVIATION, generator=draw)
+        param.copy_(shard.part_of(name, rounded(values, draw.manual_seed(own + 7919 * (seed + 1)))))
 
 
-def tokens_of(step: int, args: argparse.Namespace) -> Tensor:
+def tokens_of(step: int, args: argparse.Namespace, batch: int = 0) -> Tensor:
     """[micro batch, sequence + 1]: each token is followed by its successor in half of the cases, else by one of few
-    frequent ones (their number falls as 1/rank), so that there is something to learn, and losses stay above 0."""
-    draw = torch.Generator().manual_seed(17 + step)
+    frequent ones (their number falls as 1/rank), so that there is something to learn, and losses stay above 0.
+    batch: counts the micro-batches of a step over all data parallel ranks."""
+    draw = torch.Generator().manual_seed(17 + step + 1_000_003 * batch)
     shape = args.micro_batch, args.sequence + 1
     rank = torch.rand(shape, generator=draw).mul_(torch.log(torch.tensor(float(args.vocabulary)))).exp_()
-    found = (rank.long() * 7919) % args.vocabulary
+    own = (rank.long() * 7919) % args.vocabulary
     follows = torch.rand(shape, generator=draw) < 0.5
-    for i in range(1, shape[1]):
-        found[:, i] = torch.where(follows[:, i], (found[:, i - 1] + 1) % args.vocabulary, found[:, i])
-    return found
+    follows[:, 0] = False
+    place = torch.arange(shape[1]).expand(shape)
+    start = place.masked_fill(follows, 0).cummax(1).values  # of the run of successors that a token is in
+    return (own.gather(1, start) + place - start) % args.vocabulary
 
 
 def over_te(args: argparse.Namespace) -> bool:
@@ -81,7 +123,7 @@ class Training:
     """The model with Megatron's DDP, schedule and optimizer."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        from megatron.core import tensor_parallel
+        from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -96,15 +138,19 @@ class Training:
         model = GPTModel(
             config, specs.get_gpt_layer_local_spec(normalization="RMSNorm") if self.local else spec(),
             vocab_size=args.vocabulary, max_sequence_length=args.sequence, position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=False, pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
         )  # fmt: skip
+        place = parallel_state.get_tensor_model_parallel_rank(), args.tp, model.decoder.layers[0].layer_number - 1
         model = Float16Module(config, model.cuda() if device.type == "cuda" else model)
-        fill(model.module, args.seed, args.seed_is)
-        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        fill(model.module, args.seed, args.seed_is, Shard(*place))
+        sharded = {"use_distributed_optimizer": args.distributed_optimizer}
+        wrapped = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **sharded)
+        self.ddp = DistributedDataParallel(config, wrapped, model)
         config.no_sync_func = self.ddp.no_sync
         recipe = {"fp8_recipe": FP8[args.recipe]["fp8_recipe"]} if FP8[args.recipe] else {}
         adam = OptimizerConfig(
-            optimizer="adam", lr=args.lr, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0, **recipe
+            optimizer="adam", lr=args.lr, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0, **sharded, **recipe
         )
         self.optimizer = get_megatron_optimizer(adam, [self.ddp])
         length = args.sequence
@@ -121,6 +167,8 @@ class Training:
             num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads,
             num_query_groups=args.groups, ffn_hidden_size=args.ffn, normalization="RMSNorm", activation_func=F.silu,
             gated_linear_unit=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, bf16=True,
+            tensor_model_parallel_size=args.tp, pipeline_model_parallel_size=args.pp,
+            sequence_parallel=args.tp > 1, tp_comm_overlap=args.overlap == "on",
             params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, persist_layer_norm=False,
             masked_softmax_fusion=False, gradient_accumulation_fusion=False,
             finalize_model_grads_func=finalize_model_grads, **FP8[args.recipe],
@@ -131,41 +179,89 @@ class Training:
         out = model(tokens[:, :-1], self.position, self.mask, labels=tokens[:, 1:])
         return out, lambda losses: (losses.float().mean(), {"loss": losses.float().mean().detach()})
 
-    def step(self, tokens: Tensor) -> float:
+    def step(self, batches: list[Tensor]) -> Tensor:
+        """The mean loss of the micro-batches on the last pipeline stage, 0 elsewhere."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
-            forward_step_func=self._forward, data_iterator=iter([tokens]), model=[self.ddp], num_microbatches=1,
-            seq_length=self.args.sequence, micro_batch_size=self.args.micro_batch, forward_only=False,
+            forward_step_func=self._forward, data_iterator=iter(batches), model=[self.ddp],
+            num_microbatches=len(batches), seq_length=self.args.sequence, micro_batch_size=self.args.micro_batch,
+            forward_only=False,
         )  # fmt: skip
         good, *_ = self.optimizer.step()
         assert good, "the gradients were not finite"
-        return losses[0]["loss"]
+        found = [one["loss"] for one in losses]
+        return torch.stack(found).mean() if found else torch.zeros((), device=self.device)
 
 
-def train(args: argparse.Namespace, device: torch.device, data: list[Tensor]) -> dict:
-    """losses of each step; medians of the steps after the warm-up."""
+def line_up(device: torch.device) -> None:
+    """Every rank has done its work when this returns on any."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if dist.get_world_size() > 1:
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def of_all_ranks(losses: list[Tensor], wall_us: list[float], peak: float) -> tuple[list[float], list[float], float]:
+    """(losses, the mean of the data parallel ranks; wall_us and peak, of the slowest rank and the fullest)."""
+    from megatron.core import parallel_state
+
+    counted = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    mean = torch.stack(losses).double() * counted / parallel_state.get_data_parallel_world_size()
+    largest = torch.tensor([*wall_us, peak], dtype=torch.float64, device=mean.device)
+    dist.all_reduce(mean)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    *wall_us, peak = largest.tolist()
+    return [round(loss, 6) for loss in mean.tolist()], wall_us, peak
+
+
+def train(args: argparse.Namespace, device: torch.device, data: list[list[Tensor]]) -> dict:
+    """losses of each step; medians of the steps after the warm-up: wall_us of the slowest rank, gpu_us of this one."""
     training, cuda = Training(args, device), device.type == "cuda"
     losses, gpu_us, wall_us = [], [], []
-    for tokens in data:
+    for batches in data:
+        line_up(device)
         if cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
             begin.record()
         began = time.perf_counter()
-        loss = training.step(tokens)
+        losses.append(training.step(batches))
         if cuda:
             end.record()
             torch.cuda.synchronize()
         wall_us.append(1e6 * (time.perf_counter() - began))
         gpu_us.append(1e3 * begin.elapsed_time(end) if cuda else wall_us[-1])
-        losses.append(round(float(loss), 6))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    said, wall_us, peak = of_all_ranks(losses, wall_us, peak)
     warm = min(args.warmup, len(data) - 1)
-    found = {"losses": losses, "gpu_us": statistics.median(gpu_us[warm:]), "wall_us": statistics.median(wall_us[warm:])}
     quarters = statistics.quantiles(gpu_us[warm:], n=4) if len(data) - warm > 1 else [0.0, 0.0, 0.0]
-    return found | {"spread": (quarters[2] - quarters[0]) / found["gpu_us"]}
+    gpu = statistics.median(gpu_us[warm:])
+    found = {"losses": said, "gpu_us": gpu, "wall_us": statistics.median(wall_us[warm:])}
+    return found | {
+        "spread": (quarters[2] - quarters[0]) / gpu,
+        "peak_gib": peak if cuda else None,
+        "schedules": schedules(),  # while the model is there
+    }
+
+
+def make_userbuffers(args: argparse.Namespace, device: torch.device) -> None:
+    """As megatron.training does, for Transformer Engine 2.7 or newer."""
+    from transformer_engine.pytorch.module import base
+
+    modes = base.UserBufferQuantizationMode
+    base.initialize_ub(
+        shape=[args.sequence * args.micro_batch, args.hidden], tp_size=args.tp,
+        quantization_modes=[modes.FP8 if FP8[args.recipe] else modes.NONE], ub_cfgs={},
+        bootstrap_backend="nccl" if device.type == "cuda" else "gloo",
+    )  # fmt: skip
+
+
+def schedules() -> list[str] | None:
+    """What te_lite's GEMMs did, by its report. None where it is not there."""
+    te_lite = sys.modules.get("te_lite")
+    return sorted({row["schedule"] for row in te_lite.overlap_report()}) if te_lite else None
 
 
 def parse() -> argparse.Namespace:
@@ -174,38 +270,55 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", required=True, choices=list(FP8))
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--seed-is", required=True, choices=("rounding", "weights"))
+    parser.add_argument("--overlap", required=True, choices=("off", "on"))
+    parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--json", type=Path, required=True)
-    names = ("layers", "hidden", "ffn", "heads", "groups", "vocabulary", "sequence", "micro-batch", "steps", "warmup")
-    for name in names:
+    sizes = ("layers", "hidden", "ffn", "heads", "groups", "vocabulary", "sequence", "micro-batch")
+    for name in (*sizes, "micro-batches", "steps", "warmup", "tp", "pp", "ranks"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--device", required=True)
     return parser.parse_args()
 
 
+def join(args: argparse.Namespace) -> torch.device:
+    """Into the world of ranks, which one process is by itself; this rank's device."""
+    if args.ranks == 1:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ |= alone
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    one: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if args.ranks == 1 else {}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **one)
+    return device
+
+
 def main() -> None:
     args = parse()
     warnings.filterwarnings("ignore")  # Megatron's, about what is not installed
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if args.candidate == "te_lite" or (args.candidate, args.device) == ("local", "cpu"):
         os.environ["TE_LITE_REPLACE_TE"] = "1"
         import te_lite.compat.transformer_engine  # noqa: F401
-    device = torch.device(args.device)
+    device = join(args)
     if device.type == "cpu":
         from examples import megatron_on_cpu
 
         megatron_on_cpu.patch()
-    store = dist.HashStore()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(1, 1)
+    parallel_state.initialize_model_parallel(args.tp, args.pp)
     found: dict[str, Any] = {"runs": []}
     if args.candidate != "local":
         import transformer_engine
 
         found["version"] = transformer_engine.__version__
-    data = [tokens_of(step, args).to(device) for step in range(args.steps)]
+    if args.overlap == "on":
+        make_userbuffers(args, device)
+    first = parallel_state.get_data_parallel_rank() * args.micro_batches
+    batches = range(first, first + args.micro_batches)
+    data = [[tokens_of(step, args, batch).to(device) for batch in batches] for step in range(args.steps)]
     for seed in args.seeds:
         args.seed = seed
         if device.type == "cpu":
@@ -215,13 +328,21 @@ def main() -> None:
         else:
             torch.cuda.reset_peak_memory_stats()
             found["runs"].append(train(args, device, data))
-            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found |= {name: found["runs"][-1].pop(name) for name in ("peak_gib", "schedules")}
         gc.collect()
         if args.candidate != "local":
             from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
             FP8GlobalStateManager.reset()  # of the scales of the model that is gone
-        args.json.write_text(json.dumps(found))
+        if dist.get_rank() == 0:
+            args.json.write_text(json.dumps(found))
+    line_up(device)  # nobody uses a peer's memory any more
+    if args.overlap == "on":
+        from transformer_engine.pytorch.module.base import destroy_ub
+
+        destroy_ub()
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # who holds a group of gloo's longer may end in an abort
     dist.destroy_process_group()
 
 

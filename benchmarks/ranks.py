@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks import result_files
+from benchmarks.commands import SAFE_ENVIRONMENT
 from te_lite.testing.distributed import init_ranks, leave_ranks
 
 Measure = Callable[[argparse.Namespace, torch.device, list[dict], Callable[[], None]], None]
@@ -19,6 +21,7 @@ def run_on_ranks(name: str, args: argparse.Namespace, measure: Measure, summary:
 
     args: device, out, tree_hash. write() puts what rows holds by then into <out>/<name>.json.
     """
+    os.environ.update(SAFE_ENVIRONMENT)  # NCCL and torch read it when they begin to communicate
     tree = args.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
     rank, ranks, device = init_ranks(torch.device(args.device).type)
     if ranks < 2:

@@ -32,6 +32,8 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "layer_gain": ("tokens", "in_features", "out_features", "recipe"),
     "overlap": ("tp", "shape", "recipe", "method"),
     "overlap_gemms": _GEMM,
+    "megatron_ranks": ("candidate", "recipe", "overlap", "tp", "pp", "dp"),
+    "verbs": ("verb", "shape", "dtype", "candidate"),
     "overlap_played": ("played", *_GEMM),
     "peers": ("shape", "module", "recipe", "call", "candidate"),
     "grouped": ("section", "split", "what", "candidate"),

@@ -10,6 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+from benchmarks.commands import SAFE_ENVIRONMENT
 from benchmarks.result_files import tree_hash
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +74,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     """For a process that imports te_lite of this tree and of no other."""
     return {
         **os.environ,
+        **SAFE_ENVIRONMENT,
         "PYTHONPATH": str(folder),
         "PYTHONSAFEPATH": "",  # the script's own folder stays on the path
         "OMP_NUM_THREADS": "1",

@@ -3,10 +3,10 @@
     python examples/compare_recipes.py                  # 10 to 15 minutes on 2 CPU cores
     python examples/compare_recipes.py --experts        # train_moe.py: a mixture of experts, ep in the place of tp
 
-All recipes run at tp 1. At tp 2, sequence parallel, only those of TP2_RECIPES run, so that the whole stays short; they
-need 2 GPUs, or none. Writes docs/img/recipes.png (--experts: moe.png) and its .json, prints the final losses relative
-to bf16 at tp 1, and exits with 1 if one is more than BOUND away. Runs that are already in --runs with the same options
-are not repeated.
+All recipes run at tp 1. At tp 2 (--ranks), sequence parallel, only those of CUT_RECIPES run, so that the whole stays
+short; they need as many GPUs, or none. Writes docs/img/recipes.png (--experts: moe.png) and its .json, prints the final
+losses relative to bf16 at tp 1, and exits with 1 if one is more than BOUND away. Runs that are already in --runs with
+the same options are not repeated.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent
 RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
-TP2_RECIPES = ("bf16", "current", "mxfp8", "blockwise")
+CUT_RECIPES = ("bf16", "current", "mxfp8", "blockwise")
 BASELINE = ("bf16", 1)
 SMOOTHING = 10  # steps in the running mean of the ratio panel
 BOUND = 0.03
@@ -30,9 +30,10 @@ TAIL_LINES = 20  # of a failed run's output
 Key = tuple[str, int]  # recipe and ranks
 
 
-def runs(recipes: Sequence[str], gpus: int) -> list[Key]:
+def runs(recipes: Sequence[str], gpus: int, cuts: Sequence[int] = (2,)) -> list[Key]:
     """(recipe, tp or ep), the longest first; gpus: 0 for CPU ranks. The baseline is always among them."""
-    pairs = [(recipe, 2) for recipe in TP2_RECIPES if recipe in recipes and gpus != 1]
+    wanted = [recipe for recipe in CUT_RECIPES if recipe in recipes]
+    pairs = [(recipe, ranks) for ranks in cuts if not 0 < gpus < ranks for recipe in wanted]
     return pairs + [(recipe, 1) for recipe in RECIPES if recipe in recipes or (recipe, 1) == BASELINE]
 
 
@@ -147,7 +148,7 @@ def plot(path: Path, logs: dict[Key, dict], entropy: float, cut: str = "tp") -> 
     for (recipe, ranks), log in in_order(logs):
         style = {
             "color": colours[recipe],
-            "linestyle": "-" if ranks == 1 else ":",
+            "linestyle": {1: "-", 2: ":"}.get(ranks, "--"),
             "label": f"{recipe}, {cut} {ranks}",
         }
         losses = log["losses"]
@@ -175,6 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--experts", action="store_true", help="train a mixture of experts: train_moe.py")
     parser.add_argument("--plot", type=Path, help="default: docs/img/recipes.png, moe.png with --experts")
     parser.add_argument("--runs", type=Path, help="folder of the runs' logs; default: out/recipes, out/moe")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="tp, or ep, of the runs that are cut")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES)
     parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="runs at once; they share the cores")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -182,12 +184,14 @@ def main(argv: list[str] | None = None) -> int:
     args, extra = parser.parse_known_args(argv)
     if args.parallel < 1:
         parser.error(f"--parallel {args.parallel}: must be at least 1")
+    if min(args.ranks) < 2:
+        parser.error(f"--ranks {min(args.ranks)}: must be at least 2; all recipes run on one rank as well")
     name, cut = ("moe", "ep") if args.experts else ("recipes", "tp")
     args.plot = args.plot or EXAMPLES.parent / "docs" / "img" / f"{name}.png"
     args.runs = args.runs or Path("out") / name
     gpus = visible_gpus(args.device)
     extra = ["--device", args.device, "--steps", str(args.steps), *extra]
-    logs = train_all(runs(args.recipes, len(gpus)), gpus, args.parallel, args.runs, extra, cut)
+    logs = train_all(runs(args.recipes, len(gpus), args.ranks), gpus, args.parallel, args.runs, extra, cut)
     result = compare(logs, cut)
     plot(args.plot, logs, result["unigram_entropy"], cut)
     args.plot.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

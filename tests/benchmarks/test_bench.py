@@ -196,10 +196,10 @@ def test_kernels_smoke(tmp_path):
 
 
 def test_gemms_smoke(tmp_path):
-    assert gemms.main(["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert gemms.main(["--device", "cpu", "--rounds", "5", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "gemms.json").read_text())["rows"]
     assert {"bf16", "mxfp8", "tensorwise", "rowwise", "blockwise"} <= {row["gemm"] for row in rows}
-    assert all(row["of_bf16"] > 0 for row in rows)
+    assert all(row["of_bf16"] > 0 for row in rows)  # medians: one call may be interrupted for a hundred times as long
 
 
 def test_row_error_counts_small_rows_as_much_as_large_ones():

@@ -52,6 +52,18 @@ def test_kernels_are_divided_by_the_copy():
     assert [name for name, good in held.items() if not good] == ["kernels gpu <= 1.01"]
 
 
+def test_an_exchange_is_held_against_its_limit():
+    def one(share, rate):
+        return {("AG", "8b", "bf16", "ring"): {"gpu_us": 100 / rate, "of_limit": share}}
+
+    found = []
+    for share in (0.895, 0.885):
+        (row,) = rows_of([one(0.9, 1)], [one(share, 0.5)], two_trees.EXCHANGES)
+        assert row["share_lost"] == pytest.approx(0.9 - share)
+        found.append([name for name, good in two_trees.verdict([row], 5, 5).items() if not good])
+    assert found == [[], ["no share of the limit lower by more than 0.01"]]
+
+
 def test_a_row_of_one_tree_only_fails():
     new = process(100, 200, 1)
     new[MINE] = {"error": "RuntimeError: no"}
@@ -73,6 +85,14 @@ def test_trees_take_turns_until_the_time_is_used_up(tmp_path):
     taken, pairs = two_trees.alternate(args, ("old", "new"), tmp_path, run)
     assert order == ["old", "new", "new", "old", "old", "new"]
     assert pairs == 2 and [len(runs) for runs in taken["modules"]] == [2, 2]  # half a pair does not count
+
+
+def test_smoke_of_exchanges(tmp_path):
+    options = ["--old", str(two_trees.ROOT), "--device", "cpu", "--pairs", "1", "--rounds", "2", "--ranks", "2"]
+    two_trees.main([*options, "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "two_trees_tp2.json").read_text())
+    assert {row["row"].split()[-1] for row in content["rows"]} == {"collective", "ring"}
+    assert content["criteria"]["every row was timed in both trees"]
 
 
 def test_smoke(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 import te_lite as te
 from examples import compare_recipes
-from examples.compare_recipes import BASELINE, BOUND, RECIPES, TP2_RECIPES, Key
+from examples.compare_recipes import BASELINE, BOUND, CUT_RECIPES, RECIPES, Key
 from tests.examples.demo import REPOSITORY, TINY
 
 NAMES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
@@ -26,9 +26,11 @@ def test_every_recipe_runs() -> None:
     assert set(te.recipe.available()) - {"tensorwise"} == set(NAMES)  # tensorwise is current
     for gpus in (0, 2, 4):
         keys = compare_recipes.runs(RECIPES, gpus)
-        assert sorted(keys) == sorted([(name, 1) for name in NAMES] + [(name, 2) for name in TP2_RECIPES])
+        assert sorted(keys) == sorted([(name, 1) for name in NAMES] + [(name, 2) for name in CUT_RECIPES])
     assert sorted(compare_recipes.runs(RECIPES, 1)) == sorted((name, 1) for name in NAMES)
     assert compare_recipes.runs(["mxfp8"], 0) == [("mxfp8", 2), BASELINE, ("mxfp8", 1)]
+    assert compare_recipes.runs(["mxfp8"], 3, (2, 4)) == [("mxfp8", 2), BASELINE, ("mxfp8", 1)]
+    assert [ranks for _, ranks in compare_recipes.runs(["bf16"], 4, (2, 4))] == [2, 4, 1]
 
 
 def test_experts_are_cut_by_ep_and_the_rest_by_tp() -> None:
@@ -97,7 +99,7 @@ def test_nothing_is_started_after_a_failure(tmp_path, monkeypatch) -> None:
 
 def test_a_run_is_repeated_only_when_its_options_change(tmp_path, monkeypatch) -> None:
     """The real runs, at tp 1; then a failing one, whose output is shown."""
-    monkeypatch.setattr(compare_recipes, "TP2_RECIPES", ())
+    monkeypatch.setattr(compare_recipes, "CUT_RECIPES", ())
     outputs = ["--plot", str(tmp_path / "recipes.png"), "--runs", str(tmp_path / "runs")]
     small = [*TINY, *outputs, "--recipes", "rowwise", "--parallel", "2"]
     assert compare_recipes.main([*small, "--steps", "3"]) == 0
