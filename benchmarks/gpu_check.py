@@ -7,11 +7,11 @@
 
 Calls on the same tree add up: `--stages tests modules kernels gemms recipes` on one GPU, the others on four.
 
-Each stage is a process of its own with a time limit, and a stage that fails does not stop the next. Stages where no
-time is measured run beside each other and beside `tests`. On a GPU tests leaves out what needs none, which `make test`
-runs anywhere, what needs several (`ranks`) and what is marked slow (`matrix`, `matrix_tp2` and `random` are that).
---total-limit ends the whole before a machine's own limit would. Exit status 1 when a test failed, none ran, or a stage
-failed or ran out of time.
+Each stage is a process of its own with a limit; one that fails does not stop the next. Stages that time nothing run
+beside each other and `tests`, but `demo` comes last, by itself: beside them its runs reach their limit. On a GPU tests
+leaves out what needs none, which `make test` runs anywhere, what needs several (`ranks`) and what is marked slow
+(`matrix`, `matrix_tp2` and `random` are that).
+--total-limit ends the whole before a machine's own does. Exit status 1 when a test or stage failed, or time ran out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LIMITS_S = {
     }.items()
     for name in names.split()
 }
-BESIDE_TESTS = ("ranks", "training", "moe", "matrix", "matrix_tp2", "random", "memcheck", "demo")
+BESIDE_TESTS = ("ranks", "training", "moe", "matrix", "matrix_tp2", "random", "memcheck")
 RANDOM_PROCESSES = 2
 RANKS_WORKERS = 6  # of tests that start processes of their own
 TOTAL_S = 520.0

@@ -30,7 +30,7 @@ NARROW = 33 / 32  # of a partial sum in fp8 (ub_cfgs' fp8_buf), with its part of
 
 @dataclass(frozen=True)
 class Machine:
-    """An H200. "fitted": to the rows gemm, copies, collective of overlap_gemms.json; `stores` alone to a fused one."""
+    """An H200. "fitted": to gemm, copies and collective of overlap_gemms_h200.json; `stores` alone to a fused row."""
 
     sms: int = 132
     tflops: tuple[float, float] = (830.0, 1590.0)  # fitted: bf16, fp8, of full waves of 128 x 256 tiles

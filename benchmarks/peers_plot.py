@@ -19,7 +19,6 @@ from benchmarks.report import RESULTS, ROOT, load, provenance
 
 IMAGE = ROOT / "docs" / "img" / "peers.png"
 MODULE = "LayerNormMLP"
-FILES = ("peers_70b", "peers")
 RECIPES = ("bf16", "delayed", "current", "blockwise")
 NAMES = {"te": "Transformer Engine", "te_lite": "te_lite", "gemms": "GEMMs alone"}
 COLORS = ("tab:green", "tab:blue", "lightsteelblue")
@@ -36,12 +35,12 @@ def peers(content: dict, shape: str) -> Bars:
     }
 
 
-def draw(contents: Sequence[dict], path: Path) -> None:
+def draw(content: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    shapes = [(content, shape) for content in contents for shape in content["shapes"] if shape["name"] != "small"]
+    shapes = [shape for shape in content["shapes"] if shape["name"] != "small"]
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
-    for axes, (content, shape) in zip(figure.subplots(1, len(shapes), sharey=True), shapes, strict=True):
+    for axes, shape in zip(figure.subplots(1, len(shapes), sharey=True), shapes, strict=True):
         bars = peers(content, shape["name"])
         names = list(next(iter(bars.values())))
         width = 0.84 / len(names)
@@ -55,7 +54,7 @@ def draw(contents: Sequence[dict], path: Path) -> None:
     figure.axes[0].set_ylabel(f"{MODULE}, forward + backward:\nGPU ms (lower is better)")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize="small")
-    figure.supxlabel(provenance(contents[-1]), fontsize=6)
+    figure.supxlabel(provenance(content), fontsize=6)
     figure.savefig(path, dpi=120)
 
 
@@ -64,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--out", type=Path, default=IMAGE.parent, help="folder of the picture")
     args = parser.parse_args(argv)
-    draw([content for name in FILES if (content := load(args.results, name))], args.out / IMAGE.name)
+    content = load(args.results, "peers")
+    if content is None:
+        parser.error(f"{args.results} has no peers.json: run benchmarks/peers.py on a GPU")
+    draw(content, args.out / IMAGE.name)
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +30,15 @@ from benchmarks.tables import (
     render_llama,
     render_megatron,
     render_peers,
+)
+from benchmarks.tables_ranks import (
+    render_megatron_ranks,
+    render_moe,
+    render_overlap,
+    render_overlap_gemms,
+    render_overlap_played,
+    render_two_trees,
+    render_verbs,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,58 +219,6 @@ def render_per_shard(content: dict) -> str:
     return f"{provenance(content)} {about}\n\n{markdown(header, rows, text_columns=1)}"
 
 
-def shares_of_limit(content: dict, first: str) -> str:
-    """A line for each operation, behind its column `first`, shape and type; every candidate's time and share."""
-    candidates = list(dict.fromkeys(row["candidate"] for row in content["rows"] if not row["error"]))
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in content["rows"]:
-        key = (str(row[first]), row["shape"], row["dtype"], f"{row['m']}, {row['k']}, {row['n']}")
-        cell = f"{number(row['gpu_us'])} ({number(row['of_limit'], 2)})" if not row["error"] else ""
-        lines.setdefault(key, {})[row["candidate"]] = cell
-    table = [[*key, *(cells.get(name, "") for name in candidates)] for key, cells in lines.items()]
-    return markdown([first, "shape", "type", "M, K, N", *candidates], table, text_columns=4)
-
-
-def render_overlap_gemms(content: dict) -> str:
-    about = (
-        f"{content['tp']} ranks, microseconds of the slowest; in brackets the limit, the longer of GEMM and copies "
-        "alone, over that time. M of all ranks, K and N of the local GEMM."
-    )
-    return f"{provenance(content)} {about}{measured_twice(content['rows'])}\n\n{shares_of_limit(content, 'op')}"
-
-
-def render_overlap_played(content: dict) -> str:
-    about = "Microseconds of the slower GPU; played: how many ranks; in brackets the limit of bf16 over that time."
-    return f"{provenance(content)} {about}\n\n{shares_of_limit(content, 'played')}"
-
-
-def measured_twice(rows: list[dict]) -> str:
-    """How far the times of overlap_gemms.py's second run are from the first, where there was one."""
-    off = [(abs(row["again_us"] / row["gpu_us"] - 1), row) for row in rows if row.get("again_us") and row["gpu_us"]]
-    if not off:
-        return ""
-    most, row = max(off, key=lambda pair: pair[0])
-    where = f"{row['op']} {row['shape']} {row['dtype']}, {row['candidate']}"
-    return (
-        f" Measured twice in a row: {statistics.median(o for o, _ in off):.1%} apart (median), {most:.1%} at {where}."
-    )
-
-
-def render_overlap(content: dict) -> str:
-    columns = ("gpu_us", "collective_gpu_us", "gemms_gpu_us", "host_us", "wall_us", "collective_wall_us")
-    columns += ("graph_wall_us", "collective_graph_wall_us") * any("graph_wall_us" in row for row in content["rows"])
-    lines = []
-    for row in (row for row in content["rows"] if not row["error"]):
-        ratios = [ratio(row["collective_gpu_us"], row["gpu_us"]), ratio(row["gpu_us"], row["gemms_gpu_us"])]
-        numbers = [number(row.get(column)) for column in columns]
-        lines.append([row["shape"], row["recipe"], row["method"], *numbers[:3], *ratios, *numbers[3:]])
-    header = ["shape", "recipe", "method", "GPU us", "Collective", "GEMMs alone", "Collective / overlapped"]
-    header += ["overlapped / GEMMs", "host us", "wall us", "Collective, wall us"]
-    header += ["graph, wall us", "Collective, graph, wall us"][: len(columns) - 6]
-    about = f"{content['tp']} ranks, microseconds of the slowest, forward and backward."
-    return f"{provenance(content)} {about}\n\n{markdown(header, lines, text_columns=3)}"
-
-
 def render_check(content: dict) -> str:
     rows = []
     for row in content["rows"]:
@@ -277,11 +233,13 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "modules": ("modules", render_modules),
     "summary": ("peers", render_summary),
     "peers": ("peers", render_peers),
-    "peers_70b": ("peers_70b", render_peers),
     "host": ("host", render_host),
     "llama": ("llama", render_llama),
-    "llama_te": ("llama_te", render_llama),
     "megatron": ("megatron", render_megatron),
+    "megatron_tp4_pp1": ("megatron_tp4_pp1", render_megatron_ranks),
+    "megatron_tp2_pp1": ("megatron_tp2_pp1", render_megatron_ranks),
+    "megatron_tp1_pp2": ("megatron_tp1_pp2", render_megatron_ranks),
+    "moe": ("moe", render_moe),
     "grouped": ("grouped", render_grouped),
     "kernels": ("kernels", render_kernels),
     "gemms": ("gemms", render_gemms),
@@ -290,6 +248,8 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "overlap_gemms": ("overlap_gemms", render_overlap_gemms),
     "overlap_gemms_tp2": ("overlap_gemms_tp2", render_overlap_gemms),
     "overlap_played": ("overlap_played", render_overlap_played),
+    "two_trees_tp4": ("two_trees_tp4", render_two_trees),
+    "verbs": ("verbs", render_verbs),
     "overlap": ("overlap", render_overlap),
     "overlap_tp2": ("overlap_tp2", render_overlap),
     "check": ("gpu_check", render_check),

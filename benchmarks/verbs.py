@@ -9,10 +9,12 @@ Forward without gradients. In each run these are interleaved; a sample starts on
     nccl      torch.distributed's all-gather and then torch's GEMM, or the GEMM and then its reduce-scatter
     symm_mem  the fused operators of torch.ops.symm_mem, and its low-contention collectives
 
-"graph" is the same call in a CUDA graph. "symm_mem symmetric" has its input in symmetric memory already, so that torch
-need not copy it there. Handles are waited for at once. "beside a GEMM" runs a GEMM between the two, which takes about
-as long as NCCL; "gemm" is that GEMM alone. fp8 is per-tensor current scaling: te_lite quantizes x and the weights in
-the call, and so do its peers, by te_lite's kernels and with te_lite's one scale for the gathered shards of all ranks.
+"graph" is the same call in a CUDA graph. "symm_mem symmetric", of all_gather alone, has its input in symmetric memory
+already, so that torch need not copy it there; torch's reduce-scatter of such an input gave wrong sums on GPUs in some
+calls, with relative errors of about 50. Handles are waited for at once. "beside a GEMM" runs a GEMM between the two,
+which takes about as long as NCCL; "gemm" is that GEMM alone. fp8 is per-tensor current scaling: te_lite quantizes x and
+the weights in the call, and so do its peers, by te_lite's kernels and with te_lite's one scale for the gathered shards
+of all ranks.
 
 "against" a peer is the median over rounds of the peer's time over the candidate's, both as called or both in graphs.
 "relative_error" is the norm of a row's difference from the result in fp32, over that row's, where it is largest. What
@@ -168,7 +170,7 @@ def bare(shape: Shape, device: torch.device, beside: Step | None = None) -> Call
 
     verb = te.all_gather if gathers else te.reduce_scatter
     ways: dict[str, Step] = {"nccl": nccl, "te_lite": lambda: hidden(verb(x, group).wait)}
-    ways |= {"symm_mem": symm_mem, "symm_mem symmetric": of_symmetric}
+    ways |= {"symm_mem": symm_mem, **({"symm_mem symmetric": of_symmetric} if gathers else {})}
     bound = 0.0 if gathers else group.size() * ROUNDING["bf16"]
     return Call(verb.__name__, shape, "bf16", bound, lambda: [exchanged(x.float(), gathers)], ways, beside)
 

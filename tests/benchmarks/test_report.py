@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import commands as run_commands
-from benchmarks import gpu_check, report, result_files, tables
+from benchmarks import gpu_check, report, result_files, tables, tables_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -197,18 +197,24 @@ def test_gpu_check_trains_beside_the_tests(tmp_path, monkeypatch):
 
 
 def test_gpu_check_times_nothing_beside_other_work(tmp_path, monkeypatch):
-    demos = []
+    """And the demo trains by itself, last: beside other work its runs reach their limit."""
+    running, order = set(), []
 
     def run(command):
-        if "benchmarks/kernels.py" in command:
-            return 0 if len(demos) == 5 else 1
+        script = next(part for part in command if part.endswith(".py"))
+        order.append(script)
+        alone = not running
+        running.add(script)
         time.sleep(0.1)
-        demos.append(command)
-        return 0
+        running.discard(script)
+        return 0 if alone or script.startswith("tests/") else 1
 
     fake_commands(monkeypatch, run)
-    _, rows = stage_rows(tmp_path, "--stages", "demo", "kernels", "--ranks", "2")
+    _, rows = stage_rows(tmp_path, "--stages", "demo", "kernels", "matrix", "matrix_tp2", "--ranks", "2")
+    assert order[:2] == ["tests/distributed/run_overlap.py"] * 2
+    assert order[2:] == ["benchmarks/kernels.py"] + ["examples/train_gpt.py"] * 5
     assert next(row["status"] for row in rows if row["stage"] == "kernels") == "passed"
+    assert not set(gpu_check.BESIDE_TESTS) & {"demo", "kernels"}
 
 
 def test_gpu_check_fails_when_no_curve_was_compared(tmp_path, monkeypatch):
@@ -288,6 +294,55 @@ def test_nothing_outlives_a_command(tmp_path):
 def test_times_measured_twice():
     row = {"op": "RS", "shape": "proj 70b", "dtype": "fp8", "candidate": "ring", "gpu_us": 100.0}
     rows = [row | {"again_us": 101.0}, row | {"again_us": 99.0}, row | {"candidate": "fused", "again_us": 96.0}]
-    said = report.measured_twice([*rows, row | {"gpu_us": None, "again_us": 5.0}])
+    said = tables_ranks.measured_twice([*rows, row | {"gpu_us": None, "again_us": 5.0}])
     assert "1.0% apart (median), 4.0% at RS proj 70b fp8, fused." in said
-    assert report.measured_twice([row]) == ""
+    assert tables_ranks.measured_twice([row]) == ""
+
+
+def test_exchanges_of_two_trees(tmp_path):
+    common = {"old_share": 0.956, "new_share": 0.9, "error": None}
+    rows = [common | {"row": f"RS proj 70b fp8 8192 2048 8192 {name}"} for name in ("ring", "fused")]
+    criteria = {"no share of the limit lower by more than 0.01": False, "pairs >= 2": True}
+    write_fake(tmp_path, "two_trees_tp4", rows, old_tree="a" * 40, pairs=2, criteria=criteria)
+    text = report.rendered(page("two_trees_tp4"), tmp_path)
+    assert "| RS | proj 70b | fp8 | 8192, 2048, 8192 | 0.956, 0.900 | 0.956, 0.900 |" in text
+    assert "No share of the limit lower by more than 0.01: no; pairs >= 2: yes." in text and "`aaaaaaaaaaaa`" in text
+
+
+def test_verbs_beside_their_peers(tmp_path):
+    """Slower than a peer is bold, torch's scatters of symmetric inputs are not compared, failures are named."""
+    who = {"shape": "fc1 8b", "dtype": "bf16", "gpu_us": 100.0, "against_nccl": 0.874, "against_symm_mem": 1.25}
+    who |= {"verb": "all_gather", "error": None}
+    rows = [who | {"candidate": "te_lite"}, who | {"candidate": "te_lite graph", "gpu_us": 90.0, "against_nccl": None}]
+    rows += [who | {"candidate": "symm_mem symmetric", "gpu_us": 80.0}]
+    wrong = who | {"verb": "reduce_scatter", "gpu_us": None, "against_nccl": None, "against_symm_mem": None}
+    rows += [who | {"verb": "reduce_scatter", "candidate": "te_lite"}]
+    rows += [who | {"verb": "reduce_scatter", "candidate": "symm_mem symmetric", "gpu_us": 1.0}]
+    rows += [wrong | {"candidate": "symm_mem symmetric graph", "error": "wrong: by 50"}]
+    write_fake(tmp_path, "verbs", rows, tp=4)
+    text = report.rendered(page("verbs"), tmp_path)
+    assert "| all_gather | fc1 8b | bf16 | 100 | **0.87** | 1.25 | 90 |  | 1.25 |" in text
+    assert "memory already: all_gather 0.80 to 0.80." in text
+    assert "failed: reduce_scatter fc1 8b, symm_mem symmetric graph (wrong: by 50)." in text
+
+
+def test_megatron_over_ranks(tmp_path):
+    row = {"candidate": "te_lite", "recipe": "delayed", "overlap": "on", "error": None, "tokens_s": 1000.4}
+    row |= {"spread": 0.05, "over_te": 1.25, "speedup": 0.876, "off": [0.1, 0.7, 0.1], "peak_gib": 6.29}
+    cut = {"candidate": "te", "recipe": "bf16", "overlap": "on", "error": "the time was up", "peak_gib": None}
+    sizes = {"tp": 4, "pp": 1, "dp": 1, "micro_batches": 1, "distributed_optimizer": True, "layers": 4, "steps": 40}
+    sizes |= {"micro_batch": 1, "sequence": 4096, "peers": {"transformer_engine": "2.20.2"}, "left_out": []}
+    write_fake(tmp_path, "megatron_tp4_pp1", [row, cut], **sizes)
+    text = report.rendered(page("megatron_tp4_pp1"), tmp_path)
+    assert "| te_lite | delayed | on | 1000 | 0.05 | 1.25 | 0.88 | 0.70 (step 2) | 0.41 | 6.3 |" in text
+    assert "| te\\* | bf16 | on |  |  |  |  |  |  |  |" in text and "\\* te bf16, overlap on: the time was up." in text
+    assert "distributed optimizer" in text and "4096 tokens a step" in text
+
+
+def test_experts_over_ranks(tmp_path):
+    runs = [{"recipe": "bf16", "ep": 1, "train_ratio": 1.0, "held_out_ratio": 1.0, "held_out_loss": 1.5}]
+    runs += [runs[0] | {"recipe": "current", "ep": 2, "train_ratio": 0.98, "held_out_loss": 1.49}]
+    log = {"device": "cuda", "steps": 200, "unigram_entropy": 3.08, "worst": 0.02, "bound": 0.03, "runs": runs}
+    (tmp_path / "moe.json").write_text(json.dumps(log | {"options": {"experts": 8, "top_k": 2}}))
+    text = report.rendered(page("moe"), tmp_path)
+    assert "| bf16 | 1.500 (0.0%) |  |" in text and "| current |  | 1.490 (2.0%) |" in text and "above 3%" in text

@@ -31,6 +31,8 @@ def test_smoke(tmp_path):
     expected += [(verb, dtype) for dtype in ("bf16", "fp8") for verb in scatters]
     expected += [("reduce_scatter", "bf16"), (f"reduce_scatter {BEHIND_GEMM}", "bf16")]
     assert list(calls) == expected
+    symmetric = {verb for verb, _, _, candidate in rows if candidate.startswith("symm_mem symmetric")}
+    assert symmetric == {"all_gather", f"all_gather {BEHIND_GEMM}"}, "torch's scatters of such inputs are not trusted"
     for (verb, _, dtype, candidate), row in rows.items():
         assert row["error"] is None
         if candidate.startswith("symm_mem") or candidate.endswith("graph"):
