@@ -2,6 +2,7 @@
 // each call gives anew.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -10,7 +11,8 @@
 
 #include "bindings.h"
 #include "cublaslt.h"
-#include "launch.h"
+#include "executor.h"
+#include "fused_gemm.h"
 
 using namespace te_lite;
 
@@ -61,85 +63,155 @@ struct Patch {  // arguments[argument] = addresses[slot] + offset
   size_t slot;
   uint64_t offset;
 };
+struct Number {  // the lower half of arguments[argument] = addresses[slot]
+  int argument;
+  size_t slot;
+};
 using Patches = std::vector<std::tuple<int, size_t, uint64_t>>;
+using Numbers = std::vector<std::tuple<int, size_t>>;
 
 struct Step {
-  const Kernel* kernel;  // or gemm; where there is neither, zeros
-  GemmPlan* gemm;
-  unsigned programs;
-  size_t bytes;  // of zeros
+  std::function<void(uint64_t stream, uint64_t* arguments)> issue;
+  uint64_t stream;  // 0: that of the call
   std::vector<uint64_t> arguments;
   std::vector<Patch> patches;
+  std::vector<Number> numbers;
 };
 
 class Sequence {
  public:
   explicit Sequence(size_t slots) : slots_(slots) {}
+  ~Sequence() {
+    if (event_) driver().cuEventDestroy(event_);
+  }
 
-  // values: as Kernel.launch takes them. patches: (position in values, slot, offset) of each that is an address.
-  void add_kernel(const py::object& kernel, unsigned programs, const py::tuple& values, const Patches& patches) {
+  // Where later steps are issued; 0: to the stream of the call.
+  void on(uint64_t stream) { on_ = stream; }
+
+  // values: as Kernel.launch takes them. patches: (position in values, slot, offset) of each that is an address;
+  // numbers: (position, slot) of each integer that a call gives.
+  void add_kernel(const py::object& kernel, unsigned programs, const py::tuple& values, const Patches& patches,
+                  const Numbers& numbers) {
     const Kernel& known = kernel.cast<const Kernel&>();
     std::vector<uint64_t> arguments = packed(known, values);
     std::vector<int> places;  // of each value among the arguments
     int count = 0;
     for (const char kind : known.kinds()) places.push_back(kind == '-' ? -1 : count++);
-    add({&known, nullptr, programs, 0, std::move(arguments), {}}, patches, &places);
+    if (!first_) first_ = &known;
+    add([&known, programs, count](uint64_t stream, uint64_t* a) { known.launch(programs, stream, a, count); },
+        std::move(arguments), patches, numbers, &places);
     held_.append(kernel);
   }
 
   // patches: (position among GemmPlan.run's addresses, slot, offset).
   void add_gemm(const py::object& plan, const Patches& patches) {
-    add({nullptr, &plan.cast<GemmPlan&>(), 0, 0, std::vector<uint64_t>(kGemmAddresses), {}}, patches, nullptr);
+    GemmPlan& known = plan.cast<GemmPlan&>();
+    add([&known](uint64_t stream, uint64_t* a) { known.run(a[0], a[1], a[2], a[3], a[4], a[5], a[6], stream); },
+        std::vector<uint64_t>(7), patches, {}, nullptr);
     held_.append(plan);
   }
 
   void add_zeros(size_t bytes, size_t slot, uint64_t offset) {
-    add({nullptr, nullptr, 0, bytes, std::vector<uint64_t>(1), {}}, {{0, slot, offset}}, nullptr);
+    add([bytes](uint64_t stream,
+                uint64_t* a) { TE_LITE_CHECK(cuMemsetD8Async, a[0], 0, bytes, reinterpret_cast<void*>(stream)); },
+        std::vector<uint64_t>(1), {{0, slot, offset}}, {}, nullptr);
   }
 
-  void run(uint64_t stream, std::string_view first, const py::list& rest) const {
+  // counts: of to, act and act_t. values: a, b, other, h, those, then the words of FusedArguments.
+  void add_fused(const py::object& gemm, unsigned programs, const std::tuple<size_t, size_t, size_t>& counts,
+                 std::vector<uint64_t> values, const Patches& patches, const Numbers& numbers) {
+    const FusedGemm& known = gemm.cast<const FusedGemm&>();
+    const auto [to, act, act_t] = counts;
+    const size_t last = 4 + to + act + act_t;
+    if (values.size() != last + sizeof(FusedArguments) / sizeof(uint64_t)) {
+      throw std::invalid_argument(std::to_string(values.size()) + " values of a fused GEMM: not those of " +
+                                  std::to_string(last) + " addresses and its arguments");
+    }
+    const auto launch = [&known, programs, to = to, act = act, last](uint64_t stream, uint64_t* a) {
+      const uint64_t *const of_to = a + 4, *const of_act = of_to + to, *const of_act_t = of_act + act;
+      const uint64_t* const words = a + last;
+      const std::string arguments(reinterpret_cast<const char*>(words), sizeof(FusedArguments));
+      known.launch(programs, stream, a[0], a[1], a[2], a[3], {of_to, of_act}, {of_act, of_act_t}, {of_act_t, words},
+                   arguments);
+    };
+    add(launch, std::move(values), patches, numbers, nullptr);
+    held_.append(gemm);
+  }
+
+  // A segment of a program: its epoch is number 0, argument i of issue() address 1 + i.
+  void add_issue(const py::object& executor, const py::object& program, int segment, size_t count,
+                 const Patches& patches, const Numbers& numbers) {
+    Executor& known = executor.cast<Executor&>();
+    const Program& what = program.cast<const Program&>();
+    const auto issue = [&known, &what, segment, count](uint64_t stream, uint64_t* a) {
+      known.issue(what, segment, static_cast<uint32_t>(a[0]), stream, {a + 1, a + 1 + count}, 0);
+    };
+    add(issue, std::vector<uint64_t>(1 + count), patches, numbers, nullptr);
+    held_.append(executor);
+    held_.append(program);
+  }
+
+  void add_announce(const py::object& control, const std::string& operation, int64_t value) {
+    Control& known = control.cast<Control&>();
+    add([&known, operation, value](uint64_t, uint64_t*) { known.announce(operation, value); }, {}, {}, {}, nullptr);
+    held_.append(control);
+  }
+
+  // What comes on the stream waits for what the other has been given; 0: that of the call.
+  void add_wait(uint64_t waits, uint64_t other) {
+    if (!event_) TE_LITE_CHECK(cuEventCreate, &event_, kEventDisableTiming);
+    const auto wait = [this, waits, other](uint64_t stream, uint64_t*) {
+      TE_LITE_CHECK(cuEventRecord, event_, reinterpret_cast<void*>(other ? other : stream));
+      TE_LITE_CHECK(cuStreamWaitEvent, reinterpret_cast<void*>(waits ? waits : stream), event_, 0);
+    };
+    const uint64_t before = std::exchange(on_, 0);
+    add(wait, {}, {}, {}, nullptr);
+    on_ = before;
+  }
+
+  void run(uint64_t stream, std::string_view first, const py::list& rest, const std::vector<uint64_t>& numbers) const {
     std::vector<uint64_t> at(first.size() / sizeof(uint64_t));
     std::memcpy(at.data(), first.data(), at.size() * sizeof(uint64_t));
     for (const py::handle& tensor : rest) at.push_back(reinterpret_cast<uint64_t>(look(tensor).data));
-    if (at.size() != slots_) throw std::invalid_argument(std::to_string(at.size()) + " tensors: not one for each slot");
+    at.push_back(0);  // from where what stays in its place is counted
+    at.insert(at.end(), numbers.begin(), numbers.end());
+    if (at.size() != slots_) throw std::invalid_argument(std::to_string(at.size()) + " values: not one for each slot");
     const py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
-    uint64_t arguments[kMostArguments];
+    std::vector<uint64_t> arguments(most_);
+    if (first_) first_->enter();  // for what comes before it too
     for (const Step& step : steps_) {
-      if (step.kernel) {
-        step.kernel->enter();  // for what comes before it too
-        break;
-      }
-    }
-    for (const Step& step : steps_) {
-      std::copy(step.arguments.begin(), step.arguments.end(), arguments);
+      std::copy(step.arguments.begin(), step.arguments.end(), arguments.begin());
       for (const Patch& patch : step.patches) arguments[patch.argument] = at[patch.slot] + patch.offset;
-      if (step.gemm) {
-        const uint64_t* const a = arguments;
-        step.gemm->run(a[0], a[1], a[2], a[3], a[4], a[5], a[6], stream);
-      } else if (step.kernel) {
-        step.kernel->launch(step.programs, stream, arguments, static_cast<int>(step.arguments.size()));
-      } else {
-        TE_LITE_CHECK(cuMemsetD8Async, arguments[0], 0, step.bytes, reinterpret_cast<void*>(stream));
+      for (const auto& [argument, slot] : step.numbers) {
+        arguments[argument] = (arguments[argument] & ~uint64_t{0xFFFFFFFF}) | (at[slot] & 0xFFFFFFFF);
       }
+      step.issue(step.stream ? step.stream : stream, arguments.data());
     }
   }
 
  private:
-  static constexpr size_t kGemmAddresses = 7;
-
-  void add(Step step, const Patches& patches, const std::vector<int>* places) {
-    for (const auto& [position, slot, offset] : patches) {
+  void add(std::function<void(uint64_t, uint64_t*)> issue, std::vector<uint64_t> arguments, const Patches& patches,
+           const Numbers& numbers, const std::vector<int>* places) {
+    Step step{std::move(issue), on_, std::move(arguments), {}, {}};
+    const auto placed = [&](int position, size_t slot) {
       const int argument = places ? places->at(position) : position;
       if (argument < 0 || argument >= static_cast<int>(step.arguments.size()) || slot >= slots_) {
-        throw std::invalid_argument("a step's address " + std::to_string(position) + " from slot " +
+        throw std::invalid_argument("a step's value " + std::to_string(position) + " from slot " +
                                     std::to_string(slot) + ": it has no such argument, or the sequence no such slot");
       }
-      step.patches.push_back({argument, slot, offset});
-    }
+      return argument;
+    };
+    for (const auto& [position, slot, offset] : patches) step.patches.push_back({placed(position, slot), slot, offset});
+    for (const auto& [position, slot] : numbers) step.numbers.push_back({placed(position, slot), slot});
+    most_ = std::max({most_, step.arguments.size() + 2});  // a launch puts two behind them
     steps_.push_back(std::move(step));
   }
 
   const size_t slots_;
+  size_t most_ = 0;
+  uint64_t on_ = 0;
+  void* event_ = nullptr;  // one is enough: a stream that waits for it keeps to what was recorded by then
+  const Kernel* first_ = nullptr;
   std::vector<Step> steps_;
   py::list held_;  // what the steps point to
 };
@@ -149,9 +221,15 @@ class Sequence {
 void bind_sequence(py::module_& m) {
   py::class_<Sequence>(m, "Sequence", "Launches issued by one call. See _C.pyi.")
       .def(py::init<size_t>(), "slots"_a)
-      .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a)
+      .def("on", &Sequence::on, "stream"_a)
+      .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a, "numbers"_a)
       .def("add_gemm", &Sequence::add_gemm, "plan"_a, "patches"_a)
       .def("add_zeros", &Sequence::add_zeros, "bytes"_a, "slot"_a, "offset"_a)
-      .def("run", &Sequence::run, "stream"_a, "first"_a, "rest"_a);
+      .def("add_fused", &Sequence::add_fused, "gemm"_a, "programs"_a, "counts"_a, "values"_a, "patches"_a, "numbers"_a)
+      .def("add_issue", &Sequence::add_issue, "executor"_a, "program"_a, "segment"_a, "count"_a, "patches"_a,
+           "numbers"_a)
+      .def("add_announce", &Sequence::add_announce, "control"_a, "operation"_a, "value"_a)
+      .def("add_wait", &Sequence::add_wait, "waits"_a, "other"_a)
+      .def("run", &Sequence::run, "stream"_a, "first"_a, "rest"_a, "numbers"_a = std::vector<uint64_t>());
   m.def("described", &described, "tensors"_a);
 }

@@ -158,8 +158,9 @@ class LayerFunction(torch.autograd.Function):
                     inputs += q.tensors
             key, found = recordings.look_up((layer, "forward", needs), inputs)
         if found is not None:
+            first = call.plans[0]
             for plan in call.plans:
-                plan.parallel.rows = x.numel() // shape[-1]
+                plan.parallel.rows = x.numel() // shape[-1] * (first.tp.size if first.gathers_x else 1)
         elif key is None:
             found = taken_apart(layer.forward(call, needs, x, params))
         else:

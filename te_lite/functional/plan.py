@@ -18,9 +18,10 @@ from te_lite.functional.parallel import Unsplit
 from te_lite.functional.recordings import Recordings
 from te_lite.functional.shared_input import SharedInput
 from te_lite.ops.nvtx import ENABLED, ranged
-from te_lite.ops.recorder import WANTED
+from te_lite.ops.recorder import BETWEEN_RANKS, WANTED
 from te_lite.ops.transpose import PAD
 from te_lite.overlap.alone import Beside
+from te_lite.overlap.exchange import Place
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
@@ -196,10 +197,17 @@ class LinearPlan:
 
     @property
     def recordable(self) -> bool:
-        """Whether nothing but te_lite's own kernels and cublasLt runs for this linear, on one rank's GPU alone."""
+        """Whether nothing but te_lite's own kernels, its exchanges and cublasLt runs for this linear."""
         gemms = self.operands.fprop, self.operands.dgrad, self.operands.wgrad
         own = all(vars(type(q)).get("recordable") for gemm in gemms for q in (gemm.a, gemm.b))
-        return WANTED and not ENABLED and own and type(self.parallel) is Unsplit and not self.sink.late
+        alone = type(self.parallel) is Unsplit or (BETWEEN_RANKS and bool(self.places))
+        return WANTED and not ENABLED and own and alone and not self.sink.late
+
+    @property
+    def places(self) -> list[Place]:
+        """Of its exchanges, where all go through userbuffers."""
+        exchanges = self.parallel.exchanges if self.tp.active else ()
+        return [one.place for one in exchanges] if all(one.hides for one in exchanges) else []
 
     @ranged("te_lite.wgrad")
     def put_wgrad(self, param: Tensor, dy: QTensor, x: QTensor) -> Tensor | None:

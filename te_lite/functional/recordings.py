@@ -2,6 +2,9 @@
 
 A body is Layer.forward or Layer.backward for one call. Its first run is an ordinary one, its second is recorded, and
 later ones are replayed: their launches alone are issued.
+
+Between ranks a replay takes the turns that the body took, announces what it announced and issues the same programs:
+the other ranks cannot tell it from the body.
 """
 
 from __future__ import annotations
@@ -17,22 +20,29 @@ from te_lite.functional.saved import Item, Shells, taken_apart
 from te_lite.ops.gemm import reduces_low
 from te_lite.ops.recorder import Recorded, Recorder
 from te_lite.ops.registry import capturing, unwatched
+from te_lite.overlap.exchange import Note, Place
 from te_lite.quantize import replay
 
 MOST_FLOPS = 1 << 37  # of one product; an estimate of where a layer takes the device longer than the host
+MOST_FLOPS_BETWEEN_RANKS = 1 << 41  # an exchange takes the host several times as long as the product that hides it
 _MOST = 256  # kept for one module; each token count makes some
 _TRIES = 6  # the first calls compile and allocate what later ones find, some only after a pass has ended
 
 Taken = tuple[list[Tensor], Shells]  # what a body gives, as taken_apart() has it
-Known = tuple[Recorded, Shells] | int  # a recording and the shells of its results, or how often the body has run
+# A recording, the shells of its results and what the report says of its exchanges, or how often the body has run.
+Known = tuple[Recorded, Shells, list[Note | None]] | int
 
 
 class Recordings:
-    """The recordings of one module, by all that its launches follow from. weights: elements of its largest weight."""
+    """The recordings of one module, by all that its launches follow from.
 
-    def __init__(self, weights: int) -> None:
+    weights: elements of its largest weight. places: of exchanges that go through the userbuffers of one group."""
+
+    def __init__(self, weights: int, places: Sequence[Place] = ()) -> None:
         self._known: dict[tuple, Known] = {}
-        self._most_tokens = MOST_FLOPS // (2 * max(1, weights))
+        self._places, self._group = places, next((place.group for place in places), None)
+        most = MOST_FLOPS_BETWEEN_RANKS if places else MOST_FLOPS
+        self._most_tokens = most // (2 * max(1, weights))
 
     def look_up(self, decided: tuple, inputs: tuple[Tensor | None, ...]) -> tuple[tuple | None, Taken | None]:
         """(key, results). Where the body is recorded, it has been replayed, and these are its results. Else results is
@@ -44,16 +54,30 @@ class Recordings:
         if not unwatched() or replay.OPEN.frames:
             return None, None
         description, addresses = described(inputs)
-        key = decided, reduces_low(), description
+        key: tuple = decided, reduces_low(), description
+        group = self._group
+        if group is not None:
+            if group.closed or capturing():
+                return None, None
+            key += (group.turns(),)
         known: Any = self._known.get(key, 0)
         if known.__class__ is int:
             first: Any = inputs[0]  # the host does not hold up large layers
             wanted = known < _TRIES and first.numel() <= first.shape[-1] * self._most_tokens
             return key if wanted else None, None
-        recorded, shells = known
+        recorded, shells, notes = known
         if torch._C._cuda_getDevice() != recorded.device:
             return None, None
-        return key, (recorded.run(inputs, addresses), shells)
+        if group is None:
+            return key, (recorded.run(inputs, addresses), shells)
+        try:
+            results = recorded.run(inputs, addresses)
+        except BaseException as error:
+            group.failed(f"a recorded pass over {', '.join({place.label for place in self._places})}", error)
+            raise
+        for place, note in zip(self._places, notes, strict=True):
+            place.note = note
+        return key, (results, shells)
 
     def run(self, key: tuple, inputs: Sequence[Tensor | None], body: Callable[[], Sequence[Item]]) -> Taken:
         """body(), for which look_up() gave `key`. The second run under a key is recorded."""
@@ -65,11 +89,11 @@ class Recordings:
         self._known[key] = tries + 1
         if not tries:
             return taken_apart(body())
-        recorder = Recorder(inputs)
+        recorder = Recorder(inputs, () if self._group is None else self._group.fixed())
         tensors, shells = taken_apart(recorder.run(body))
         recorded = recorder.finish(tensors)
         if recorded is not None:
-            self._known[key] = recorded, shells
+            self._known[key] = recorded, shells, [place.note for place in self._places]
         return tensors, shells
 
 

@@ -47,10 +47,16 @@ def build_plans(
     for i, weight in enumerate(weights):
         plans += (_build_plan(module, i, recipe, state, dtype, weight, strict, plans[-1] if plans else None),)
     if weights[0].is_cuda and all(plan.recordable for plan in plans):
-        plans[0].recordings = Recordings(max(weight.numel() for weight in weights))
+        plans[0].recordings = recordings_of(plans, weights)
     with PLANNED_LOCK:
         PLANNED[module] = plans
     return plans
+
+
+def recordings_of(plans: tuple[LinearPlan, ...], weights: tuple[Tensor, ...]) -> Recordings:
+    """For the bodies of plans that are all recordable."""
+    places = [place for plan in plans for place in plan.places]
+    return Recordings(max(weight.numel() for weight in weights), places)
 
 
 def quantizers(

@@ -6,6 +6,7 @@ while others multiply the next.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
 _ARGUMENTS = struct.Struct("=29Q11i4x")
 _NO_RANKS = (0,) * _C.MOST_FUSED_RANKS
+_DELTA = 29  # the 64-bit word of them whose lower half is delta
+Place = int | Tensor  # where a map begins: an address in the memory of another rank, or a view that begins there
 ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
 _SCALES = ("none", "tensor", "row")
 SWIGLU = Activation.of("swiglu")
@@ -117,20 +120,32 @@ class Arguments:
         addresses = [0 if t is None else t.data_ptr() for t in values[2:15]]
         return _ARGUMENTS.pack(*of_ranks[0], *of_ranks[1], *addresses, signed(self.delta), *values[16:])
 
+    def tensors(self) -> list[tuple[int, Tensor]]:
+        """(which 64-bit word of packed(), the tensor whose address it is)."""
+        found = [getattr(self, name) for name in Arguments.__slots__[2:15]]
+        return [(2 * len(_NO_RANKS) + i, t) for i, t in enumerate(found) if t is not None]
+
 
 def launch(
     kind: Kind, clusters: int, arguments: Arguments, *, a: Tensor, b: Tensor, other: Tensor, h: Tensor | None = None,
-    to: Sequence[int], act: Sequence[int] = (), act_t: Sequence[int] = (),
+    to: Sequence[Place], act: Sequence[Place] = (), act_t: Sequence[Place] = (),
 ) -> None:  # fmt: skip
-    """a to act_t: of FusedMaps in csrc/gemm_fused.h, the last three by address."""
+    """a to act_t: of FusedMaps in csrc/gemm_fused.h."""
     launched(a, b)
-    if OPEN.recorder is not None:
-        OPEN.recorder.refuse("a fused GEMM runs")
-    index = a.device.index
-    _loaded(index, kind).launch(
-        2 * clusters, torch._C._cuda_getCurrentRawStream(index), a.data_ptr(), b.data_ptr(), other.data_ptr(),
-        0 if h is None else h.data_ptr(), to, act, act_t, arguments.packed(),
-    )  # fmt: skip
+    index, packed, maps = a.device.index, arguments.packed(), (to, act, act_t)
+    addresses = [[one if isinstance(one, int) else one.data_ptr() for one in places] for places in maps]
+    operands = a.data_ptr(), b.data_ptr(), other.data_ptr(), 0 if h is None else h.data_ptr()
+    gemm, (of_to, of_act, of_act_t) = _loaded(index, kind), addresses
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    gemm.launch(2 * clusters, stream, *operands, of_to, of_act, of_act_t, packed)
+    if OPEN.recorder is None:
+        return
+    given = [a, b, other, h, *to, *act, *act_t]
+    tensors = [(i, t) for i, t in enumerate(given) if isinstance(t, Tensor)]
+    tensors += [(len(given) + word, t) for word, t in arguments.tensors()]
+    words = [*operands, *itertools.chain(*addresses), *struct.unpack(f"={len(packed) // 8}Q", packed)]
+    delta = len(given) + _DELTA, arguments.delta & 0xFFFFFFFF
+    OPEN.recorder.fused(gemm, 2 * clusters, (len(to), len(act), len(act_t)), words, tensors, delta)
 
 
 def check(name: str, a: Tensor, b: Tensor, shard: int, ranks: int) -> None:

@@ -23,6 +23,7 @@ from te_lite.ops import gemm_fused as fused
 from te_lite.ops.activation import Activation
 from te_lite.ops.gemm_fused import ALIGNED_COLUMNS, ROWS, Kind
 from te_lite.ops.launch import sm_count
+from te_lite.ops.recorder import OPEN
 
 _RATES = {256: 1.0, 224: 0.985, 192: 0.97, 128: 0.9}  # of tiles of so many columns: narrow ones load more for a product
 
@@ -164,11 +165,14 @@ def _check_wanted(wanted: Wanted, needed: tuple[int, int], dtype: torch.dtype, d
         )
 
 
-def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[int]:
+def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[fused.Place]:
     """Where each rank's begin, so many elements apart."""
     if whole is None:
         return []
-    return [whole.data_ptr() + rank * elements * whole.element_size() for rank in range(ranks)]
+    if OPEN.recorder is None:
+        return [whole.data_ptr() + rank * elements * whole.element_size() for rank in range(ranks)]
+    flat = whole.view(-1)
+    return [flat[rank * elements :] for rank in range(ranks)]
 
 
 def _allocate(own: Tensor, shape: tuple[int, int], wanted: Wanted, dtype: torch.dtype, clusters: int) -> Epilogue:

@@ -115,6 +115,6 @@ def gemm_scatter(
     )  # fmt: skip
     fused.launch(
         kind, min(clusters, ranks * count * pairs * columns), arguments, a=a, b=b, other=staging, h=residual,
-        to=[*to[:rank], out.data_ptr(), *to[rank + 1 :]],
+        to=[*to[:rank], out, *to[rank + 1 :]],
     )  # fmt: skip
     return out

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from te_lite.ops.flags import POLL_AGAIN, wait_flags
 from te_lite.ops.launch import INTERPRETED, _ready, after_previous
+from te_lite.ops.recorder import OPEN
 from te_lite.ops.scalars import new_scalar
 
 SLOTS = 2
@@ -120,8 +121,11 @@ def _launch(most: int, values, slots, targets, done, word, delta, abort, out) ->
     device, ranks = values.device, targets.numel()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     addresses = [t.data_ptr() for t in (values, slots, targets, done, word, abort, out)]
-    arguments = (*addresses, delta, values.numel(), ranks, most)
-    compiled_group_max(device, ranks, most).launch(1, stream, arguments)
+    rest, kernel = (delta, values.numel(), ranks, most), compiled_group_max(device, ranks, most)
+    if OPEN.recorder is not None:
+        tensors = values, slots, targets, done, word, abort, out
+        OPEN.recorder.kernel(kernel, 1, tensors, rest, len(tensors), (len(tensors), delta & 0xFFFFFFFF))
+    kernel.launch(1, stream, (*addresses, *rest))
 
 
 def group_maxima_ref(values, slots, targets, done, word, delta, abort) -> None:

@@ -3,6 +3,10 @@
 A body is a function whose launches follow from shapes, dtypes and addresses modulo 256 alone. While it runs as usual a
 dispatch mode sees what it allocates, and launch() and product() note what they issue. Anything else that would run on
 the device makes the recording fail, and such a body simply runs as it is.
+
+Between ranks a body also takes turns in buffers, each of which gives it a number, an epoch; it issues programs that
+hold them, announces operations, and reads memory that stays in its place. Whose turn it is decides where in a buffer
+things lie: it is for the caller to tell recordings of different turns apart.
 """
 
 from __future__ import annotations
@@ -17,16 +21,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_lite import _C
-from te_lite._C import described
+from te_lite.ops.recorded import Fetch, Recorded, Turns, View, packed
 from te_lite.ops.registry import implementation
 
 aten = torch.ops.aten
-WANTED = os.environ.get("TE_LITE_RECORD", "1") not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+_WORD = os.environ.get("TE_LITE_RECORD", "1")
+if _WORD not in ("", "0", "1", "ranks"):
+    raise ValueError(f"TE_LITE_RECORD={_WORD!r}: must be 0, 1 or ranks; leave it out for 1")
+WANTED = _WORD not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+BETWEEN_RANKS = _WORD == "ranks"  # also what goes through userbuffers, which is not the default yet
 _ALLOCATE = frozenset((aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default))
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
-_ALIGNED = 512  # bytes: as torch's own allocations
 
-Fetch = Callable[[], tuple[Tensor | None, ...]]
 Given = tuple[int, int]  # (slot, offset in bytes)
 
 
@@ -40,57 +46,23 @@ OPEN = Open()
 
 
 class _Step(NamedTuple):
-    issued: _C.Kernel | _C.GemmPlan | None  # None: zeros
-    programs: int  # of a kernel
-    values: tuple[Any, ...]
-    tensors: tuple[tuple[int, Tensor], ...]  # (position of its address, the tensor)
-    anywhere: int  # so many of the first positions may hold any address; later ones were seen modulo 256
-
-
-class _View(NamedTuple):
-    """A result that is no whole slot."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, base: Tensor) -> Tensor:
-        base = base if base.dtype == self.dtype else base.view(self.dtype)
-        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
-
-
-class Recorded:
-    """A body as launches. given: tensors that a call brings, then those that fetches give; made: results that a call
-    allocates; then one block of all that only the launches see."""
-
-    def __init__(
-        self, sequence: _C.Sequence, device: torch.device, fetches: list[Fetch],
-        made: list[tuple[torch.Size, torch.dtype]], block: int, results: list[tuple[int, _View | None]],
-    ) -> None:  # fmt: skip
-        self._sequence, self.device, self._fetches, self._results = sequence, device.index, fetches, results
-        allocations = [*made, (torch.Size((block,)), torch.uint8)] if block else made
-        # Of at most one element in memory: empty_like() of them takes half the time of empty().
-        self._made = [_like(shape, dtype, device) for shape, dtype in allocations]
-
-    def run(self, inputs: tuple[Tensor | None, ...], addresses: bytes | None = None) -> list[Tensor]:
-        """The body's results for inputs of the same description. addresses: with which described() gave that."""
-        addresses = described(inputs)[1] if addresses is None else addresses
-        more: list[Any] = []
-        for fetch in self._fetches:
-            more += fetch()
-        for like in self._made:
-            more.append(torch.empty_like(like))
-        self._sequence.run(torch._C._cuda_getCurrentRawStream(self.device), addresses, more)
-        slots: Any = (*inputs, *more)
-        return [slots[slot] if view is None else view.of(slots[slot]) for slot, view in self._results]
+    add: Callable[[_C.Sequence, list[tuple[int, int, int]], list[tuple[int, int]]], None]  # to a sequence
+    tensors: tuple[tuple[int, Tensor], ...] = ()  # (position of its address, the tensor)
+    anywhere: int = 0  # so many of the first positions may hold any address; later ones were seen modulo 256
+    numbers: tuple[tuple[int, int], ...] = ()  # (position, which turn's epoch)
+    use: object = None  # of a buffer: until its last step the tensors of all of them are read
+    stream: int = 0  # its handle, where it is not that of the body
 
 
 class Recorder(TorchDispatchMode):
-    """Sees a body run. inputs: all tensors that it reads or writes and does not make or fetch."""
+    """Sees a body run. inputs: all tensors that it reads or writes and does not make or fetch, but for those that lie
+    in `fixed`: memory that stays in its place as long as the recording is used."""
 
-    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+    def __init__(self, inputs: Sequence[Tensor | None], fixed: Sequence[Tensor] = ()) -> None:
         super().__init__()
+        self._fixed = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in fixed]
+        self._turns: list[tuple[Turns, int]] = []  # with its epoch in the run that is seen
+        self._stream = _current_stream()
         self.why_not = ""  # it cannot be recorded; empty while it can
         self._fetches: list[Fetch] = []
         self._given: list[Tensor | None] = list(inputs)
@@ -118,7 +90,7 @@ class Recorder(TorchDispatchMode):
         if func in _ALLOCATE or func in _ZEROS:
             self._made[out.untyped_storage()._cdata] = out
             if func in _ZEROS and out.numel():
-                self._steps.append(_Step(None, 0, (), ((0, out),), 0))
+                self._step(lambda to, at, _: to.add_zeros(out.nbytes, *at[0][1:]), (out,))
         elif not _is_view(func):
             self.refuse(f"{func} runs")
         return out
@@ -132,18 +104,80 @@ class Recorder(TorchDispatchMode):
         self._given += tensors
 
     def kernel(
-        self, kernel: Any, programs: int, tensors: Sequence[Tensor | None], rest: tuple[Any, ...], anywhere: int
-    ) -> None:
-        """A launch, of addresses and then the rest. anywhere: so many of the first addresses may be any."""
+        self, kernel: Any, programs: int, tensors: Sequence[Tensor | None], rest: tuple[Any, ...], anywhere: int,
+        epoch: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """A launch, of addresses and then the rest. anywhere: so many of the first addresses may be any. epoch: where
+        in all of them an epoch stands, and the one that does."""
         if not isinstance(kernel, _C.Kernel):
             return self.refuse("a kernel is launched by Triton")
         values = (*[None if t is None else 0 for t in tensors], *rest)
-        present = tuple([(i, t) for i, t in enumerate(tensors) if t is not None])
-        self._steps.append(_Step(kernel, programs, values, present, anywhere))
+        numbers = () if epoch is None else ((epoch[0], self._turn(epoch[1])),)
+        self._step(lambda to, at, turns: to.add_kernel(kernel, programs, values, at, turns), tensors, anywhere, numbers)
 
     def gemm(self, plan: _C.GemmPlan, tensors: Sequence[Tensor | None]) -> None:
         """A product, of tensors as GemmPlan.run takes their addresses."""
-        self._steps.append(_Step(plan, 0, (), tuple([(i, t) for i, t in enumerate(tensors) if t is not None]), 0))
+        self._step(lambda to, at, _: to.add_gemm(plan, at), tensors)
+
+    def fused(
+        self, gemm: _C.FusedGemm, programs: int, counts: tuple[int, int, int], words: list[int],
+        tensors: Sequence[tuple[int, Tensor]], epoch: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """A fused GEMM. words: as Sequence.add_fused takes values; tensors: (which of them is its address, a tensor, or
+        a view of where the address points). epoch: as of kernel()."""
+        numbers = ((epoch[0], self._turn(epoch[1])),)
+        self._steps.append(
+            _Step(
+                lambda to, at, turns: to.add_fused(gemm, programs, counts, words, at, turns), tuple(tensors),
+                numbers=numbers, stream=self._side(),
+            )
+        )  # fmt: skip
+
+    # between ranks
+
+    def turn(self, turns: Turns, epoch: int) -> None:
+        """The body has taken a turn, which gave it `epoch`."""
+        self._turns.append((turns, epoch))
+
+    def issue(
+        self, executor: _C.Executor, program: _C.Program, segment: int, epoch: int, count: int,
+        tensors: Sequence[Tensor], use: object,
+    ) -> None:  # fmt: skip
+        """A segment of a program, whose `count` arguments are the addresses of tensors and then zeros."""
+        present = tuple([(1 + i, t) for i, t in enumerate(tensors)])
+        numbers = ((0, self._turn(epoch)),)
+        self._steps.append(
+            _Step(
+                lambda to, at, turns: to.add_issue(executor, program, segment, count, at, turns), present,
+                numbers=numbers, use=use, stream=self._side(),
+            )
+        )  # fmt: skip
+
+    def announce(self, control: _C.Control, operation: str, value: int) -> None:
+        self._step(lambda to, _, __: to.add_announce(control, operation, value))
+
+    def waits(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        """What comes on a stream waits for what another has been given."""
+        handles = [0 if one.cuda_stream == self._stream else one.cuda_stream for one in (stream, other)]
+        self._steps.append(_Step(lambda to, _, __: to.add_wait(*handles), stream=-1))
+
+    def _turn(self, epoch: int) -> int:
+        """Which turn gave the epoch; of several with the same one any will do, for they go on together."""
+        found = [i for i, (_, given) in enumerate(self._turns) if given == epoch]
+        if not found:
+            self.refuse("an epoch comes from no turn of the body's")
+        return found[0] if found else 0
+
+    def _side(self) -> int:
+        current = _current_stream()
+        return 0 if current == self._stream else current
+
+    def _step(
+        self, add: Any, tensors: Sequence[Tensor | None] = (), anywhere: int = 0,
+        numbers: tuple[tuple[int, int], ...] = (),
+    ) -> None:  # fmt: skip
+        present = tuple([(i, t) for i, t in enumerate(tensors) if t is not None])
+        self._steps.append(_Step(add, present, anywhere, numbers, stream=self._side()))
 
     # what was seen
 
@@ -153,30 +187,30 @@ class Recorder(TorchDispatchMode):
         try:
             return self._finish(results)
         finally:
-            self._given, self._made, self._steps = [], {}, []
+            self._given, self._made, self._steps, self._turns = [], {}, [], []
 
     def _finish(self, results: Sequence[Tensor]) -> Recorded | None:
         uses = self._uses()
-        if self.why_not or not self._steps:
+        if self.why_not or not any(step.tensors for step in self._steps):
             return None
-        device = self._steps[0].tensors[0][1].device
+        device = next(step for step in self._steps if step.tensors).tensors[0][1].device
         kept, found = self._kept(results)
-        offsets, block = _packed([(key, self._made[key], *span) for key, span in uses.items() if key not in kept])
+        offsets, block = packed([(key, self._made[key], *span) for key, span in uses.items() if key not in kept])
         first, last = len(self._given), len(self._given) + len(kept)
         places = {key: (first + i, 0) for i, key in enumerate(kept)} | {key: (last, at) for key, at in offsets.items()}
         if self.why_not:
             return None
-        sequence = _C.Sequence(last + bool(block))
+        zero = last + bool(block)  # the slot from which fixed memory is counted; behind it those of epochs
+        sequence, on = _C.Sequence(zero + 1 + len(self._turns)), 0
         for step in self._steps:
-            patches = [(position, *self._place(t, places)) for position, t in step.tensors if t.numel()]
-            if isinstance(step.issued, _C.Kernel):
-                sequence.add_kernel(step.issued, step.programs, step.values, patches)
-            elif step.issued is not None:
-                sequence.add_gemm(step.issued, patches)
-            else:
-                sequence.add_zeros(step.tensors[0][1].nbytes, *patches[0][1:])
+            if step.stream not in (on, -1):
+                on = step.stream
+                sequence.on(on)
+            patches = [(position, *self._place(t, places, zero)) for position, t in step.tensors if t.numel()]
+            step.add(sequence, patches, [(position, zero + 1 + turn) for position, turn in step.numbers])
         slots = [(at if isinstance(at, int) else places[at[0]][0], view) for at, view in found]
-        return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots)
+        turns = [turns for turns, _ in self._turns]
+        return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots, turns)
 
     def _slot(self, t: Tensor) -> Given | None:
         """The given tensor that t is, or in which it lies."""
@@ -191,21 +225,36 @@ class Recorder(TorchDispatchMode):
             return None
         return found[0]
 
+    def _is_fixed(self, t: Tensor) -> bool:
+        at = t.data_ptr()
+        return any(first <= at < last for first, last in self._fixed)
+
     def _uses(self) -> dict[int, tuple[int, int]]:
         """The first and the last step that uses each allocation."""
         uses: dict[int, tuple[int, int]] = {}
+        # What a buffer's use was given is read until its last step; and what two streams use, while both do.
+        ends = {id(step.use): i for i, step in enumerate(self._steps) if step.use is not None}
+        waits = [i for i, step in enumerate(self._steps) if step.stream == -1]
         for i, step in enumerate(self._steps):
+            begin, end = i, i if step.use is None else ends[id(step.use)]
+            if waits and waits[0] <= end and begin <= waits[-1]:
+                begin, end = min(begin, waits[0]), max(end, waits[-1])
             for position, t in step.tensors:
                 key = t.untyped_storage()._cdata
                 if key in self._made:
-                    uses[key] = uses.get(key, (i, i))[0], i
-                elif t.numel() and (slot := self._slot(t)) and slot[0] >= self._inputs and position >= step.anywhere:
+                    known = uses.get(key, (begin, end))
+                    uses[key] = min(known[0], begin), max(known[1], end)
+                elif not t.numel() or self._is_fixed(t):
+                    continue
+                elif (slot := self._slot(t)) and slot[0] >= self._inputs and position >= step.anywhere:
                     self.refuse("a kernel was compiled for the address of what is fetched")
         return uses
 
-    def _place(self, t: Tensor, places: dict[int, Given]) -> Given:
+    def _place(self, t: Tensor, places: dict[int, Given], zero: int) -> Given:
         key = t.untyped_storage()._cdata
         if key not in self._made:
+            if self._is_fixed(t):
+                return zero, t.data_ptr()
             slot = self._slot(t)
             assert slot is not None  # or _uses has refused
             return slot
@@ -240,15 +289,21 @@ class Recorder(TorchDispatchMode):
         return kept, found
 
 
-def _like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of which empty_like() has the strides of empty(shape): keys of recordings hold them. It keeps those of dense
-    tensors, of one element or none, and would take zeros from them."""
-    return torch.empty(shape if shape.numel() < 2 else (), dtype=dtype, device=device).expand(shape)
+def _current_stream() -> int:
+    """The handle; 0 also where there are no GPUs."""
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if torch.cuda.is_initialized() else 0
 
 
-def _view(t: Tensor, base: Tensor | None) -> _View:
+def wait_stream(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """stream.wait_stream(other), which a recording sees."""
+    stream.wait_stream(other)
+    if OPEN.recorder is not None:
+        OPEN.recorder.waits(stream, other)
+
+
+def _view(t: Tensor, base: Tensor | None) -> View:
     offset: Any = t.storage_offset()
-    return _View(t.dtype, t.shape, t.stride(), offset - (0 if base is None else base.storage_offset()))
+    return View(t.dtype, t.shape, t.stride(), offset - (0 if base is None else base.storage_offset()))
 
 
 def _is_whole(t: Tensor) -> bool:
@@ -265,23 +320,3 @@ def _is_view(func: Any) -> bool:
     returned = func._schema.returns
     aliases = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
     return (aliases and not func._schema.is_mutable) or func is aten._unsafe_view.default
-
-
-def _packed(uses: list[tuple[int, Tensor, int, int]]) -> tuple[dict[int, int], int]:
-    """(an offset for each allocation of (key, tensor, first, last step) in one block, the block's bytes): what no step
-    uses together may lie in the same place."""
-    offsets: dict[int, int] = {}
-    taken: list[tuple[int, int, int]] = []  # (start, stop, last step)
-    end = 0
-    for key, t, first, last in sorted(uses, key=lambda use: use[2]):
-        size = -(-t.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
-        taken = sorted(use for use in taken if use[2] >= first)
-        start = 0
-        for begin, stop, _ in taken:
-            if begin - start >= size:
-                break
-            start = max(start, stop)
-        offsets[key] = start
-        taken.append((start, start + size, last))
-        end = max(end, start + size)
-    return offsets, end

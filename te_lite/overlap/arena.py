@@ -110,6 +110,13 @@ class Arena:
     def view(self, name: str, slot: int, rank: int | None = None) -> Tensor:
         """A slot of this rank, or of `rank`, as uint8 [bytes]. It keeps the memory mapped for as long as it lives."""
         rank = self.rank if rank is None else rank
+        return self._seen(self.address(name, slot, rank), self.slot_bytes(name), rank)
+
+    def whole(self) -> Tensor:
+        """All of this rank's, as view() gives a slot."""
+        return self._seen(self._memory[self.rank].address, self.bytes, self.rank)
+
+    def _seen(self, address: int, size: int, rank: int) -> Tensor:
         ordinal = -1 if self.device.type == "cpu" else self.device.index
-        capsule = _C.dlpack(self.address(name, slot, rank), self.slot_bytes(name), ordinal, self._memory[rank])
+        capsule = _C.dlpack(address, size, ordinal, self._memory[rank])
         return torch.from_dlpack(capsule)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from te_lite.ops.gemm import placed
 from te_lite.ops.gemm_scatter import MOST_BLOCKS
+from te_lite.ops.recorder import OPEN
 from te_lite.ops.reduce import reduce_slots
 from te_lite.overlap.arena import Arena
 from te_lite.overlap.programs import WORD, gather_program, part_offsets, scatter_program, targets
@@ -50,18 +51,23 @@ class Buffer:
         self.counters = torch.zeros(SLOTS, arena.size * PIECES + 1, dtype=torch.int32, device=arena.device)
         self._epochs = [0] * SLOTS
         self.held: dict[int, Callable[[], Any]] = {}  # slots of uses that wait for their callers, and what ends them
-        self._next = 0
+        self.next = 0  # slot
 
-    def take(self) -> tuple[int, int]:
-        """(slot, epoch) of the next use. All ranks take in the same order, so both agree everywhere."""
-        slot = self._next
+    def turn(self) -> int:
+        """The epoch of the next use, in slot `next`. All ranks take turns in the same order: both agree everywhere."""
+        slot = self.next
         if slot in self.held:
             self.held.pop(slot)()
-        self._next = (slot + 1) % SLOTS
+        self.next = (slot + 1) % SLOTS
         self._epochs[slot] = (self._epochs[slot] + 1) & 0xFFFFFFFF
         if self.words is not None:
             self.words[slot : slot + 1].add_(1)  # captured with the use; an int32, which wraps around
-        return slot, self._epochs[slot]
+        return self._epochs[slot]
+
+    def release(self) -> None:
+        """Lets go of the arena's memory, also where recordings keep this."""
+        self._made.clear()
+        self.held.clear()
 
     def _flag(self, slot: int, rank: int, index: int) -> int:
         return self.arena.address(f"{self.name}.flags", slot, rank) + WORD * index
@@ -132,14 +138,16 @@ class Gather:
             addresses.append(part.data_ptr())
             sizes.append(part.nbytes)
             kinds.append((part.dtype, part.shape))
-        self._wire, self._addresses = wire, tuple(addresses)
-        self.slot, self.epoch = buffer.take()
+        self._wire, self._addresses = tuple(wire), tuple(addresses)
+        self.slot, self.epoch = buffer.next, buffer.turn()
+        if OPEN.recorder is not None:
+            OPEN.recorder.turn(buffer, self.epoch)
         dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are put together
         self._kinds = dim, tuple(kinds)
         self.program = buffer.cached(gather_program, self.slot, tuple(sizes), q.shape[1] if dim else 1, own, awaited)
         self.own, self.awaited = own, awaited
         self.sent = sum(sizes) * (group.size - 1)  # bytes
-        group.issue(self, 0, self._addresses)
+        group.issue(self, 0, self._addresses, self._wire)
 
     def parts(self, source: int | None = None) -> tuple[Tensor, ...]:
         """The parts of one source, or of all, as they lie in the arena, arrived or not."""
@@ -150,7 +158,7 @@ class Gather:
     def shard(self, source: int) -> QTensor:
         """The shard of another rank, once it has arrived."""
         group, q = self.group, self.q
-        group.issue(self, (source - group.rank) % group.size, self._addresses)
+        group.issue(self, (source - group.rank) % group.size, self._addresses, self._wire)
         arrived = q.format.from_wire(self.parts(source), self.layout, q, q.shape[0])
         arrived.borrowed = True
         return arrived
@@ -159,14 +167,14 @@ class Gather:
         """The gathered tensor, once all of it has arrived."""
         assert self.own
         group, q = self.group, self.q
-        group.issue(self, group.size, self._addresses)
+        group.issue(self, group.size, self._addresses, self._wire)
         arrived = q.format.from_wire(self.parts(), self.layout, q, q.shape[0] * group.size)
         arrived.borrowed = True
         return arrived
 
     def close(self) -> None:
         """What has been read will not be read again, and this rank's shard has left."""
-        self.group.issue(self, self.group.size + 1, self._addresses)
+        self.group.issue(self, self.group.size + 1, self._addresses, self._wire)
 
 
 def _staging(buffer: Buffer, slot: int, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
@@ -191,7 +199,9 @@ class Scatter:
         pieces = blocks or max(self.cuts)
         self.buffer = group.buffer("scatter")
         self.bytes = shape[0] * shape[1] * dtype.itemsize
-        self.slot, self.epoch = self.buffer.take()
+        self.slot, self.epoch = self.buffer.next, self.buffer.turn()
+        if OPEN.recorder is not None:
+            OPEN.recorder.turn(self.buffer, self.epoch)
         self.program = self.buffer.cached(scatter_program, self.slot, self.bytes, shape[0], self.cuts, pieces)
         self.sent = self.bytes * (group.size - 1)
         self._whole, self._wait, self._free, self._expect = range(sum(self.cuts), 4 + sum(self.cuts))  # segments
@@ -204,14 +214,14 @@ class Scatter:
         assert partial.shape == shape and partial.dtype == self.dtype and partial.is_contiguous()
         assert self._pushed or step == piece == 0  # the first waits for room
         self._pushed.append(partial)
-        self.group.issue(self, sum(self.cuts[:step]) + piece, (partial.data_ptr(),))
+        self.group.issue(self, sum(self.cuts[:step]) + piece, (partial.data_ptr(),), (partial,))
 
     def push_all(self, partials: Tensor) -> None:
         """partials[R*m, N] of all ranks, in one call, to be on their way once the caller's stream has computed them."""
         assert partials.shape == (self.shape[0] * self.group.size, self.shape[1])
         assert partials.dtype == self.dtype and partials.is_contiguous()
         self._pushed.append(partials)
-        self.group.issue(self, self._whole, (partials.data_ptr(),))
+        self.group.issue(self, self._whole, (partials.data_ptr(),), (partials,))
 
     @property
     def staging(self) -> Tensor:

@@ -16,6 +16,7 @@ from te_lite.ops.flags import compiled_wait
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
 from te_lite.ops.launch import stream_beside
 from te_lite.ops.nvrtc import unavailable
+from te_lite.ops.recorder import OPEN
 from te_lite.ops.registry import capturing
 from te_lite.overlap.arena import Arena, share_memory
 from te_lite.overlap.bootstrap import BootstrapError, Rendezvous, host_identity, timeout_s
@@ -41,16 +42,14 @@ class Operation(AbstractContextManager[None]):
         self.group, self.text, self.hashed = group, text, zlib.crc32(text.encode())
 
     def __enter__(self) -> None:
-        self.group.control.announce(self.text, self.hashed)
+        control = self.group.control
+        control.announce(self.text, self.hashed)
+        if OPEN.recorder is not None:
+            OPEN.recorder.announce(control, self.text, self.hashed)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
-        group = self.group
-        if not isinstance(error, _C.GroupBroken):
-            what = f"{type(error).__name__}: {error}"
-            group.control.break_group(f"rank {group.ranks[group.rank]} failed in {self.text}: {what}")
-        group.executor.synchronize()  # what is being copied goes with the caller's frame
+        if error is not None:
+            self.group.failed(self.text, error)
 
 
 class Group:
@@ -134,22 +133,31 @@ class Group:
         graph = f"{kind}.graph"
         return self._buffers[graph if graph in self._buffers and capturing() else kind]
 
-    def issue(self, use: Gather | Scatter, segment: int, arguments: tuple[int, ...]) -> None:
-        """A segment of its program, in one call. RuntimeError once the group is broken."""
+    def issue(
+        self, use: Gather | Scatter, segment: int, arguments: tuple[int, ...], tensors: tuple[Tensor, ...] = ()
+    ) -> None:  # fmt: skip
+        """A segment of its program, in one call. tensors: whose addresses the arguments are; others are not read.
+        RuntimeError once the group is broken."""
         main = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
         words = use.buffer.words
         word = 0 if words is None else words.data_ptr() + WORD * use.slot
         self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
+        if OPEN.recorder is not None:
+            OPEN.recorder.issue(self.executor, use.program, segment, use.epoch, len(arguments), tensors, use)
 
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
         self.control.announce(text, zlib.crc32(text.encode()))
+        if OPEN.recorder is not None:
+            OPEN.recorder.refuse(f"{text} runs once")
 
     def meet(self, text: str) -> None:
         """As announce, before a collective of torch.distributed. On CPU ranks it returns once all of them have come to
         the same, since gloo hangs or ends the process where ranks differ; NCCL's hosts go on."""
         meet = self.control.agree if self.device.type == "cpu" else self.control.announce
         meet(text, zlib.crc32(text.encode()))
+        if OPEN.recorder is not None:
+            OPEN.recorder.refuse(f"{text}, a collective, runs")
 
     def maximum(self, what: str, values: Tensor, many: bool) -> Tensor | None:
         """fp32 [1], the largest of all ranks' values, which are not negative; with `many` the values, which become the
@@ -162,6 +170,27 @@ class Group:
         with self.operation(f"{what} through userbuffers{f', {list(values.shape)}' if many else ''}"):
             largest = maximum.of(values, self)
         return values if many else largest
+
+    def turns(self) -> tuple[int, ...]:
+        """What decides where the next uses of this group lie, outside of CUDA graphs."""
+        many = [maximum.next for maximum in self._maxima.values()]
+        return (self._buffers["gather"].next, self._buffers["scatter"].next, *many)
+
+    def fixed(self) -> list[Tensor]:
+        """All memory of this rank that its uses read and write, beside what they are given."""
+        found = [self.arena.whole(), *([self.abort] if self.cuda else ())]
+        for buffer in self._buffers.values():
+            found += [buffer.zero, buffer.counters]
+        for maximum in self._maxima.values():
+            found += maximum.fixed
+        return found
+
+    def failed(self, text: str, error: BaseException) -> None:
+        """This rank has failed in an operation: tells the others, unless it was told by them."""
+        if not isinstance(error, _C.GroupBroken):
+            what = f"{type(error).__name__}: {error}"
+            self.control.break_group(f"rank {self.ranks[self.rank]} failed in {text}: {what}")
+        self.executor.synchronize()  # what is being copied goes with the caller's frame
 
     def check(self) -> None:
         """RuntimeError once the group is broken."""
@@ -206,6 +235,10 @@ class Group:
         for part in (getattr(self, "executor", None), control):
             if part is not None:
                 part.close()
+        for buffer in self._buffers.values():
+            buffer.release()
+        for maximum in self._maxima.values():
+            maximum.release()
         self._buffers.clear()
         self._maxima.clear()
         self.arena.release()

@@ -10,6 +10,7 @@ from torch import Tensor
 from te_lite import _C
 from te_lite.ops.flags import signed
 from te_lite.ops.group_max import MOST_VALUES, SLOTS, compiled_group_max, group_max, group_maxima
+from te_lite.ops.recorder import OPEN
 from te_lite.overlap.arena import Arena
 from te_lite.overlap.programs import WORD, following
 
@@ -38,6 +39,7 @@ class Maximum:
             for source in following(rank, size):
                 epoch = here[rank] + 2 * WORD * (slot * size + source) * width + WORD  # the upper half
                 program.expect(epoch, 0, source, "data from")
+        self.fixed = [self._zero, self._done, self._targets]  # and its words, in the arena
         compiled_group_max(device, size, width)
         torch.cuda.synchronize(device)  # the words above are there, whichever stream reads them
 
@@ -50,12 +52,29 @@ class Maximum:
         """Room for the words, before the arena is committed."""
         arena.reserve(cls._name(graph, many), 2 * WORD * SLOTS * arena.size * (MOST_VALUES if many else 1))
 
+    def release(self) -> None:
+        """Lets go of the arena's memory, also where recordings keep this."""
+        del self._slots
+
+    @property
+    def next(self) -> int:
+        """Which of its words the next turn takes."""
+        return (self._epoch + 1) % SLOTS
+
+    def turn(self) -> int:
+        """The epoch of the next call."""
+        self._epoch = (self._epoch + 1) & 0xFFFFFFFF
+        return self._epoch
+
     def of(self, partials: Tensor, group: Group) -> Tensor | None:
         """fp32 [1]: the largest of all ranks' partials, once they have come; or nothing, of many."""
         word, delta = self._done, 1
         if not self._graph:
-            self._epoch = (self._epoch + 1) & 0xFFFFFFFF
-            stream = torch._C._cuda_getCurrentRawStream(group.device.index)
-            group.executor.issue(self._programs[self._epoch % SLOTS], 0, self._epoch, stream, ())
-            word, delta = self._zero, signed(self._epoch)
+            epoch = self.turn()
+            stream, program = torch._C._cuda_getCurrentRawStream(group.device.index), self._programs[epoch % SLOTS]
+            group.executor.issue(program, 0, epoch, stream, ())
+            if OPEN.recorder is not None:
+                OPEN.recorder.turn(self, epoch)
+                OPEN.recorder.issue(group.executor, program, 0, epoch, 0, (), self)
+            word, delta = self._zero, signed(epoch)
         return self._op(partials, self._slots, self._targets, self._done, word, delta, group.abort)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from te_lite.ops.recorder import wait_stream
 from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.bulk import Bulk, External
 from te_lite.overlap.collective import Collective
@@ -75,7 +76,7 @@ class Ring(Bulk):
         shard = own.format.from_wire(own.format.wire(own, "row"), "row", own, m)
         if beside is not None:
             main = torch.cuda.current_stream(group.device)
-            beside.wait_stream(main)
+            wait_stream(beside, main)
         try:
             for i, source in enumerate((rank, *group.others)):
                 with nullcontext() if beside is None or i % 2 == 0 else torch.cuda.stream(beside):
@@ -83,7 +84,7 @@ class Ring(Bulk):
                     gemm.product(shard, gemm.bias, None, out[source * m : (source + 1) * m])
         finally:
             if beside is not None:
-                main.wait_stream(beside)
+                wait_stream(main, beside)
         return gemm.finish(out)
 
     def counts(self, gemm: Gemm, a: QTensor) -> tuple[int, ...]:

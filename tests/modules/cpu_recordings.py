@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from te_lite.functional import recordings
 from te_lite.modules import base
+from te_lite.modules.plans import recordings_of
 from te_lite.ops import recorder
 
 
@@ -30,14 +31,15 @@ class Replayed:
     device = None
     runs = 0
 
-    def __init__(self, steps: list[tuple[Any, Any, Any]], results: list[Any]) -> None:
-        self.steps, self.results = steps, results
+    def __init__(self, steps: list[tuple[Any, Any, Any]], results: list[Any], turns: list[Any]) -> None:
+        self.steps, self.results, self.turns = steps, results, turns
 
     def run(self, inputs: Any, addresses: bytes | None = None) -> list[Tensor]:
         self.runs += 1
-        slots = list(inputs)
+        slots, epochs = list(inputs), [turns.turn() for turns in self.turns]
         for func, args, kwargs in self.steps:
             args, kwargs = tree_map_only(Slot, partial(Slot.of, slots=slots), (args, kwargs))
+            args = tree_map_only(Turn, lambda turn: epochs[turn.index], args)
             out = func(*args, **kwargs)
             slots += [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         return [slot.of(slots) for slot in self.results]
@@ -59,12 +61,21 @@ class Slot:
         return slots[self.index]
 
 
+class Turn:
+    """The epoch of a turn."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
 class OpRecorder(TorchDispatchMode):
     """As Recorder."""
 
-    def __init__(self, inputs: Any) -> None:
+    def __init__(self, inputs: Any, fixed: Any = ()) -> None:
         super().__init__()
         self.foreign = False  # something computes with a tensor that it was not given
+        self.fixed = [t.untyped_storage() for t in fixed]
+        self.turns: list[tuple[Any, int]] = []
         self.steps: list[tuple[Any, Any, Any]] = []
         self.slots: list[Any] = list(inputs)  # held, so that no place comes twice
         self.known = {_place(t): i for i, t in reversed(list(enumerate(self.slots))) if t is not None}
@@ -91,12 +102,39 @@ class OpRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = tree_map_only(Tensor, self._slot, (args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        if any(isinstance(t, Tensor) for t in tree_flatten(given)[0]):
+        if any(isinstance(t, Tensor) and not self._is_fixed(t) for t in tree_flatten(given)[0]):
             self.foreign = self.foreign or not recorder._is_view(func)
             return out
         self.steps.append((func, *given))
         self._add(*[t for t in tree_flatten(out)[0] if isinstance(t, Tensor)])
         return out
+
+    def _is_fixed(self, t: Tensor) -> bool:
+        at = t.data_ptr()
+        return any(memory.data_ptr() <= at < memory.data_ptr() + memory.nbytes() for memory in self.fixed)
+
+    def refuse(self, why: str) -> None:
+        self.foreign = True
+
+    def turn(self, turns: Any, epoch: int) -> None:
+        self.turns.append((turns, epoch))
+
+    def issue(
+        self, executor: Any, program: Any, segment: int, epoch: int, count: int, tensors: Any, use: object
+    ) -> None:  # fmt: skip
+        turn = Turn(next(i for i, (_, given) in enumerate(self.turns) if given == epoch))
+        slots = [self._slot(t) for t in tensors]
+        self.foreign = self.foreign or any(isinstance(slot, Tensor) and not self._is_fixed(slot) for slot in slots)
+
+        def issued(epoch: int, *tensors: Tensor) -> tuple:
+            addresses = [t.data_ptr() for t in tensors]
+            executor.issue(program, segment, epoch, 0, (*addresses, *[0] * (count - len(addresses))))
+            return ()
+
+        self.steps.append((issued, (turn, *slots), {}))
+
+    def announce(self, control: Any, operation: str, value: int) -> None:
+        self.steps.append((lambda: control.announce(operation, value) and None, (), {}))
 
     def fetched(self, fetch: Any, tensors: tuple[Tensor | None, ...]) -> None:
         self.steps.append((lambda: [t for t in fetch() if t is not None], (), {}))
@@ -104,10 +142,11 @@ class OpRecorder(TorchDispatchMode):
 
     def finish(self, results: list[Tensor]) -> Replayed | None:
         slots = [self._slot(t) for t in results]
-        self.slots, self.known = [], {}
+        turns = [turns for turns, _ in self.turns]
+        self.slots, self.known, self.turns = [], {}, []
         if self.foreign or any(isinstance(slot, Tensor) for slot in slots):
             return None
-        return Replayed(self.steps, slots)
+        return Replayed(self.steps, slots, turns)
 
 
 def record_on_cpu(monkeypatch: Any) -> None:
@@ -117,10 +156,11 @@ def record_on_cpu(monkeypatch: Any) -> None:
     def build_recorded(*args: Any) -> Any:
         plans = build(*args)
         if all(plan.recordable for plan in plans):
-            plans[0].recordings = recordings.Recordings(max(weight.numel() for weight in args[3]))
+            plans[0].recordings = recordings_of(plans, args[3])
         return plans
 
     monkeypatch.setattr(base, "build_plans", build_recorded)
+    monkeypatch.setattr("te_lite.functional.plan.BETWEEN_RANKS", True)
     monkeypatch.setattr(recordings, "described", described)
     monkeypatch.setattr(recordings, "Recorder", OpRecorder)
     monkeypatch.setattr(recordings, "on_one_gpu", lambda inputs: True)

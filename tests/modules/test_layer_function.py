@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_lite as te
 from te_lite.functional.recordings import Recordings
-from te_lite.ops.recorder import _like
+from te_lite.ops.recorded import like_of
 from te_lite.ops.source import plain
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.quantizer import Quantizer
@@ -161,7 +161,7 @@ def test_threads_share_a_module(monkeypatch):
 
 def test_memory_of_a_recording_has_the_strides_of_fresh_memory():
     for shape in [(), (1,), (5,), (1, 1), (1, 5), (5, 1), (2, 3, 4), (3, 1, 4, 1), (0,), (0, 4), (4, 0)]:
-        made = torch.empty_like(_like(torch.Size(shape), BF16, torch.device("cpu")))
+        made = torch.empty_like(like_of(torch.Size(shape), BF16, torch.device("cpu")))
         assert made.stride() == torch.empty(shape).stride(), shape
         assert made.untyped_storage().nbytes() == 2 * made.numel()
 

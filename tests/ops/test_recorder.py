@@ -81,18 +81,108 @@ def test_what_a_recording_is_found_by():
     assert described((plain, None, weight))[1] == struct.pack("QQQ", plain.data_ptr(), 0, 0)
 
 
+class Epochs:
+    """Turns."""
+
+    def __init__(self, first):
+        self.next = first
+
+    def turn(self):
+        self.next += 1
+        return self.next - 1
+
+
 def test_a_replay_gives_what_was_given_and_what_it_makes(monkeypatch):
     """With addresses or without; of launches there are none."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     x, fetched, made = torch.randn(3), torch.randn(2), (torch.Size((4, 5)), torch.bfloat16)
     recorded = Recorded(
-        _C.Sequence(5), torch.device("cpu"), [lambda: (fetched, None)], [made], 0, [(4, None), (0, None)]
+        _C.Sequence(6), torch.device("cpu"), [lambda: (fetched, None)], [made], 0, [(4, None), (0, None)]
     )
     for addresses in (None, described((x, None))[1]):
         y, same = recorded.run((x, None), addresses)
         assert same is x and (y.shape, y.dtype) == made and y.is_contiguous()
-    with pytest.raises(ValueError, match="4 tensors: not one for each slot"):
+    with pytest.raises(ValueError, match="5 values: not one for each slot"):
         recorded.run((x,))
+
+
+def test_what_stays_in_its_place_and_what_is_counted(monkeypatch):
+    """A program's copy and flags, by a sequence: addresses of a call's tensor and of fixed memory, epochs of turns."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    block = torch.zeros(_C.CONTROL_BYTES, dtype=torch.uint8)
+    control = _C.Control(0, 1, [block.data_ptr()], block, 5.0)
+    executor = _C.Executor(-1, control)
+    to, flag, source = torch.zeros(16, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.arange(64).byte()
+    program = _C.Program("test")
+    program.copy(1, to.data_ptr(), 0, 8, 16)
+    program.set(1, flag.data_ptr(), 0)
+    program.cut()
+    program.wait(flag.data_ptr(), 0, 0, "data from")
+    recorder = Recorder([source], fixed=[to, flag])
+    turns = Epochs(7)
+
+    def body():
+        recorder.announce(control, "first", 1)
+        recorder.turn(turns, turns.turn())
+        recorder.issue(executor, program, 0, 7, 1, (source[4:],), turns)
+        recorder.issue(executor, program, 1, 7, 1, (), turns)
+        recorder.issue(executor, program, 1, 7, 1, (to[3:],), turns)
+
+    try:
+        recorder.run(body)
+        recorded = recorder.finish([source])
+        assert recorded is not None, recorder.why_not
+        recorded.device = 0
+        for step in range(3):
+            other = torch.randint(0, 256, (64,)).byte()
+            (same,) = recorded.run((other,))
+            executor.synchronize()
+            assert same is other and torch.equal(to, other[12:28]) and int(flag) == 8 + step
+        assert control.broken is None
+    finally:
+        executor.close()
+        control.close()
+
+
+def test_an_epoch_of_nobodys_is_refused():
+    recorder = Recorder([])
+    recorder.run(lambda: recorder.issue(None, None, 0, 3, 0, (), None))
+    assert recorder.finish([]) is None and recorder.why_not == "an epoch comes from no turn of the body's"
+
+
+class Kept:
+    """In a sequence's place: the steps that it was given."""
+
+    def __init__(self, slots):
+        self.slots, self.added, self.streams = slots, [], [0]
+
+    def __getattr__(self, name):
+        return lambda *args: self.added.append((name, *args))
+
+
+def test_memory_of_a_use_is_free_when_that_ends(monkeypatch):
+    """A piece that is being sent shares memory with nothing until its buffer's use ends, nor do two streams."""
+    monkeypatch.setattr("te_lite.ops.recorder._C.Sequence", Kept)
+    for ends, overlaps in ((False, True), (True, False)):
+        turns, use, recorder = Epochs(1), object(), Recorder([])
+
+        def body(recorder=recorder, turns=turns, use=use, ends=ends):
+            recorder.turn(turns, 1)
+            one, two = torch.empty(100), torch.empty(100)
+            recorder.issue("executor", "program", 0, 1, 1, (one,), use)
+            if not ends:
+                recorder.issue("executor", "program", 1, 1, 0, (), use)
+            recorder.gemm("plan", (two, None, two))
+            if ends:
+                recorder.issue("executor", "program", 1, 1, 0, (), use)
+            return one, two
+
+        recorder.run(body)
+        recorded = recorder.finish([])
+        steps = {name: args for name, *args in recorded._sequence.added}
+        issued = [args for name, *args in recorded._sequence.added if name == "add_issue"]
+        (_, at, first), (_, slot, second) = issued[0][4][0], steps["add_gemm"][1][0]
+        assert (first == second) == overlaps and at == slot
 
 
 def test_an_error_in_the_body_ends_the_recording():

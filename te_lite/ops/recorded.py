@@ -1,0 +1,91 @@
+"""What a body left behind that was recorded (ops/recorder.py): its launches, for other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from te_lite import _C
+from te_lite._C import described
+
+_ALIGNED = 512  # bytes: as torch's own allocations
+
+Fetch = Callable[[], tuple[Tensor | None, ...]]
+
+
+class Turns(Protocol):
+    """What gives out turns, in the same order on every rank."""
+
+    def turn(self) -> int:
+        """The epoch of the next one."""
+
+
+class View(NamedTuple):
+    """A result that is no whole slot."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, base: Tensor) -> Tensor:
+        base = base if base.dtype == self.dtype else base.view(self.dtype)
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
+
+
+class Recorded:
+    """A body as launches. given: tensors that a call brings, then those that fetches give; made: results that a call
+    allocates; then one block of all that only the launches see. turns: which it takes, in their order."""
+
+    def __init__(
+        self, sequence: _C.Sequence, device: torch.device, fetches: list[Fetch],
+        made: list[tuple[torch.Size, torch.dtype]], block: int, results: list[tuple[int, View | None]],
+        turns: Sequence[Turns] = (),
+    ) -> None:  # fmt: skip
+        self._sequence, self.device, self._fetches, self._results = sequence, device.index, fetches, results
+        self._turns = turns
+        allocations = [*made, (torch.Size((block,)), torch.uint8)] if block else made
+        # Of at most one element in memory: emptylike_of() of them takes half the time of empty().
+        self._made = [like_of(shape, dtype, device) for shape, dtype in allocations]
+
+    def run(self, inputs: tuple[Tensor | None, ...], addresses: bytes | None = None) -> list[Tensor]:
+        """The body's results for inputs of the same description. addresses: with which described() gave that."""
+        addresses = described(inputs)[1] if addresses is None else addresses
+        more: list[Any] = []
+        for fetch in self._fetches:
+            more += fetch()
+        for like in self._made:
+            more.append(torch.empty_like(like))
+        epochs = [turns.turn() for turns in self._turns]
+        self._sequence.run(torch._C._cuda_getCurrentRawStream(self.device), addresses, more, epochs)
+        slots: Any = (*inputs, *more)
+        return [slots[slot] if view is None else view.of(slots[slot]) for slot, view in self._results]
+
+
+def like_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of which emptylike_of() has the strides of empty(shape): keys of recordings hold them. It keeps those of dense
+    tensors, of one element or none, and would take zeros from them."""
+    return torch.empty(shape if shape.numel() < 2 else (), dtype=dtype, device=device).expand(shape)
+
+
+def packed(uses: list[tuple[int, Tensor, int, int]]) -> tuple[dict[int, int], int]:
+    """(an offset for each allocation of (key, tensor, first, last step) in one block, the block's bytes): what no step
+    uses together may lie in the same place."""
+    offsets: dict[int, int] = {}
+    taken: list[tuple[int, int, int]] = []  # (start, stop, last step)
+    end = 0
+    for key, t, first, last in sorted(uses, key=lambda use: use[2]):
+        size = -(-t.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
+        taken = sorted(use for use in taken if use[2] >= first)
+        start = 0
+        for begin, stop, _ in taken:
+            if begin - start >= size:
+                break
+            start = max(start, stop)
+        offsets[key] = start
+        taken.append((start, start + size, last))
+        end = max(end, start + size)
+    return offsets, end
