@@ -60,7 +60,7 @@ LIMITS_S = {
 }
 BESIDE_TESTS = ("ranks", "training", "moe", "matrix", "matrix_tp2", "random", "memcheck")
 RANDOM_PROCESSES = 2
-RANKS_WORKERS = 6  # of tests that start processes of their own
+RANKS_WORKERS = max(6, (os.cpu_count() or 1) // 6)  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"

@@ -1,5 +1,5 @@
-// Launches between which nothing stands, issued by one call: recorded once (te_lite/ops/recorder.py), with addresses that
-// each call gives anew.
+// Launches, and between ranks programs, announcements and waits of streams, issued by one call: recorded once
+// (te_lite/ops/recorder.py), with addresses and numbers that each call gives anew.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -159,8 +159,12 @@ class Sequence {
 
   // What comes on the stream waits for what the other has been given; 0: that of the call.
   void add_wait(uint64_t waits, uint64_t other) {
-    if (!event_) TE_LITE_CHECK(cuEventCreate, &event_, kEventDisableTiming);
+    if (!event_) {
+      TE_LITE_CHECK(cuEventCreate, &event_, kEventDisableTiming);
+      TE_LITE_CHECK(cuCtxGetCurrent, &context_);
+    }
     const auto wait = [this, waits, other](uint64_t stream, uint64_t*) {
+      TE_LITE_CHECK(cuCtxSetCurrent, context_);  // a thread may have none
       TE_LITE_CHECK(cuEventRecord, event_, reinterpret_cast<void*>(other ? other : stream));
       TE_LITE_CHECK(cuStreamWaitEvent, reinterpret_cast<void*>(waits ? waits : stream), event_, 0);
     };
@@ -203,14 +207,17 @@ class Sequence {
     };
     for (const auto& [position, slot, offset] : patches) step.patches.push_back({placed(position, slot), slot, offset});
     for (const auto& [position, slot] : numbers) step.numbers.push_back({placed(position, slot), slot});
-    most_ = std::max({most_, step.arguments.size() + 2});  // a launch puts two behind them
+    most_ = std::max(most_, step.arguments.size());
     steps_.push_back(std::move(step));
   }
 
   const size_t slots_;
   size_t most_ = 0;
   uint64_t on_ = 0;
-  void* event_ = nullptr;  // one is enough: a stream that waits for it keeps to what was recorded by then
+  // One is enough: a stream that waits for it keeps to what was recorded by then, and one host thread at a time issues
+  // to a second stream (ops/launch.py, stream_beside).
+  void* event_ = nullptr;
+  void* context_ = nullptr;  // the event's
   const Kernel* first_ = nullptr;
   std::vector<Step> steps_;
   py::list held_;  // what the steps point to
@@ -219,7 +226,7 @@ class Sequence {
 }  // namespace
 
 void bind_sequence(py::module_& m) {
-  py::class_<Sequence>(m, "Sequence", "Launches issued by one call. See _C.pyi.")
+  py::class_<Sequence>(m, "Sequence", "Steps issued by one call. See _C.pyi.")
       .def(py::init<size_t>(), "slots"_a)
       .def("on", &Sequence::on, "stream"_a)
       .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a, "numbers"_a)

@@ -29,8 +29,8 @@ _MOST = 256  # kept for one module; each token count makes some
 _TRIES = 6  # the first calls compile and allocate what later ones find, some only after a pass has ended
 
 Taken = tuple[list[Tensor], Shells]  # what a body gives, as taken_apart() has it
-# A recording, the shells of its results and what the report says of its exchanges, or how often the body has run.
-Known = tuple[Recorded, Shells, list[Note | None]] | int
+# A recording, the shells of its results and what it tells the report of exchanges, or how often the body has run.
+Known = tuple[Recorded, Shells, list[tuple[Place, Note | None]]] | int
 
 
 class Recordings:
@@ -73,9 +73,10 @@ class Recordings:
         try:
             results = recorded.run(inputs, addresses)
         except BaseException as error:
-            group.failed(f"a recorded pass over {', '.join({place.label for place in self._places})}", error)
+            labels = dict.fromkeys(place.label for place in self._places)
+            group.failed(f"a recorded pass over {', '.join(labels)}", error)
             raise
-        for place, note in zip(self._places, notes, strict=True):
+        for place, note in notes:
             place.note = note
         return key, (results, shells)
 
@@ -89,11 +90,13 @@ class Recordings:
         self._known[key] = tries + 1
         if not tries:
             return taken_apart(body())
+        before = [place.note for place in self._places]
         recorder = Recorder(inputs, () if self._group is None else self._group.fixed())
         tensors, shells = taken_apart(recorder.run(body))
         recorded = recorder.finish(tensors)
         if recorded is not None:
-            self._known[key] = recorded, shells, [place.note for place in self._places]
+            both = zip(self._places, before, strict=True)
+            self._known[key] = recorded, shells, [(place, place.note) for place, note in both if place.note is not note]
         return tensors, shells
 
 

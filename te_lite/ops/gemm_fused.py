@@ -18,18 +18,21 @@ from torch import Tensor
 
 from te_lite import _C
 from te_lite.ops.activation import Activation
+from te_lite.ops.cast import transform
 from te_lite.ops.flags import signed
 from te_lite.ops.flops import launched
 from te_lite.ops.gemm import FP8, check_fp8
+from te_lite.ops.gemm_scaled import one_for_all
 from te_lite.ops.nvrtc import TYPES, compiled
 from te_lite.ops.recorder import OPEN
+from te_lite.ops.source import plain
 
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold
 _ARGUMENTS = struct.Struct("=29Q11i4x")
 _NO_RANKS = (0,) * _C.MOST_FUSED_RANKS
 _DELTA = 29  # the 64-bit word of them whose lower half is delta
-Place = int | Tensor  # where a map begins: an address in the memory of another rank, or a view that begins there
+Begin = int | Tensor  # where a map begins: an address, or a view that begins there
 ROWS = 256  # of a pair of tiles, one below the other, that a cluster of two multiplies
 _SCALES = ("none", "tensor", "row")
 SWIGLU = Activation.of("swiglu")
@@ -128,7 +131,7 @@ class Arguments:
 
 def launch(
     kind: Kind, clusters: int, arguments: Arguments, *, a: Tensor, b: Tensor, other: Tensor, h: Tensor | None = None,
-    to: Sequence[Place], act: Sequence[Place] = (), act_t: Sequence[Place] = (),
+    to: Sequence[Begin], act: Sequence[Begin] = (), act_t: Sequence[Begin] = (),
 ) -> None:  # fmt: skip
     """a to act_t: of FusedMaps in csrc/gemm_fused.h."""
     launched(a, b)
@@ -144,8 +147,23 @@ def launch(
     tensors = [(i, t) for i, t in enumerate(given) if isinstance(t, Tensor)]
     tensors += [(len(given) + word, t) for word, t in arguments.tensors()]
     words = [*operands, *itertools.chain(*addresses), *struct.unpack(f"={len(packed) // 8}Q", packed)]
-    delta = len(given) + _DELTA, arguments.delta & 0xFFFFFFFF
-    OPEN.recorder.fused(gemm, 2 * clusters, (len(to), len(act), len(act_t)), words, tensors, delta)
+    epoch = len(given) + _DELTA, arguments.delta & 0xFFFFFFFF, arguments.word
+    OPEN.recorder.fused(gemm, 2 * clusters, (len(to), len(act), len(act_t)), words, tensors, epoch)
+
+
+def widened(bias: Tensor | None) -> Tensor | None:
+    """bias[N] in fp32; where a recording looks, by a kernel that it can repeat."""
+    if bias is None or bias.dtype == torch.float32 or OPEN.recorder is None:
+        return bias if bias is None else bias.float()
+    exact: Any = transform(plain(bias.view(1, -1)), hp_dtype=torch.float32).hp
+    return exact.view(-1)
+
+
+def spread(scale: Tensor, length: int) -> Tensor:
+    """[length] of a scale [length], or [1] for all; where a recording looks, by a kernel that it can repeat."""
+    if scale.numel() == length or OPEN.recorder is None:
+        return scale.expand(length).contiguous()
+    return one_for_all(scale, length)
 
 
 def check(name: str, a: Tensor, b: Tensor, shard: int, ranks: int) -> None:

@@ -115,10 +115,10 @@ def gemm_gather(
         raise ValueError("a scale a shard of a beside one a row of b: must be one for all of b; take a ring")
     scales = fused.widest(*kinds)
     if scales == "row" and own_scale is not None and gathered_scale is not None and b_scale is not None:
-        own_scale, b_scale = own_scale.expand(m).contiguous(), b_scale.expand(n).contiguous()
-        gathered_scale = gathered_scale.expand(ranks * m).contiguous() if kinds[0] == "tensor" else gathered_scale
+        own_scale, b_scale = fused.spread(own_scale, m), fused.spread(b_scale, n)
+        gathered_scale = fused.spread(gathered_scale, ranks * m) if kinds[0] == "tensor" else gathered_scale
     apart = {"row": m, "tensor": int(kinds[0] == "shard"), "none": 0}[scales]
-    bias = None if bias is None else bias.float()
+    bias = fused.widened(bias)
     split, grad = own.dtype in fused.FP8 and not fast_accum, bool(wanted.act) and wanted.h is not None
     if wanted.act and (refusal := act_refusal(m, n, wanted.act, grad, split)):
         raise ValueError(f"an activation of {refusal}; compute it apart")
@@ -165,7 +165,7 @@ def _check_wanted(wanted: Wanted, needed: tuple[int, int], dtype: torch.dtype, d
         )
 
 
-def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[fused.Place]:
+def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[fused.Begin]:
     """Where each rank's begin, so many elements apart."""
     if whole is None:
         return []

@@ -49,7 +49,12 @@ def _vector(scale: Tensor, length: int) -> Tensor:
     if scale.numel() == length:
         return placed(scale.reshape(-1).contiguous())
     assert scale.numel() == 1
-    out = scale.new_empty((length,))  # by a kernel of te_lite's, which a recording can repeat
+    return one_for_all(scale, length)
+
+
+def one_for_all(scale: Tensor, length: int) -> Tensor:
+    """[length] of a scale [1], by a kernel of te_lite's, which a recording can repeat."""
+    out = scale.new_empty((length,))
     launch(spread_kernel, -(-length // 1024), (scale,), (out,), (length,), (1024,), 4)
     return out
 

@@ -95,9 +95,9 @@ def gemm_scatter(
         )
     scales = fused.widest(*fused.scale_kinds(a_scale, b_scale, ranks * m, n))
     if scales == "row" and a_scale is not None and b_scale is not None:
-        a_scale, b_scale = a_scale.expand(ranks * m).contiguous(), b_scale.expand(n).contiguous()
+        a_scale, b_scale = fused.spread(a_scale, ranks * m), fused.spread(b_scale, n)
     out = a.new_empty((m, n), dtype=dtype)
-    bias = None if bias is None else bias.float()
+    bias = fused.widened(bias)
     clusters = sm_count(a.device) // 2
     split = a.dtype in fused.FP8 and not fast_accum
     wide = 128 if split else tile_columns(m, n, ranks, clusters)

@@ -124,7 +124,7 @@ def _launch(most: int, values, slots, targets, done, word, delta, abort, out) ->
     rest, kernel = (delta, values.numel(), ranks, most), compiled_group_max(device, ranks, most)
     if OPEN.recorder is not None:
         tensors = values, slots, targets, done, word, abort, out
-        OPEN.recorder.kernel(kernel, 1, tensors, rest, len(tensors), (len(tensors), delta & 0xFFFFFFFF))
+        OPEN.recorder.kernel(kernel, 1, tensors, rest, len(tensors), (len(tensors), delta & 0xFFFFFFFF, word))
     kernel.launch(1, stream, (*addresses, *rest))
 
 

@@ -33,7 +33,7 @@ def takes(a: Tensor, b: Tensor, scaling: str, sizes: Sequence[int] | None, n: in
 
 def _in_turn(device: torch.device, one: Callable[[int], None], groups: int) -> None:
     """one(g) for each group, on the current stream and on one beside it, for which it then waits."""
-    if device.type != "cuda" or OPEN.recorder is not None:  # what is recorded has one stream
+    if device.type != "cuda" or OPEN.recorder is not None:  # recordings of groups keep to one stream
         for g in range(groups):
             one(g)
         return

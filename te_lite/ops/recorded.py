@@ -1,4 +1,4 @@
-"""What a body left behind that was recorded (ops/recorder.py): its launches, for other tensors."""
+"""What a body left behind that was recorded (ops/recorder.py): what it issued, for other tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Recorded:
         self._sequence, self.device, self._fetches, self._results = sequence, device.index, fetches, results
         self._turns = turns
         allocations = [*made, (torch.Size((block,)), torch.uint8)] if block else made
-        # Of at most one element in memory: emptylike_of() of them takes half the time of empty().
+        # Of at most one element in memory: empty_like() of them takes half the time of empty().
         self._made = [like_of(shape, dtype, device) for shape, dtype in allocations]
 
     def run(self, inputs: tuple[Tensor | None, ...], addresses: bytes | None = None) -> list[Tensor]:
@@ -66,7 +66,7 @@ class Recorded:
 
 
 def like_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of which emptylike_of() has the strides of empty(shape): keys of recordings hold them. It keeps those of dense
+    """Of which empty_like() has the strides of empty(shape): keys of recordings hold them. It keeps those of dense
     tensors, of one element or none, and would take zeros from them."""
     return torch.empty(shape if shape.numel() < 2 else (), dtype=dtype, device=device).expand(shape)
 

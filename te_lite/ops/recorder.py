@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor | None], fixed: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._fixed = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in fixed]
-        self._turns: list[tuple[Turns, int]] = []  # with its epoch in the run that is seen
+        self._turns: list[tuple[Turns, int, Tensor]] = []  # with its epoch in the run that is seen, and its word
         self._stream = _current_stream()
         self.why_not = ""  # it cannot be recorded; empty while it can
         self._fetches: list[Fetch] = []
@@ -76,6 +76,9 @@ class Recorder(TorchDispatchMode):
         try:
             with self:
                 return body()
+        except BaseException:
+            self._forget()
+            raise
         finally:
             OPEN.recorder = None
 
@@ -105,14 +108,14 @@ class Recorder(TorchDispatchMode):
 
     def kernel(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor | None], rest: tuple[Any, ...], anywhere: int,
-        epoch: tuple[int, int] | None = None,
+        epoch: tuple[int, int, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """A launch, of addresses and then the rest. anywhere: so many of the first addresses may be any. epoch: where
-        in all of them an epoch stands, and the one that does."""
+        in all of them an epoch stands, the one that does, and the word of what gave it."""
         if not isinstance(kernel, _C.Kernel):
             return self.refuse("a kernel is launched by Triton")
         values = (*[None if t is None else 0 for t in tensors], *rest)
-        numbers = () if epoch is None else ((epoch[0], self._turn(epoch[1])),)
+        numbers = () if epoch is None else ((epoch[0], self._turn(*epoch[1:])),)
         self._step(lambda to, at, turns: to.add_kernel(kernel, programs, values, at, turns), tensors, anywhere, numbers)
 
     def gemm(self, plan: _C.GemmPlan, tensors: Sequence[Tensor | None]) -> None:
@@ -121,35 +124,37 @@ class Recorder(TorchDispatchMode):
 
     def fused(
         self, gemm: _C.FusedGemm, programs: int, counts: tuple[int, int, int], words: list[int],
-        tensors: Sequence[tuple[int, Tensor]], epoch: tuple[int, int],
+        tensors: Sequence[tuple[int, Tensor]], epoch: tuple[int, int, Tensor],
     ) -> None:  # fmt: skip
-        """A fused GEMM. words: as Sequence.add_fused takes values; tensors: (which of them is its address, a tensor, or
-        a view of where the address points). epoch: as of kernel()."""
-        numbers = ((epoch[0], self._turn(epoch[1])),)
+        """A fused GEMM, whose kernel is compiled for no addresses. words: as Sequence.add_fused takes values; tensors:
+        (which of them is its address, a tensor, or a view of where the address points). epoch: as of kernel()."""
+        numbers = ((epoch[0], self._turn(*epoch[1:])),)
         self._steps.append(
             _Step(
-                lambda to, at, turns: to.add_fused(gemm, programs, counts, words, at, turns), tuple(tensors),
-                numbers=numbers, stream=self._side(),
+                lambda to, at, turns: to.add_fused(gemm, programs, counts, words, at, turns),
+                tuple(tensors), len(words), numbers, stream=self._side(),
             )
         )  # fmt: skip
 
     # between ranks
 
-    def turn(self, turns: Turns, epoch: int) -> None:
-        """The body has taken a turn, which gave it `epoch`."""
-        self._turns.append((turns, epoch))
+    def turn(self, turns: Turns, epoch: int, word: Tensor) -> None:
+        """The body has taken a turn, which gave it `epoch`. word: by which what gave it is known, and of which kernels
+        count epochs."""
+        self._turns.append((turns, epoch, word))
 
     def issue(
-        self, executor: _C.Executor, program: _C.Program, segment: int, epoch: int, count: int,
+        self, executor: _C.Executor, program: _C.Program, segment: int, epoch: int, word: Tensor, count: int,
         tensors: Sequence[Tensor], use: object,
     ) -> None:  # fmt: skip
-        """A segment of a program, whose `count` arguments are the addresses of tensors and then zeros."""
+        """A segment of a program, whose `count` arguments are the addresses of tensors and then zeros. word: as of
+        turn()."""
         present = tuple([(1 + i, t) for i, t in enumerate(tensors)])
-        numbers = ((0, self._turn(epoch)),)
+        numbers = ((0, self._turn(epoch, word)),)
         self._steps.append(
             _Step(
-                lambda to, at, turns: to.add_issue(executor, program, segment, count, at, turns), present,
-                numbers=numbers, use=use, stream=self._side(),
+                lambda to, at, turns: to.add_issue(executor, program, segment, count, at, turns), present, 1 + count,
+                numbers, use, self._side(),
             )
         )  # fmt: skip
 
@@ -161,11 +166,11 @@ class Recorder(TorchDispatchMode):
         handles = [0 if one.cuda_stream == self._stream else one.cuda_stream for one in (stream, other)]
         self._steps.append(_Step(lambda to, _, __: to.add_wait(*handles), stream=-1))
 
-    def _turn(self, epoch: int) -> int:
-        """Which turn gave the epoch; of several with the same one any will do, for they go on together."""
-        found = [i for i, (_, given) in enumerate(self._turns) if given == epoch]
+    def _turn(self, epoch: int, word: Tensor) -> int:
+        """Which turn gave the epoch. Two slots of one buffer may be at the same one: they go on together."""
+        found = [i for i, (_, given, its) in enumerate(self._turns) if given == epoch and its is word]
         if not found:
-            self.refuse("an epoch comes from no turn of the body's")
+            self.refuse("what waits for an epoch took no turn, as on one rank")
         return found[0] if found else 0
 
     def _side(self) -> int:
@@ -187,7 +192,10 @@ class Recorder(TorchDispatchMode):
         try:
             return self._finish(results)
         finally:
-            self._given, self._made, self._steps, self._turns = [], {}, [], []
+            self._forget()
+
+    def _forget(self) -> None:
+        self._given, self._made, self._steps, self._turns = [], {}, [], []
 
     def _finish(self, results: Sequence[Tensor]) -> Recorded | None:
         uses = self._uses()
@@ -209,7 +217,7 @@ class Recorder(TorchDispatchMode):
             patches = [(position, *self._place(t, places, zero)) for position, t in step.tensors if t.numel()]
             step.add(sequence, patches, [(position, zero + 1 + turn) for position, turn in step.numbers])
         slots = [(at if isinstance(at, int) else places[at[0]][0], view) for at, view in found]
-        turns = [turns for turns, _ in self._turns]
+        turns = [turns for turns, _, _ in self._turns]
         return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots, turns)
 
     def _slot(self, t: Tensor) -> Given | None:
@@ -226,8 +234,11 @@ class Recorder(TorchDispatchMode):
         return found[0]
 
     def _is_fixed(self, t: Tensor) -> bool:
+        """Whether it lies in fixed memory, and in nothing that a call brings: callers own some of it."""
         at = t.data_ptr()
-        return any(first <= at < last for first, last in self._fixed)
+        if not any(first <= at < last for first, last in self._fixed):
+            return False
+        return not any(g is not None and _holds(g, at) for g in self._given)
 
     def _uses(self) -> dict[int, tuple[int, int]]:
         """The first and the last step that uses each allocation."""

@@ -141,7 +141,7 @@ class Gather:
         self._wire, self._addresses = tuple(wire), tuple(addresses)
         self.slot, self.epoch = buffer.next, buffer.turn()
         if OPEN.recorder is not None:
-            OPEN.recorder.turn(buffer, self.epoch)
+            OPEN.recorder.turn(buffer, self.epoch, buffer.zero)
         dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are put together
         self._kinds = dim, tuple(kinds)
         self.program = buffer.cached(gather_program, self.slot, tuple(sizes), q.shape[1] if dim else 1, own, awaited)
@@ -201,7 +201,7 @@ class Scatter:
         self.bytes = shape[0] * shape[1] * dtype.itemsize
         self.slot, self.epoch = self.buffer.next, self.buffer.turn()
         if OPEN.recorder is not None:
-            OPEN.recorder.turn(self.buffer, self.epoch)
+            OPEN.recorder.turn(self.buffer, self.epoch, self.buffer.zero)
         self.program = self.buffer.cached(scatter_program, self.slot, self.bytes, shape[0], self.cuts, pieces)
         self.sent = self.bytes * (group.size - 1)
         self._whole, self._wait, self._free, self._expect = range(sum(self.cuts), 4 + sum(self.cuts))  # segments

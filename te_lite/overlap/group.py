@@ -143,7 +143,8 @@ class Group:
         word = 0 if words is None else words.data_ptr() + WORD * use.slot
         self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
         if OPEN.recorder is not None:
-            OPEN.recorder.issue(self.executor, use.program, segment, use.epoch, len(arguments), tensors, use)
+            given = use.epoch, use.buffer.zero, len(arguments)
+            OPEN.recorder.issue(self.executor, use.program, segment, *given, tensors, use)
 
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
@@ -173,8 +174,8 @@ class Group:
 
     def turns(self) -> tuple[int, ...]:
         """What decides where the next uses of this group lie, outside of CUDA graphs."""
-        many = [maximum.next for maximum in self._maxima.values()]
-        return (self._buffers["gather"].next, self._buffers["scatter"].next, *many)
+        maxima = [maximum.next for (graph, _), maximum in self._maxima.items() if not graph]
+        return (self._buffers["gather"].next, self._buffers["scatter"].next, *maxima)
 
     def fixed(self) -> list[Tensor]:
         """All memory of this rank that its uses read and write, beside what they are given."""

@@ -74,7 +74,7 @@ class Maximum:
             stream, program = torch._C._cuda_getCurrentRawStream(group.device.index), self._programs[epoch % SLOTS]
             group.executor.issue(program, 0, epoch, stream, ())
             if OPEN.recorder is not None:
-                OPEN.recorder.turn(self, epoch)
-                OPEN.recorder.issue(group.executor, program, 0, epoch, 0, (), self)
+                OPEN.recorder.turn(self, epoch, self._zero)
+                OPEN.recorder.issue(group.executor, program, 0, epoch, self._zero, 0, (), self)
             word, delta = self._zero, signed(epoch)
         return self._op(partials, self._slots, self._targets, self._done, word, delta, group.abort)

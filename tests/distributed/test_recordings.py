@@ -9,9 +9,9 @@ from te_lite.testing.distributed import launch, rank_device_params
 SCRIPT = Path(__file__).with_name("run_recordings.py")
 
 
-def check(ranks, device):
+def check(ranks, device, *options):
     methods = ["ring_exchange", *["fused"] * (device == "cuda")]  # on CPU ranks a ring runs in its place
-    said = launch(SCRIPT, "--device", device, "--methods", *methods, ranks=ranks, timeout=180).splitlines()
+    said = launch(SCRIPT, "--device", device, "--methods", *methods, *options, ranks=ranks, timeout=180).splitlines()
     assert said == [f"{name}: ok" for name in (*methods, "failing")]
 
 
@@ -22,4 +22,4 @@ def test_two_ranks(device):
 
 @pytest.mark.parametrize("device", rank_device_params(4))
 def test_four_ranks(device):
-    check(4, device)
+    check(4, device, *["--recipes", "bf16", "delayed", "mxfp8"] * (device == "cpu"))

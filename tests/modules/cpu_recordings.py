@@ -75,7 +75,7 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.foreign = False  # something computes with a tensor that it was not given
         self.fixed = [t.untyped_storage() for t in fixed]
-        self.turns: list[tuple[Any, int]] = []
+        self.turns: list[tuple[Any, int, Tensor]] = []
         self.steps: list[tuple[Any, Any, Any]] = []
         self.slots: list[Any] = list(inputs)  # held, so that no place comes twice
         self.known = {_place(t): i for i, t in reversed(list(enumerate(self.slots))) if t is not None}
@@ -116,13 +116,13 @@ class OpRecorder(TorchDispatchMode):
     def refuse(self, why: str) -> None:
         self.foreign = True
 
-    def turn(self, turns: Any, epoch: int) -> None:
-        self.turns.append((turns, epoch))
+    def turn(self, turns: Any, epoch: int, word: Tensor) -> None:
+        self.turns.append((turns, epoch, word))
 
     def issue(
-        self, executor: Any, program: Any, segment: int, epoch: int, count: int, tensors: Any, use: object
+        self, executor: Any, program: Any, segment: int, epoch: int, word: Tensor, count: int, tensors: Any, use: object
     ) -> None:  # fmt: skip
-        turn = Turn(next(i for i, (_, given) in enumerate(self.turns) if given == epoch))
+        turn = Turn(next(i for i, (_, given, its) in enumerate(self.turns) if given == epoch and its is word))
         slots = [self._slot(t) for t in tensors]
         self.foreign = self.foreign or any(isinstance(slot, Tensor) and not self._is_fixed(slot) for slot in slots)
 
@@ -142,7 +142,7 @@ class OpRecorder(TorchDispatchMode):
 
     def finish(self, results: list[Tensor]) -> Replayed | None:
         slots = [self._slot(t) for t in results]
-        turns = [turns for turns, _ in self.turns]
+        turns = [turns for turns, _, _ in self.turns]
         self.slots, self.known, self.turns = [], {}, []
         if self.foreign or any(isinstance(slot, Tensor) for slot in slots):
             return None

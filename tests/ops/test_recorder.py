@@ -119,14 +119,15 @@ def test_what_stays_in_its_place_and_what_is_counted(monkeypatch):
     program.cut()
     program.wait(flag.data_ptr(), 0, 0, "data from")
     recorder = Recorder([source], fixed=[to, flag])
-    turns = Epochs(7)
+    turns, other = Epochs(7), Epochs(7)
 
     def body():
         recorder.announce(control, "first", 1)
-        recorder.turn(turns, turns.turn())
-        recorder.issue(executor, program, 0, 7, 1, (source[4:],), turns)
-        recorder.issue(executor, program, 1, 7, 1, (), turns)
-        recorder.issue(executor, program, 1, 7, 1, (to[3:],), turns)
+        recorder.turn(other, other.turn(), to)  # of another buffer, at the same epoch now
+        recorder.turn(turns, turns.turn(), flag)
+        recorder.issue(executor, program, 0, 7, flag, 1, (source[4:],), turns)
+        recorder.issue(executor, program, 1, 7, flag, 1, (), turns)
+        recorder.issue(executor, program, 1, 7, flag, 1, (to[3:],), turns)
 
     try:
         recorder.run(body)
@@ -134,10 +135,10 @@ def test_what_stays_in_its_place_and_what_is_counted(monkeypatch):
         assert recorded is not None, recorder.why_not
         recorded.device = 0
         for step in range(3):
-            other = torch.randint(0, 256, (64,)).byte()
-            (same,) = recorded.run((other,))
+            given, other.next = torch.randint(0, 256, (64,)).byte(), 50 * step
+            (same,) = recorded.run((given,))
             executor.synchronize()
-            assert same is other and torch.equal(to, other[12:28]) and int(flag) == 8 + step
+            assert same is given and torch.equal(to, given[12:28]) and int(flag) == 8 + step
         assert control.broken is None
     finally:
         executor.close()
@@ -146,8 +147,20 @@ def test_what_stays_in_its_place_and_what_is_counted(monkeypatch):
 
 def test_an_epoch_of_nobodys_is_refused():
     recorder = Recorder([])
-    recorder.run(lambda: recorder.issue(None, None, 0, 3, 0, (), None))
-    assert recorder.finish([]) is None and recorder.why_not == "an epoch comes from no turn of the body's"
+    recorder.run(lambda: recorder.issue(None, None, 0, 3, torch.zeros(1), 0, (), None))
+    assert recorder.finish([]) is None and "took no turn" in recorder.why_not
+
+
+def test_what_a_call_brings_is_its_own_wherever_it_lies(monkeypatch):
+    """An input in memory that stays, as a caller's tensor in the arena is, moves from call to call."""
+    monkeypatch.setattr("te_lite.ops.recorder._C.Sequence", Kept)
+    arena = torch.empty(64)
+    given, staging = arena[:8], arena[32:40]
+    recorder = Recorder([given], [arena])
+    recorder.run(lambda: recorder.gemm("plan", (given[2:], staging)))
+    ((_, _, patches),) = recorder.finish([])._sequence.added
+    # Slots: the input, then the one that fixed memory is counted from.
+    assert patches == [(0, 0, 8), (1, 1, staging.data_ptr())]
 
 
 class Kept:
@@ -163,18 +176,19 @@ class Kept:
 def test_memory_of_a_use_is_free_when_that_ends(monkeypatch):
     """A piece that is being sent shares memory with nothing until its buffer's use ends, nor do two streams."""
     monkeypatch.setattr("te_lite.ops.recorder._C.Sequence", Kept)
+    word = torch.zeros(1, dtype=torch.int32)
     for ends, overlaps in ((False, True), (True, False)):
         turns, use, recorder = Epochs(1), object(), Recorder([])
 
         def body(recorder=recorder, turns=turns, use=use, ends=ends):
-            recorder.turn(turns, 1)
+            recorder.turn(turns, 1, word)
             one, two = torch.empty(100), torch.empty(100)
-            recorder.issue("executor", "program", 0, 1, 1, (one,), use)
+            recorder.issue("executor", "program", 0, 1, word, 1, (one,), use)
             if not ends:
-                recorder.issue("executor", "program", 1, 1, 0, (), use)
+                recorder.issue("executor", "program", 1, 1, word, 0, (), use)
             recorder.gemm("plan", (two, None, two))
             if ends:
-                recorder.issue("executor", "program", 1, 1, 0, (), use)
+                recorder.issue("executor", "program", 1, 1, word, 0, (), use)
             return one, two
 
         recorder.run(body)

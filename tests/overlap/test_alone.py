@@ -228,4 +228,4 @@ def test_a_launch_is_not_recorded(monkeypatch):
     )
     recorder = Recorder([a])
     recorder.run(lambda: gemm_fused.launch(kind, 1, given, a=a, b=a, other=a, to=[0]))
-    assert "no turn" in recorder.why_not and recorder.finish([a]) is None
+    assert "took no turn" in recorder.why_not and recorder.finish([a]) is None
