@@ -68,6 +68,7 @@ class Case:
     fp8_param: bool = False
     distributed: bool = False  # Megatron's distributed optimizer
     steps: int = 0  # with the optimizer, after the gradients were compared
+    precise: tuple[tuple[str, Any], ...] = ()  # more fields of Megatron's OptimizerConfig
 
 
 CASES = {
@@ -148,7 +149,7 @@ class Run:
         self.config.no_sync_func = self.ddp.no_sync
         self.optimizer = None
         if case.steps:
-            recipe = {} if case.recipe == "bf16" else {"fp8_recipe": case.recipe}
+            recipe = dict(case.precise) | ({} if case.recipe == "bf16" else {"fp8_recipe": case.recipe})
             options = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=dtype, clip_grad=1.0,
                                       use_distributed_optimizer=case.distributed, **recipe, **reuse)  # fmt: skip
             self.optimizer = get_megatron_optimizer(options, [self.ddp])
@@ -240,7 +241,7 @@ def userbuffers(case: Case) -> Any:
     te.destroy_ub()
 
 
-def check(case: Case, truth: Any, reference: Any, weights: dict, known: dict[Case, Any]) -> None:
+def check(case: Case, truth: Any, reference: Any, weights: dict, known: dict[Case, Any]) -> Run:
     gc.collect()  # of the last case, so that the report is of this one
     with userbuffers(case):
         run = Run(TE, case, weights)
@@ -263,10 +264,11 @@ def check(case: Case, truth: Any, reference: Any, weights: dict, known: dict[Cas
             known[case] = curve
             # The distributed optimizer is the same optimizer: its first steps agree but for the order of sums, by
             # which a weight may round to its neighbour.
-            alone = known.get(replace(case, distributed=False))
+            alone = known.get(replace(case, distributed=False, precise=()))
             if case.distributed and alone:
                 bound = UNIT_ROUNDOFF[torch.bfloat16]
                 assert all(abs(a / b - 1) < bound for a, b in zip(curve, alone, strict=True)), (curve, alone)
+    return run
 
 
 def check_fusions() -> None:

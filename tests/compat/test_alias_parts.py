@@ -1,6 +1,5 @@
 """What stands behind names of Transformer Engine that te_lite has in compat/ alone."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -272,51 +271,6 @@ def test_padding():
     assert te.Fp8Padding(2, align_size=8)(x[:16], [8, 8])[0].data_ptr() == x.data_ptr()
     with pytest.raises(ValueError, match="3 groups"):
         te.Fp8Padding(3)(x, sizes)
-
-
-@pytest.mark.parametrize("adam_w", [False, True])
-def test_fused_adam_is_torchs(adam_w):
-    mine = torch.nn.Linear(8, 8)
-    theirs = copy.deepcopy(mine)
-    options = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.8, 0.9)}
-    ours = optimizers.FusedAdam(mine.parameters(), adam_w_mode=adam_w, **options)
-    torchs = torch.optim.Adam(theirs.parameters(), fused=True, decoupled_weight_decay=adam_w, **options)
-    for step in range(4):
-        x = torch.randn(4, 8)
-        for model, optimizer in ((mine, ours), (theirs, torchs)):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-        if step == 1:  # the state goes through a state dict, the step in the group
-            state = copy.deepcopy(ours.state_dict())
-            ours = optimizers.FusedAdam(mine.parameters(), adam_w_mode=adam_w, **options)
-            ours.load_state_dict(state)
-    assert torch.equal(mine.weight, theirs.weight) and ours.param_groups[0]["step"] == 4
-    with pytest.raises(NotImplementedError, match="master_weights"):
-        optimizers.FusedAdam(mine.parameters(), master_weights=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fused_adam_keeps_fp32_states_of_narrow_parameters(dtype):
-    """Its numbers are those of fp32 parameters that are rounded after each step; also after a state was loaded."""
-    mine = torch.nn.Parameter(torch.randn(64).to(dtype))
-    wide = torch.nn.Parameter(mine.detach().float())
-    ours = optimizers.FusedAdam([mine], 1e-2, (0.8, 0.999), 1e-6, 0.1)
-    torchs = torch.optim.AdamW([wide], 1e-2, (0.8, 0.999), 1e-6, 0.1, fused=True)
-    for step in range(40):
-        mine.grad = torch.randn(64).to(dtype)
-        wide.grad = mine.grad.float()
-        ours.step()
-        torchs.step()
-        wide.data.copy_(wide.data.to(dtype))
-        if step == 20:
-            state = copy.deepcopy(ours.state_dict())
-            ours = optimizers.FusedAdam([mine], 1e-2, (0.8, 0.999), 1e-6, 0.1)
-            ours.load_state_dict(state)
-    assert torch.equal(mine.float(), wide)
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert ours.state[mine][name].dtype == torch.float32
-        assert torch.equal(ours.state[mine][name], torchs.state[wide][name])
 
 
 def test_multi_tensor():

@@ -9,6 +9,7 @@ from te_lite.testing.distributed import launch
 
 SCRIPT = Path(__file__).parent / "ranks_megatron.py"
 EXPERTS = Path(__file__).parent / "ranks_megatron_moe.py"
+OPTIMIZER = Path(__file__).parent / "ranks_megatron_optimizer.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
 RANKS = {"one": 1, "tp": 2, "pp": 2, "dp": 2}
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core (pip install -e '.[test]')")
@@ -30,6 +31,12 @@ def test_experts(world: str) -> None:
     """The cases of ranks_megatron_moe.py: grouped experts, dispatchers, permutation, main_grad, checkpoints."""
     out = launch(EXPERTS, world, ranks=1 if world == "one" else 2, timeout=300, env={"CUDA_VISIBLE_DEVICES": ""})
     assert out.count("ok MoeCase(") >= 3, out
+
+
+def test_precision_aware_optimizer() -> None:
+    """The cases of ranks_megatron_optimizer.py: masters, remainders, narrow states, sharded checkpoints."""
+    out = launch(OPTIMIZER, ranks=2, timeout=300, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert out.count("ok Case(") == 5, out
 
 
 @pytest.mark.parametrize("more", [(), ("--experts", "4")], ids=" ".join)
