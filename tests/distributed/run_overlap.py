@@ -5,7 +5,7 @@
 
 matrix: module x recipe x method, 20 iterations each, 12 on CPUs, with delays, poison, several layers in the same
 buffers, several forwards before their backwards. random: shape, module, recipe, method and delays are drawn; a failure
-prints the arguments that repeat it.
+prints the arguments that repeat it. TE_LITE_RECORD=ranks records bodies (--repeats 12), on CPU ranks by a stand-in.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TE_LITE_AUTO"] = "rule"  # what is fastest would differ from run to run
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import te_lite as te  # noqa: E402
+from te_lite.ops.recorder import BETWEEN_RANKS  # noqa: E402
 from te_lite.overlap.config import LAYER_GEMMS, offered  # noqa: E402
 from te_lite.overlap.group import Group  # noqa: E402
 from te_lite.overlap.userbuffers import UB_FLAGS  # noqa: E402
@@ -48,6 +50,7 @@ from tests.distributed.overlapping import (  # noqa: E402
 )
 from tests.distributed.run_modules import shard_input, shard_output, shard_parameter  # noqa: E402
 from tests.harness import OPTIONS, RECIPES, Oracle  # noqa: E402
+from tests.modules.cpu_recordings import record_on_cpu  # noqa: E402
 from tests.reference import LINEAR, LN_MLP  # noqa: E402
 
 ITERATIONS = {"cuda": 20, "cpu": 12}  # after 12 the order of calls, the batches, poison and delays begin again
@@ -237,8 +240,8 @@ def draw_flags(rng: random.Random) -> dict[str, bool]:
     return flags
 
 
-def random_iteration(rng: random.Random, group: Group, tokens: int, device) -> str:
-    """One or two modules of random shape, flags and recipe, a few passes of random token counts; what was drawn."""
+def random_iteration(rng: random.Random, group: Group, tokens: int, device, repeats: int = 1) -> str:
+    """One or two modules of random shape, flags and recipe, passes of a few random token counts; what was drawn."""
     world, size = dist.group.WORLD, dist.get_world_size()
     pairs, said = [], []
     for _ in range(rng.choice((1, 1, 2))):
@@ -253,7 +256,7 @@ def random_iteration(rng: random.Random, group: Group, tokens: int, device) -> s
         pairs.append(Pair(kind, mode, recipe, "bulk", sizes, world, device, bias=bias, **flags, **named))
     # Over capacity now and then.
     counts = [rng.choice((1, 3, 8, 16, 32, 33, 128, 3 * tokens // size)) for _ in range(rng.choice((1, 2, 3)))]
-    delay, order = rng.choice((0, 100, 1000, 20000)), rng.random()
+    counts, delay, order = counts * repeats, rng.choice((0, 100, 1000, 20000)), rng.random()
     said.append(f"tokens {counts} delay {delay}")
     group.executor.set_delays(rng.getrandbits(30) + group.rank, delay)
     batches = [(pair, pair.batch(rng.getrandbits(20), m)) for m in counts for pair in pairs]
@@ -300,6 +303,8 @@ def compare(label: str, got: dict[str, Tensor], want: dict[str, Tensor], fused: 
 
 def suite_random(args, device) -> None:
     group, size = None, dist.get_world_size()
+    if BETWEEN_RANKS and device.type == "cpu":
+        record_on_cpu(pytest.MonkeyPatch())
     for iteration in range(args.first, args.first + args.iterations):
         epoch = random.Random(f"{args.seed} methods {iteration // DRAWN}")
         cfgs, tokens, hidden = draw_methods(epoch, device), size * epoch.choice((40, 128)), 64 * size
@@ -307,7 +312,7 @@ def suite_random(args, device) -> None:
             te.destroy_ub()
             group = begin(tokens, hidden, dist.group.WORLD, device, ub_cfgs=cfgs)
         try:
-            random_iteration(random.Random(f"{args.seed} {iteration}"), group, tokens, device)
+            random_iteration(random.Random(f"{args.seed} {iteration}"), group, tokens, device, args.repeats)
         except BaseException:
             print(f"repeat it: --suite random --seed {args.seed} --first {iteration} --iterations 1", file=sys.stderr)
             raise
@@ -325,6 +330,7 @@ def main() -> int:
     parser.add_argument("--dump", type=Path, help="folder for the tensors of a mismatch in the matrix")
     parser.add_argument("--iterations", type=int, default=30, help="of the random suite")
     parser.add_argument("--first", type=int, default=0, help="number of the first random iteration")
+    parser.add_argument("--repeats", type=int, default=1, help="passes of each token count of a random iteration")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rank, world, device = init_ranks(args.device)
