@@ -45,6 +45,8 @@ def init_ranks(device: str) -> tuple[int, int, torch.device]:
 
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
+        # A multicast object that a crash leaves behind can take a host's links out of service.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         torch.cuda.set_device(local)
     else:
         torch.set_num_threads(1)
