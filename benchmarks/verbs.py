@@ -50,7 +50,7 @@ from te_lite.overlap.collective import _all_gather_into, _reduce_scatter_into  #
 from te_lite.parallel import TensorParallel
 
 SERVING = [shape for shape in SHAPES if shape.name.startswith(("fc1", "fc2"))]
-ROUNDING = {"bf16": 2.0**-9, "fp8": 2.0**-4}  # relative, of one rounding
+ROUNDING = {"bf16": 2.0**-9, "fp8": 2.0**-4}  # of one rounding, relative: in bf16 the root mean square
 GEMM_WIDTH, GEMM_US = {"cuda": 4096, "cpu": 64}, 200.0  # beside a collective; its time where NCCL's is not known
 Step = Callable[[], Any]
 

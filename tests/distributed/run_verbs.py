@@ -69,7 +69,9 @@ class Case:
         self.delay = draw.choice((0, 0, 500)) if ub else 0
         hides = ub and self.overlap is not None
         self.ring = hides and len(self.ns) == 1  # this rank's own partial is not rounded before the sum
-        self.magnitude: Tensor | None = None  # of a sum whose order is NCCL's: what has been added up
+        # Of a sum whose order is NCCL's: what has been added up, and how often fewer bits were kept, here or there.
+        self.magnitude: Tensor | None = None
+        self.roundings = 0
         self.strict = hides and (len(self.ns) == 1 or self.wants["w"] or not self.wants["x"])
 
     def of(self, name: str, rank: int, shape: tuple[int, ...]) -> Tensor:
@@ -85,6 +87,7 @@ class Case:
         mine = [p.chunk(self.size, self.dim)[rank] for p in partials]
         if not self.ring and self.size > 2 and mine[0].is_cuda and self.dtype.itemsize == 2:
             self.magnitude = sum(t.float().abs() for t in (*mine, *more))
+            self.roundings = (self.size - 1) + 1 + 2 * len(more)  # NCCL's sums; the exact one; what both add after it
         if self.ring:
             parts = [p if r == rank else p.to(self.dtype).float() for r, p in enumerate(mine)]
             return sum([*parts, *[m.float() for m in more]]).to(self.dtype)
@@ -146,8 +149,7 @@ def exact_case(case: Case, rank: int, group: Any) -> None:
             continue
         assert got[name].is_contiguous()
         if case.magnitude is not None and name == ("dx" if case.gathers else "y"):
-            # Each partial, each sum, and what is added after it are rounded, here and in what is wanted.
-            near(f"{vars(case)}: {name}", got[name].detach(), value, case.magnitude, 2 * size)
+            near(f"{vars(case)}: {name}", got[name].detach(), value, case.magnitude, case.roundings / 2)  # of eps / 2
         else:
             assert_bitwise_equal(f"{vars(case)}: {name}", got[name].detach(), value)
 
@@ -176,7 +178,7 @@ def exact(args: argparse.Namespace, device: torch.device) -> None:
         repeated(run, args.seed, args.iterations, "exact")
 
 
-def near(label: str, got: Tensor, want: Tensor, magnitude: Tensor, roundings: int) -> None:
+def near(label: str, got: Tensor, want: Tensor, magnitude: Tensor, roundings: float) -> None:
     """Within so many roundings of the magnitude that has been added up; fp8 values are off by an eighth at most."""
     bound = roundings * torch.finfo(got.dtype).eps * 1.3 * magnitude.float()
     off = (got.float() - want.float()).abs() - bound

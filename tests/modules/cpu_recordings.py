@@ -111,7 +111,8 @@ class OpRecorder(TorchDispatchMode):
 
     def _is_fixed(self, t: Tensor) -> bool:
         at = t.data_ptr()
-        return any(memory.data_ptr() <= at < memory.data_ptr() + memory.nbytes() for memory in self.fixed)
+        inside = any(memory.data_ptr() <= at < memory.data_ptr() + memory.nbytes() for memory in self.fixed)
+        return inside and not any(slot is not None and recorder._holds(slot, at) for slot in self.slots)
 
     def refuse(self, why: str) -> None:
         self.foreign = True
