@@ -59,7 +59,7 @@ LIMITS_S = {
     for name in names.split()
 }
 BESIDE_TESTS = ("ranks", "training", "moe", "matrix", "matrix_tp2", "random", "memcheck")
-RANDOM_PROCESSES = 2
+RANDOM = "--seed 1 --iterations 500", "--seed 1 --iterations 500 --first 500", "--seed 7 --iterations 60 --repeats 12"
 RANKS_WORKERS = max(6, (os.cpu_count() or 1) // 6)  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
@@ -159,11 +159,10 @@ def overlap_test(name: str, args: argparse.Namespace, *options: str, tp: int = 0
 
 
 def random_stage(args: argparse.Namespace) -> list[Stage]:
-    """1,000 random iterations, in processes beside each other: most of their time is compilation."""
-    common = ("--suite", "random", "--seed", "1", "--iterations", str(1000 // RANDOM_PROCESSES))
-    firsts = [str(i * 1000 // RANDOM_PROCESSES) for i in range(RANDOM_PROCESSES)]
-    with ThreadPoolExecutor(RANDOM_PROCESSES) as pool:
-        stages = list(pool.map(lambda first: overlap_test("random", args, *common, "--first", first), firsts))
+    """RANDOM, in processes beside each other: most of their time is compilation."""
+    parts = [part.split() for part in RANDOM]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        stages = list(pool.map(lambda part: overlap_test("random", args, "--suite", "random", *part), parts))
     return sum(stages, [])
 
 

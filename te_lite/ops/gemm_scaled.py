@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from te_lite.ops.arrange import contiguous
 from te_lite.ops.block_cast import BLOCK, dequantize_blocks_ref
 from te_lite.ops.cublaslt import BLOCKS, ROWS, SQUARES, TENSOR, product
 from te_lite.ops.flops import product_flops
@@ -99,7 +100,7 @@ def _vectors(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         scale = F.pad(scale, (0, 0, 0, pad))
     if scale.stride() != (1, data.shape[0]):
         # Of one block only, a transposed copy may call its strides (1, 1).
-        scale = scale.t().contiguous().as_strided(scale.shape, (1, data.shape[0]))
+        scale = contiguous(scale.t()).as_strided(scale.shape, (1, data.shape[0]))
     return data, placed(scale)  # scales of one block may be a slice, which begins at any row
 
 
@@ -113,17 +114,17 @@ def _squares(scale: Tensor) -> Tensor:
     return scale.t()
 
 
-def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias):
+def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, out=None):
     kinds, square = F.ScalingType, b_scale.shape[0] != b.shape[0]
 
     def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         padded, scale = _vectors(a, a_scale)
         scale_b = _squares(b_scale) if square else _vectors(b, b_scale)[1]
         if len(padded) == len(a):
-            out = a.new_empty((len(a), len(b)), dtype=dtype)
-            if product(out, a, b, scale, scale_b, SQUARES if square else BLOCKS, bias):
-                return out
-        out = F.scaled_mm(
+            to = out if out is not None and out.dtype == dtype else a.new_empty((len(a), len(b)), dtype=dtype)
+            if product(to, a, b, scale, scale_b, SQUARES if square else BLOCKS, bias):
+                return to
+        made = F.scaled_mm(
             padded,
             b.t(),
             scale_a=scale,
@@ -135,7 +136,7 @@ def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias):
             use_fast_accum=False,
         )
         # No view: callers may replace what a result holds.
-        return out if len(out) == len(a) else out[: len(a)].clone()
+        return made if len(made) == len(a) else made[: len(a)].clone()
 
     return with_epilogue(multiply, a, b, out_dtype, bias, _FUSED)
 
@@ -144,16 +145,20 @@ _blockwise_op = register_product("gemm_fp8_blockwise", gemm_fp8_blockwise_ref, _
 
 
 def gemm_fp8_blockwise(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """out[m, n] = sum_k a[m, k] * b[n, k] * a_scale[m, k // 128] * b_scale[n or n // 128, k // 128] + bias[n].
 
     Inverse scales, fp32: a_scale [M, K/128], b_scale [N, K/128] or [N/128, K/128] (square blocks). Each block's sum is
-    scaled and added in fp32; one rounding to out_dtype. M any, K and N multiples of 16. Errors: ValueError.
+    scaled and added in fp32; one rounding to out_dtype. M any, K and N multiples of 16. out: as in gemm_fp8.
+    Errors: ValueError.
     """
     blocks, n = -(-a.shape[1] // BLOCK), b.shape[0]
     shapes = (((a.shape[0], blocks),), ((n, blocks), (-(-n // BLOCK), blocks)))
     _check(a, b, a_scale, b_scale, shapes)
+    if out is not None and a.is_cuda:
+        return _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, out)
     return _blockwise_op(a, b, a_scale, b_scale, out_dtype, bias)
 
 

@@ -28,8 +28,9 @@ from te_lite.ops.scalars import new_scalar
 
 SLOTS = 2
 MOST_RANKS = 32  # a lane each
-MOST_VALUES = 1024
-_LANES, _BLOCK = tl.constexpr(MOST_RANKS), tl.constexpr(1024)
+MOST_VALUES = 1 << 14  # of one call; hidden sizes
+A_PROGRAM = 256  # values of one program, a thread each: a thread's polls follow each other
+_LANES, _BLOCK, _THREADS = tl.constexpr(MOST_RANKS), tl.constexpr(1024), tl.constexpr(A_PROGRAM)
 
 # Where $3 is set the word $2 goes to the address $1.
 _PUSH = tl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0;}")
@@ -62,9 +63,10 @@ DONE:
 def group_max_kernel(
     values, slots, targets, done, word, abort, out, delta, count, RANKS: tl.constexpr, MOST: tl.constexpr
 ):
-    """One program. MOST = 1: of partials, in one warp with a lane a rank; else of values one by one, a lane a value.
+    """MOST = 1: of partials, one program of one warp with a lane a rank; else of values one by one, a thread a value.
 
-    Every thread has sent to all of its ranks before it polls.
+    Every thread has sent to all of its ranks before it polls. done[1]: programs of this call that have ended, 0 between
+    calls; the last one of them writes done[0].
     """
     after_previous()
     epoch = tl.load(word) + delta
@@ -77,7 +79,7 @@ def group_max_kernel(
             largest = tl.maximum(largest, tl.load(values + partial, mask=partial < count, other=0.0))
         value = tl.max(largest, 0)
     else:
-        rank, at = 0, tl.arange(0, MOST)
+        rank, at = 0, tl.program_id(0) * _THREADS + tl.arange(0, _THREADS)
         live = at < count
         value = tl.load(values + at, mask=live, other=0.0)
     # Never negative: the upper half stays 0.
@@ -100,17 +102,20 @@ def group_max_kernel(
         value = tl.maximum(value, found.to(tl.float32, bitcast=True))
     if MOST == 1:
         tl.store(out, tl.max(value, 0))
+        tl.atomic_xchg(done, epoch, sem="release")
     else:
         tl.store(out + at, value, mask=live)
         tl.debug_barrier()
-    tl.atomic_xchg(done, epoch, sem="release")
+        if tl.atomic_add(done + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            tl.atomic_xchg(done + 1, 0)
+            tl.atomic_xchg(done, epoch, sem="release")
 
 
 @cache
 def compiled_group_max(device: torch.device, ranks: int, most: int) -> Any:
     """A kernel for a CUDA device, to be launched with addresses. Launches once, so call it before a capture."""
     with torch.cuda.device(device):
-        value, word = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        value, word = torch.zeros(1, device=device), torch.zeros(2, dtype=torch.int32, device=device)
         slots = torch.zeros(SLOTS * ranks * most, dtype=torch.int64, device=device)
         targets = torch.full((ranks,), slots.data_ptr(), device=device)
         args = value, slots, targets, word, word, word, value, 0, 1, ranks, most
@@ -122,19 +127,20 @@ def _launch(most: int, values, slots, targets, done, word, delta, abort, out) ->
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     addresses = [t.data_ptr() for t in (values, slots, targets, done, word, abort, out)]
     rest, kernel = (delta, values.numel(), ranks, most), compiled_group_max(device, ranks, most)
+    programs = 1 if most == 1 else -(-values.numel() // A_PROGRAM)
     if OPEN.recorder is not None:
         tensors = values, slots, targets, done, word, abort, out
-        OPEN.recorder.kernel(kernel, 1, tensors, rest, len(tensors), (len(tensors), delta & 0xFFFFFFFF, word))
-    kernel.launch(1, stream, (*addresses, *rest))
+        OPEN.recorder.kernel(kernel, programs, tensors, rest, len(tensors), (len(tensors), delta & 0xFFFFFFFF, word))
+    kernel.launch(programs, stream, (*addresses, *rest))
 
 
 def group_maxima_ref(values, slots, targets, done, word, delta, abort) -> None:
     """Oracle of `group_maxima`, of values that have arrived; nothing is pushed."""
-    epoch = word + delta
+    epoch = word[:1] + delta
     words = slots.view(torch.int32).view(SLOTS, targets.numel(), -1, 2)[int(epoch) & 1, :, : values.numel()]
     arrived = torch.where(words[..., 1] == epoch, words[..., 0], 0).contiguous().view(torch.float32)
     torch.maximum(values, arrived.amax(0), out=values)
-    done.copy_(epoch)
+    done[:1] = epoch
 
 
 def group_max_ref(partials, slots, targets, done, word, delta, abort) -> Tensor:
@@ -164,9 +170,10 @@ def group_max(
 def group_maxima(
     values: Tensor, slots: Tensor, targets: Tensor, done: Tensor, word: Tensor, delta: int, abort: Tensor
 ) -> None:
-    """values, fp32 [n], n <= 1024, become the largest of all ranks', one by one. Else as group_max.
+    """values, fp32 [n], n <= 16,384, become the largest of all ranks', one by one. Else as group_max.
 
-    slots int64 [2 * R * 1024]: word [e % 2, r, i] is of rank r's value i. targets: of word [0, rank, 0].
+    slots int64 [2 * R * 16,384]: word [e % 2, r, i] is of rank r's value i. targets: of word [0, rank, 0]. done: [2],
+    of which the second is 0 between calls.
     """
     if values.is_cuda:
         _launch(MOST_VALUES, values, slots, targets, done, word, delta, abort, values)

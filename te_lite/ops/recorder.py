@@ -26,10 +26,9 @@ from te_lite.ops.registry import implementation
 
 aten = torch.ops.aten
 _WORD = os.environ.get("TE_LITE_RECORD", "1")
-if _WORD not in ("", "0", "1", "ranks"):
-    raise ValueError(f"TE_LITE_RECORD={_WORD!r}: must be 0, 1 or ranks; leave it out for 1")
+if _WORD not in ("", "0", "1"):
+    raise ValueError(f"TE_LITE_RECORD={_WORD!r}: must be 0 or 1; leave it out for 1")
 WANTED = _WORD not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-BETWEEN_RANKS = _WORD == "ranks"  # also what goes through userbuffers, which is not the default yet
 _ALLOCATE = frozenset((aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default))
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from te_lite.ops.arrange import contiguous
 from te_lite.ops.gemm import placed
 from te_lite.ops.gemm_scatter import MOST_BLOCKS
 from te_lite.ops.recorder import OPEN
@@ -133,7 +134,7 @@ class Gather:
         self.buffer = buffer = group.buffer("gather")
         wire, addresses, sizes, kinds = [], [], [], []
         for part in q.format.wire(q, layout):
-            part = part.contiguous()
+            part = part if part.is_contiguous() else contiguous(part)
             wire.append(part)
             addresses.append(part.data_ptr())
             sizes.append(part.nbytes)

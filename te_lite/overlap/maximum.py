@@ -31,7 +31,7 @@ class Maximum:
         here = [arena.address(name, 0, peer) for peer in range(size)]
         self._slots = arena.view(name, 0).view(torch.int64)[: SLOTS * size * width]
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
-        self._done = torch.zeros_like(self._zero)
+        self._done = torch.zeros(2, dtype=torch.int32, device=device)
         self._targets = torch.tensor([address + 2 * WORD * rank * width for address in here], device=device)
         self._epoch, self._graph, self._op = 0, graph, group_maxima if many else group_max
         self._programs = [_C.Program("the maximum over all ranks") for _ in range(SLOTS)]

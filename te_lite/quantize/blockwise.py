@@ -77,7 +77,7 @@ class BlockFormat(TensorFormat):
 
     def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
-        return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias)
+        return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias, out)
 
     def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
         gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)

@@ -161,7 +161,6 @@ def record_on_cpu(monkeypatch: Any) -> None:
         return plans
 
     monkeypatch.setattr(base, "build_plans", build_recorded)
-    monkeypatch.setattr("te_lite.functional.plan.BETWEEN_RANKS", True)
     monkeypatch.setattr(recordings, "described", described)
     monkeypatch.setattr(recordings, "Recorder", OpRecorder)
     monkeypatch.setattr(recordings, "on_one_gpu", lambda inputs: True)

@@ -78,7 +78,7 @@ def count_from(first_epoch: int, group: Group, *maxima: Maximum) -> None:
         buffer._epochs = [unsigned] * len(buffer._epochs)
     for maximum in maxima:
         maximum._epoch = unsigned
-        maximum._done.fill_(before)
+        maximum._done[:1] = before
 
 
 def in_group(size: int, run: Callable[[Group], T], first_epoch: int = 1, **options: Any) -> list[T]:
