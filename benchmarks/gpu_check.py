@@ -59,7 +59,7 @@ LIMITS_S = {
     for name in names.split()
 }
 BESIDE_TESTS = ("ranks", "training", "moe", "matrix", "matrix_tp2", "random", "memcheck")
-RANDOM = "--seed 1 --iterations 500", "--seed 1 --iterations 500 --first 500", "--seed 7 --iterations 60 --repeats 12"
+RANDOM = "--seed 1 --iterations 500", "--seed 1 --iterations 500 --first 500", "--seed 7 --iterations 40 --repeats 12"
 RANKS_WORKERS = max(6, (os.cpu_count() or 1) // 6)  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")

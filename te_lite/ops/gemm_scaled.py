@@ -6,6 +6,8 @@ fast accumulation. And fp8 products of any scales that are added to a matrix.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -106,12 +108,12 @@ def _vectors(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def _squares(scale: Tensor) -> Tensor:
     """Scales of 128 x 128 blocks [N/128, K/128] as cuBLAS takes them: [K/128 padded to fours, N/128], K contiguous."""
-    padded = -(-scale.shape[1] // 4) * 4
-    if scale.stride() != (padded, 1) or scale.shape[1] != padded:
-        whole = scale.new_zeros((scale.shape[0], padded))
-        whole[:, : scale.shape[1]] = scale
-        scale = whole
-    return scale.t()
+    whole = scale.shape[0], -(-scale.shape[1] // 4) * 4
+    if scale.stride() != (whole[1], 1) or scale.untyped_storage().nbytes() < 4 * (scale.storage_offset() + prod(whole)):
+        made = scale.new_zeros(whole)
+        made[:, : scale.shape[1]] = scale
+        scale = made
+    return scale.as_strided(whole, (whole[1], 1)).t()  # block_cast leaves room at the end of each row
 
 
 def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, out=None):
