@@ -129,6 +129,9 @@ def failing(device: torch.device) -> None:
             module(x.requires_grad_())
         found = [known[0] for known in module._planned[1][0].recordings._known.values() if isinstance(known, tuple)]
         assert len(found) == 2  # of the two slots
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()  # nobody is in a body that is not recorded yet
         for one in found if rank == 1 else ():
             if device.type == "cuda":
                 one._turns = None
