@@ -113,7 +113,9 @@ class Float8CurrentScaling(_PerOperand):
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """E4M3 in blocks of 1x32 along each GEMM's inner dimension, E8M0 scales (OCP Microscaling Formats v1.0)."""
+    """fp8 in blocks of 1x32 along each GEMM's inner dimension, E8M0 scales (OCP Microscaling Formats v1.0).
+
+    HYBRID: dy is E5M2."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -123,7 +125,6 @@ class MXFP8BlockScaling(Recipe):
     factory: ClassVar[str] = "te_lite.quantize.mxfp8:operands"
     summary: ClassVar[str] = "a power of two for every 32 values, multiplied in bf16: finest scales, stateless"
     memory: ClassVar[str] = "x 1.03, w 0 (cached 2.06)"
-    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
     token_multiple: ClassVar[int] = 32
 
     def _check(self) -> None:
@@ -135,9 +136,10 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8BlockScaling(_PerOperand):
-    """E4M3 with a scale for 1x128 values of x and dy along each GEMM's inner dimension, and for 128x128 of w.
+    """fp8 with a scale for 1x128 values of x and dy along each GEMM's inner dimension, and for 128x128 of w.
 
-    use_f32_scales: fp32 scales instead of powers of two, for the QParams that are not given.
+    use_f32_scales: fp32 scales instead of powers of two, for the QParams that are not given. HYBRID: dy is E5M2,
+    which no GEMM takes in blocks: dgrad and wgrad are products of dequantized operands in the activations' dtype.
     """
 
     use_f32_scales: bool = False
@@ -154,7 +156,6 @@ class Float8BlockScaling(_PerOperand):
     factory: ClassVar[str] = "te_lite.quantize.blockwise:operands"
     summary: ClassVar[str] = "a scale for 1x128 of x and dy and for 128x128 of w: keeps outliers apart, stateless"
     memory: ClassVar[str] = "x 1.03, w 0 (cached 2)"
-    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
     token_multiple: ClassVar[int] = 128
     capability: ClassVar[tuple[int, int]] = (9, 0)
     below: ClassVar[tuple[int, int]] = (10, 0)  # cuBLAS has these scales on Hopper only

@@ -111,7 +111,7 @@ class Recipe:
             names = " or ".join(f"te.recipe.Format.{one.name}" for one in self.formats)
             raise ValueError(
                 f"{type(self).__name__}(fp8_format={format!r}): must be {names} (E5M2 has too few mantissa bits "
-                "where E4M3 has range enough: for x and w, and for gradients in blocks); leave it out"
+                "for x and w, where E4M3 has range enough); leave it out"
             )
         self._check()
 

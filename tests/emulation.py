@@ -5,7 +5,7 @@ An operand's quantizer here is a function Tensor -> Tensor that quantizes and de
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -200,7 +200,8 @@ def _block_operands(recipe: str, mode: str | None, tp: int, token_shards: int) -
 
     Rowwise, one scale for all tokens is agreed on by all ranks.
     """
-    pow2, recipe = not recipe.endswith("_fp32"), recipe.removesuffix("_fp32")
+    pow2, grad = not recipe.endswith("_fp32"), E5M2 if recipe.endswith("_hybrid") else E4M3
+    recipe = recipe.removesuffix("_fp32").removesuffix("_hybrid")
     x, w, dy = _pieces(mode, tp, 1 if recipe.startswith("rowwise") else token_shards)
     if recipe == "rowwise_with_gw_hp":
         row = rowwise(pow2)
@@ -215,6 +216,7 @@ def _block_operands(recipe: str, mode: str | None, tp: int, token_shards: int) -
         ),
         "rowwise": (rowwise(pow2), rowwise(pow2), columnwise(pow2), columnwise(pow2)),
     }[recipe]
+    dy_row, dy_col = replace(row, fp8=grad), replace(col, fp8=grad)
     return Operands(
-        Blocks(row, x), Blocks(w_row, w), Blocks(row, dy), Blocks(w_col, w), Blocks(col, dy), Blocks(col, x)
+        Blocks(row, x), Blocks(w_row, w), Blocks(dy_row, dy), Blocks(w_col, w), Blocks(dy_col, dy), Blocks(col, x)
     )

@@ -24,6 +24,8 @@ from tests.reference import ALL_ACTIVATIONS, LINEAR, LN_MLP, Quantization, Spec,
 OPTIONS = {
     "current_per_shard": te.recipe.Float8CurrentScaling(per_shard_scales=True),
     "blockwise_fp32": te.recipe.Float8BlockScaling(use_f32_scales=True),
+    "mxfp8_hybrid": te.recipe.MXFP8BlockScaling(fp8_format=te.recipe.Format.HYBRID),
+    "blockwise_hybrid": te.recipe.Float8BlockScaling(fp8_format=te.recipe.Format.HYBRID),
     "rowwise_fp32": te.recipe.RowwiseScaling(use_power_2_scales=False),
 }
 # More than one scale a tensor.

@@ -14,11 +14,12 @@ from torch import Tensor
 from te_lite.arguments import flag
 from te_lite.ops.cast import FP8_MAX, amax
 from te_lite.ops.source import Source, SumDtype
-from te_lite.quantize.params import operands_of
+from te_lite.quantize.blockwise import BLOCK_FORMATS, Blocks
+from te_lite.quantize.mxfp8 import MX, MXFormat
 from te_lite.quantize.per_tensor import FORMATS, Current, PerTensorFormat, per_tensor_cast
 from te_lite.quantize.quantizer import Quantized, Quantizer
 from te_lite.quantize.tensor import QuantizedTensor, SameToAutograd, quantized, source_of
-from te_lite.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams
+from te_lite.recipe import QParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,23 +171,24 @@ class Float8CurrentScalingQuantizer(CallerQuantizer):
 
 
 class MXFP8Quantizer(CallerQuantizer):
-    """E4M3 in blocks of 32 along a row and, columnwise, along a column; power-of-2 scales (OCP MX v1.0)."""
+    """fp8 in blocks of 32 along a row and, columnwise, along a column; power-of-2 scales (OCP MX v1.0)."""
 
     def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
-        _check_dtype("MXFP8Quantizer", fp8_dtype, (torch.float8_e4m3fn,))
-        super().__init__(operands_of(MXFP8BlockScaling()).fprop.a, rowwise, columnwise)
+        _check_dtype("MXFP8Quantizer", fp8_dtype, tuple(FP8_MAX))
+        super().__init__(MX(MXFormat(dtype=fp8_dtype)), rowwise, columnwise)
 
 
 class Float8BlockQuantizer(CallerQuantizer):
-    """E4M3 in blocks of 1x128 (block_scaling_dim=1; columnwise 128x1) or 128x128 (2)."""
+    """fp8 in blocks of 1x128 (block_scaling_dim=1; columnwise 128x1) or 128x128 (2)."""
 
     def __init__(
         self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, amax_epsilon: float = 0.0,
         force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
     ) -> None:  # fmt: skip
-        _check_dtype("Float8BlockQuantizer", fp8_dtype, (torch.float8_e4m3fn,))
+        _check_dtype("Float8BlockQuantizer", fp8_dtype, tuple(FP8_MAX))
         if block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim={block_scaling_dim!r}: must be 1 (1x128) or 2 (128x128); pass one")
         params = QParams(power_2_scale=self._flag("force_pow_2_scales", force_pow_2_scales), amax_epsilon=amax_epsilon)
-        fprop = operands_of(Float8BlockScaling(fp8_quant_fwd_inp=params, fp8_quant_fwd_weight=params)).fprop
-        super().__init__(fprop.a if block_scaling_dim == 1 else fprop.b, rowwise, columnwise)
+        vectors, squares = BLOCK_FORMATS[fp8_dtype]
+        format = vectors if block_scaling_dim == 1 else squares
+        super().__init__(Blocks(format, pow2=params.power_2_scale, eps=params.amax_epsilon), rowwise, columnwise)

@@ -96,7 +96,8 @@ def _build_plan(
         operands = watching.watch(operands, module, gemm_name)
     short = SHORT_NAMES[dtype]
     gathered = operands.wgrad.b if tp.gathers_input else operands.wgrad.a if tp.gathers_grad else None
-    if gathered is not None and gathered.format.shard_multiple > 1:
+    native = operands.wgrad.a.format.multiplies(operands.wgrad.b.format)
+    if gathered is not None and native and gathered.format.shard_multiple > 1:
         reasons.append(f"{short} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}")
     name, reason = short if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
     info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)

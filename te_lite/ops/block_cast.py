@@ -1,4 +1,4 @@
-"""Casts to E4M3 with a scale a block: MX blocks of 32 with E8M0 scales, blocks of 128 and 128 x 128 with fp32 ones.
+"""Casts to fp8 with a scale a block: MX blocks of 32 with E8M0 scales, blocks of 128 and 128 x 128 with fp32 ones.
 
 MX: OCP Microscaling Formats (MX) specification v1.0, the scale rounded up so that no value saturates. Blocks of 128:
 DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_kernel, dequantize_kernel
-from te_lite.ops.cast import saturate_, scale_from_amax_ref, transform
+from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref, transform
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
 from te_lite.ops.source import FLAT, WORDS, Source, SumDtype, of_source, plain, produce_ref
@@ -28,45 +28,56 @@ E4M3, MX_BLOCK, BLOCK = torch.float8_e4m3fn, 32, 128
 class Blocks(NamedTuple):
     """What `block_cast` wrote; the forms that were not asked for are None. B is the block length."""
 
-    row: Tensor | None  # E4M3 [M, N]
+    row: Tensor | None  # fp8 [M, N]
     row_scale: Tensor | None  # MX: uint8 [M, N/B]; else fp32 inverse scales [M, N/B], or [M/B, N/B] of square blocks
-    col: Tensor | None  # E4M3 [M, N] when flat, else transposed [N, Mp]
+    col: Tensor | None  # fp8 [M, N] when flat, else transposed [N, Mp]
     col_scale: Tensor | None  # [M/B, N], or [N/B, M/B] of square blocks
     bias_grad: Tensor | None  # [N]
 
 
-def e8m0_ref(amax: Tensor) -> Tensor:
-    """The E8M0 byte of blocks with largest magnitude `amax`: the exponent of amax / 448, rounded up to a power of two.
+def e8m0_ref(amax: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """The E8M0 byte of blocks with largest magnitude `amax`: the exponent of amax / F, rounded up to a power of two. F:
+    the largest value of `dtype`, 448 or, of E5M2, 57344.
 
     inf gives 0xFE, nan 0xFF, zero 0x00.
     """
     bits = amax.float().abs().view(torch.int32)
-    e = (((bits + 0x1FFFFF) >> 23) - 8).clamp(0, 253)  # 448 is 1.75 * 2^8: a mantissa above 1.75 carries
+    # F is 1.75 * 2^8 or 1.75 * 2^15: a mantissa above 1.75 carries.
+    e = (((bits + 0x1FFFFF) >> 23) - int(math.log2(FP8_MAX[dtype]))).clamp(0, 253)
     e = torch.where(bits == 0x7F800000, 254, e)
     return torch.where(bits > 0x7F800000, 255, e).to(torch.uint8)
 
 
-def _scales_ref(amax: Tensor, mx: bool, eps: float, pow2: bool, largest: float) -> tuple[Tensor, Tensor]:
+def _scales_ref(
+    amax: Tensor, dtype: torch.dtype, mx: bool, eps: float, pow2: bool, largest: float
+) -> tuple[Tensor, Tensor]:
     """(what values are multiplied by, what is stored)."""
     if mx:
-        stored = e8m0_ref(amax)
+        stored = e8m0_ref(amax, dtype)
         return (254 - stored).view(torch.float8_e8m0fnu).float(), stored  # nan's 255 stays 255
-    scale = scale_from_amax_ref(amax, 448.0, eps, pow2, largest)  # 1 for inf and for nan
+    scale = scale_from_amax_ref(amax, FP8_MAX[dtype], eps, pow2, largest)  # 1 for inf and for nan
     return scale, 1.0 / scale
 
 
-def _cast_ref(v: Tensor, block: tuple[int, int], *rule) -> tuple[Tensor, Tensor]:
-    """(E4M3 [M, N], stored scales [M/block[0], N/block[1]]) of fp32 v[M, N]."""
+def _cast_ref(v: Tensor, block: tuple[int, int], *rule: Any, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """(`dtype` [M, N], stored scales [M/block[0], N/block[1]]) of fp32 v[M, N]."""
     (m, n), (bm, bn) = v.shape, block
     padded = torch.nn.functional.pad(v, (0, -n % bn, 0, -m % bm))
     tiles = padded.view(padded.shape[0] // bm, bm, padded.shape[1] // bn, bn)
-    scale, stored = _scales_ref(tiles.abs().amax((1, 3)), *rule)
-    q = saturate_((tiles * scale[:, None, :, None]).view(padded.shape)[:m, :n], 448.0)
-    return q.to(E4M3), stored
+    scale, stored = _scales_ref(tiles.abs().amax((1, 3)), dtype, *rule)
+    q = saturate_((tiles * scale[:, None, :, None]).view(padded.shape)[:m, :n], FP8_MAX[dtype])
+    return q.to(dtype), stored
 
 
 def _allocate(
-    source: Source, block: int, square: bool, row: bool, col: bool, flat: bool, bias_grad: SumDtype
+    source: Source,
+    block: int,
+    square: bool,
+    row: bool,
+    col: bool,
+    flat: bool,
+    bias_grad: SumDtype,
+    dtype: torch.dtype = E4M3,
 ) -> Blocks:
     x, (m, n) = source.x, (source.rows, source.cols)
     mb, nb = -(-m // block), -(-n // block)
@@ -81,10 +92,10 @@ def _allocate(
 
     row_data = row_scale = col_data = col_scale = None
     if row:
-        row_data = empty(m, n, dtype=E4M3)
+        row_data = empty(m, n, dtype=dtype)
         row_scale = squares(mb, nb) if square else empty(m, nb) if block == MX_BLOCK else empty(nb, m).t()
     if col:
-        col_data = empty(m, n, dtype=E4M3) if flat else empty(n, padded_rows(m), dtype=E4M3)
+        col_data = empty(m, n, dtype=dtype) if flat else empty(n, padded_rows(m), dtype=dtype)
         col_scale = squares(nb, mb) if square else empty(mb, n)
     sums = empty(n, dtype=bias_grad) if bias_grad else None
     return Blocks(row_data, row_scale, col_data, col_scale, sums)
@@ -92,14 +103,15 @@ def _allocate(
 
 def block_cast(
     source: Source, *, block: int, square: bool = False, pow2: bool = True, eps: float = 0.0, row: bool = True,
-    col: bool = False, flat: bool = False, bias_grad: SumDtype = None, op: Callable[..., None] | None = None,
+    col: bool = False, flat: bool = False, bias_grad: SumDtype = None, dtype: torch.dtype = E4M3,
+    op: Callable[..., None] | None = None,
 ) -> Blocks:  # fmt: skip
     """Unfused, with v = produce_ref(source), fp32 [M, N], and B = block, 32 or 128; square ones of 128, not flat:
 
-        row: blocks of 1 x B, col: blocks of B x 1; square: one scale for B x B in both
-        MX (B = 32): stored = e8m0_ref(amax of the block), q = (v / 2^(stored - 127)).to(E4M3), saturating
-        B = 128:     s = scale_from_amax_ref(amax, 448, eps, pow2), inf becoming the largest value of source.x's type;
-                     q = (v * s).to(E4M3), saturating; stored = 1 / s
+        row: blocks of 1 x B, col: blocks of B x 1; square: one scale for B x B in both; F: the largest value of dtype
+        MX (B = 32): stored = e8m0_ref(amax of the block, dtype), q = (v / 2^(stored - 127)).to(dtype), saturating
+        B = 128:     s = scale_from_amax_ref(amax, F, eps, pow2), inf becoming the largest value of source.x's type;
+                     q = (v * s).to(dtype), saturating; stored = 1 / s
 
     flat: col data is not transposed. One read of the source, one launch (two with bias_grad). op: the oracle, in its
     place. Errors: ValueError.
@@ -111,7 +123,7 @@ def block_cast(
         # A block would lie across the halves, which a tile computes apart; fp32 in between changes no bit.
         exact: Any = transform(source, hp_dtype=torch.float32).hp
         source = plain(exact)
-    out = _allocate(source, block, square, row, col, flat, bias_grad)
+    out = _allocate(source, block, square, row, col, flat, bias_grad, dtype)
     (op or _block_cast_op)(*source.flat, block, square, pow2, eps, largest, flat, *out)
     return out
 
@@ -124,15 +136,15 @@ def block_cast_ref(source: Source, **wanted: Any) -> Blocks:
 @of_source
 def _write_ref(source, block, square, pow2, eps, largest, flat, row, row_scale, col, col_scale, bias_grad):
     v = produce_ref(source)
-    rule = (block == MX_BLOCK, eps, pow2, largest)
+    rule, dtype = (block == MX_BLOCK, eps, pow2, largest), (col if row is None else row).dtype
     if bias_grad is not None:
         bias_grad.copy_(v.sum(0))
     if row is not None:
-        q, stored = _cast_ref(v, (block if square else 1, block), *rule)
+        q, stored = _cast_ref(v, (block if square else 1, block), *rule, dtype=dtype)
         row.copy_(q)
         row_scale.copy_(stored)
     if col is not None:
-        q, stored = _cast_ref(v, (block, block if square else 1), *rule)
+        q, stored = _cast_ref(v, (block, block if square else 1), *rule, dtype=dtype)
         col_scale.copy_(stored.t() if square else stored)
         if flat:
             col.copy_(q)
@@ -143,7 +155,8 @@ def _write_ref(source, block, square, pow2, eps, largest, flat, row, row_scale, 
 @of_source
 def _block_cast_cuda(source, block, square, pow2, eps, largest, flat, row, row_scale, col, col_scale, bias_grad):
     rows, cols, form = source.rows, source.tile_cols, source.form
-    if block == BLOCK and col is not None and not (square or flat) and bias_grad is None and words_fit(source):
+    by_words = block == BLOCK and col is not None and not (square or flat) and col.dtype == E4M3
+    if by_words and bias_grad is None and words_fit(source):
         form = WORDS
     config = block_config(block, square, row is not None, col is not None, form.kind, pow2)
     block_m, block_n, num_warps, registers, _ = config
@@ -186,10 +199,10 @@ def _dequantize_cuda(data: Tensor, scale: Tensor, block_m: int, block_n: int, dt
     return out
 
 
-# out[m, n] = data[m, n] * scale[m // block_m, n // block_n], rounded once to dtype; data E4M3, contiguous.
+# out[m, n] = data[m, n] * scale[m // block_m, n // block_n], rounded once to dtype; data fp8, contiguous.
 #
 # scale: E8M0 bytes (uint8) or fp32. Blocks 1 x 32, 32 x 1, 1 x 128, 128 x 1, 128 x 128. Exact in bf16 for MX, since
-# an E4M3 value has four significant bits, unless the result is below 2^-126.
+# an fp8 value has at most four significant bits, unless the result is below 2^-126.
 dequantize_blocks = register(
     "dequantize_blocks(Tensor data, Tensor scale, int block_m, int block_n, ScalarType dtype) -> Tensor",
     cpu=dequantize_blocks_ref,

@@ -45,13 +45,16 @@ _MX_BLOCK = tl.constexpr(32)
 
 
 @triton.jit
-def _scales(bits, eps, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr):
+def _scales(bits, eps, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, E5M2: tl.constexpr = False):
     """(scale, what is stored of it: the E8M0 byte or the fp32 inverse) of largest magnitudes, given as bits.
 
     CAP: what an infinite scale becomes; with POW2 the exponent field of its inverse.
     """
-    # The exponent field of amax / 448 rounded up to a power of two: 448 is 1.75 * 2^8, a mantissa above 1.75 carries.
-    e = ((bits + 0x1FFFFF) >> 23) - 8
+    # The exponent field of amax / F rounded up to a power of two. F is 1.75 * 2^8, of E5M2 1.75 * 2^15: a mantissa
+    # above 1.75 carries.
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    EXPONENT: tl.constexpr = 15 if E5M2 else 8
+    e = ((bits + 0x1FFFFF) >> 23) - EXPONENT
     if E8M0:
         e = tl.maximum(e, 0)
         special = bits >= 0x7F800000
@@ -61,13 +64,13 @@ def _scales(bits, eps, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr
     elif POW2:
         a = bits.to(tl.float32, bitcast=True)
         bits = tl.where(a < eps, eps, a).to(tl.int32, bitcast=True)
-        e = ((bits + 0x1FFFFF) >> 23) - 8
-        e = tl.where(e < 0, CAP, e)  # 448 / amax is infinite
+        e = ((bits + 0x1FFFFF) >> 23) - EXPONENT
+        e = tl.where(e < 0, CAP, e)  # F / amax is infinite
         e = tl.where((bits == 0) | (bits >= 0x7F800000), 127, e)
         s = ((254 - e) << 23).to(tl.float32, bitcast=True)
         stored = tl.where(e == 0, 0x00400000, e << 23).to(tl.float32, bitcast=True)
     else:
-        s = scale_of(bits.to(tl.float32, bitcast=True), eps, 448.0, CAP, False)
+        s = scale_of(bits.to(tl.float32, bitcast=True), eps, LARGEST, CAP, False)
         stored = tl.div_rn(1.0, s)
     return s, stored
 
@@ -80,9 +83,10 @@ def _row_quarter(
     Q: tl.constexpr = v.shape[0]
     B: tl.constexpr = 4 * Q
     NB: tl.constexpr = v.shape[1] // B
+    E5M2: tl.constexpr = row.dtype.element_ty == tl.float8e5
     blocks = tl.reshape(v, [Q, NB, B])
-    s, stored = _scales(tl.max(tiles.magnitude_bits(blocks), axis=2), eps, B == _MX_BLOCK, CAP, POW2)
-    q = tiles.to_fp8_bytes(tl.reshape(blocks * s[:, :, None], v.shape), False)
+    s, stored = _scales(tl.max(tiles.magnitude_bits(blocks), axis=2), eps, B == _MX_BLOCK, CAP, POW2, E5M2)
+    q = tiles.to_fp8_bytes(tl.reshape(blocks * s[:, :, None], v.shape), E5M2)
     tiles.store_quarter(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width)
     m = m0 + tl.arange(0, Q) * 4
     b = tl.arange(0, NB)
@@ -93,11 +97,12 @@ def _row_quarter(
 @triton.jit
 def _scaled_quarters(v, c, out, m0, n0, n_out, rows, cols, width, padded, FLAT: tl.constexpr):
     """A tile times c, into the transposed copy, or as it lies when FLAT."""
+    E5M2: tl.constexpr = out.dtype.element_ty == tl.float8e5
     if FLAT:
-        q = [tiles.to_fp8_bytes(part * c, False) for part in v]
+        q = [tiles.to_fp8_bytes(part * c, E5M2) for part in v]
         tiles.store_quarters(out.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width)
     else:
-        w = tiles.to_fp8_words([part * c for part in v], False)
+        w = tiles.to_fp8_words([part * c for part in v], E5M2)
         tiles.store_words(out, w, m0, n0, n_out, rows, cols, padded)
 
 
@@ -112,8 +117,9 @@ def _emit_blocks(
     largest = tiles.largest_of(v)
     B: tl.constexpr = 4 * largest.shape[0]
     n = tl.arange(0, largest.shape[1])
+    E5M2: tl.constexpr = (col if row is None else row).dtype.element_ty == tl.float8e5
     if SQUARE:
-        s, stored = _scales(tl.max(largest), eps, False, CAP, POW2)
+        s, stored = _scales(tl.max(largest), eps, False, CAP, POW2, E5M2)
         at_m, at_n = m0 // B, n_out // B
         if row is not None:
             tl.store(row_scale + at_m.to(tl.int64) * row_scale_m + at_n * row_scale_n, stored)
@@ -128,7 +134,7 @@ def _emit_blocks(
                     v[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width, row_scale_m, row_scale_n, CAP, POW2
                 )
         if col is not None:
-            s, stored = _scales(tl.max(largest, axis=0), eps, B == _MX_BLOCK, CAP, POW2)
+            s, stored = _scales(tl.max(largest, axis=0), eps, B == _MX_BLOCK, CAP, POW2, E5M2)
             at = (m0 // B).to(tl.int64) * col_scale_m + (n_out + n).to(tl.int64) * col_scale_n
             tl.store(col_scale + at, stored, mask=n0 + n < cols)
             _scaled_quarters(v, s[None, :], col, m0, n0, n_out, rows, cols, width, padded, FLAT)
@@ -197,7 +203,7 @@ def block_kernel(
     FORM: tl.constexpr, SQUARE: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """One read of the source: E4M3 in blocks along its rows, along its columns (or square ones), column sums.
+    """One read of the source: fp8 in blocks along its rows, along its columns (or square ones), column sums.
 
     row [rows, width]; col [width, padded], or [rows, width] when FLAT; scales at the strides given. Blocks are as long
     as a tile is high, BLOCK_M; those of 32 are MX's.
@@ -236,7 +242,7 @@ def dequantize_kernel(
     data, scale, out, rows, cols, scale_m, scale_n,
     ROW_B: tl.constexpr, COL_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = data[m, n] * scale[m // ROW_B, n // COL_B], E4M3 to bf16, fp16 or fp32; one rounding."""
+    """out[m, n] = data[m, n] * scale[m // ROW_B, n // COL_B], fp8 to bf16, fp16 or fp32; one rounding."""
     begin()
     MB: tl.constexpr = BLOCK_M // ROW_B
     NB: tl.constexpr = BLOCK_N // COL_B

@@ -1,4 +1,4 @@
-"""Blockwise scaling: E4M3 with a scale for 1 x 128 values of x and dy and for 128 x 128 of w.
+"""Blockwise scaling: fp8 with a scale for 1 x 128 values of x and dy and for 128 x 128 of w; E4M3, or dy in E5M2.
 
 Scheme: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3; scales by docs/background/numerics.md.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from te_lite.ops.block_cast import BLOCK, block_cast, dequantize_blocks
+from te_lite.ops.block_cast import BLOCK, E4M3, block_cast, dequantize_blocks
 from te_lite.ops.gemm_scaled import gemm_fp8_blockwise, gemm_scaled_accumulate_
 from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import transpose
@@ -27,9 +27,11 @@ class BlockFormat(TensorFormat):
 
     vectors (x, dy): row_scale [M, K/128], col_scale [K, M/128]; `flat`, for a shard that is gathered: col data [M, K]
     and col_scale [M/128, K]. squares (w): row_scale [M/128, K/128], and the col layout is the transpose of both.
+    dtype: of the data. No GEMM takes blocks of E5M2: they are flat, and dequantized first.
     """
 
     gemm: str = "fp8_blockwise"
+    dtype: torch.dtype = E4M3
     col_from_row: bool = False
     square: bool = False
     flat: bool = False
@@ -37,7 +39,7 @@ class BlockFormat(TensorFormat):
 
     @property
     def label(self) -> str:  # type: ignore[override]  # of the class in the base, which costs its readers nothing
-        return "e4m3 128x128" if self.square else "e4m3 1x128"
+        return f"{'e4m3' if self.dtype == E4M3 else 'e5m2'} {'128x128' if self.square else '1x128'}"
 
     def dequantize(self, q: Held, layout: Layout) -> Tensor:
         if layout == "col" and self.flat:
@@ -85,6 +87,9 @@ class BlockFormat(TensorFormat):
 
 VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True, shard_multiple=BLOCK)
 SQUARES = BlockFormat(col_from_row=True, square=True)
+E5M2_VECTORS = BlockFormat(gemm="", dtype=torch.float8_e5m2, flat=True)
+E5M2_SQUARES = BlockFormat(gemm="", dtype=torch.float8_e5m2, col_from_row=True, square=True)
+BLOCK_FORMATS = {E4M3: (VECTORS, SQUARES), torch.float8_e5m2: (E5M2_VECTORS, E5M2_SQUARES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ class Blocks(Quantizer):
         square, flat = self.format.square, self.format.flat
         data, scale, col_data, col_scale, sums = block_cast(
             source, block=self.format.block, square=square, pow2=self.pow2, eps=self.eps, row=row, col=col, flat=flat,
-            bias_grad=bias_grad,
+            bias_grad=bias_grad, dtype=self.format.dtype,
         )  # fmt: skip
         if col_scale is not None and not (square or flat):
             col_scale = col_scale.t()
@@ -118,5 +123,6 @@ def operands(recipe: Float8BlockScaling, site: Site) -> GemmOperands:
 
     x = blocks(FLAT_VECTORS if site.tp.gathers_input else VECTORS, recipe.fp8_quant_fwd_inp)
     w = blocks(SQUARES, recipe.fp8_quant_fwd_weight)
-    dy = blocks(FLAT_VECTORS if site.tp.gathers_grad else VECTORS, recipe.fp8_quant_bwd_grad)
+    e4m3 = FLAT_VECTORS if site.tp.gathers_grad else VECTORS
+    dy = blocks(e4m3 if recipe.fp8_format.backward_dtype == E4M3 else E5M2_VECTORS, recipe.fp8_quant_bwd_grad)
     return GemmOperands(GemmQuantizers(x, w), GemmQuantizers(dy, w), GemmQuantizers(dy, x))

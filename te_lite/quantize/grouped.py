@@ -22,6 +22,8 @@ from te_lite.ops.grouped_cast import group_amax, group_blocks, group_cast, group
 from te_lite.ops.grouped_mx import group_mx, group_mx_values
 from te_lite.ops.row_cast import vector_scales
 from te_lite.ops.row_kernels import MOST_COLUMNS
+from te_lite.recipe_base import Format
+from te_lite.tables import warn_once
 
 E4M3 = torch.float8_e4m3fn
 
@@ -67,6 +69,8 @@ def rule_of(recipe: Any) -> Rule:
     """The rule of a recipe. NotImplementedError for one of the caller's own."""
     if not recipe.is_fp8:
         return Rule()
+    if (recipe.mxfp8() or recipe.float8_block_scaling()) and recipe.fp8_format is Format.HYBRID:
+        warn_once("grouped", f"{recipe.name} with HYBRID: in grouped linears dy is E4M3 in blocks, not E5M2")
     if recipe.mxfp8():
         return Rule("mx")
     if recipe.delayed():
@@ -84,8 +88,7 @@ def rule_of(recipe: Any) -> Rule:
     fprop, dgrad, wgrad = (not gemm.use_split_accumulator for gemm in gemms)
     given = recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad
     x, w, dy = (Scaling(one.power_2_scale, one.amax_epsilon) for one in given)
-    kind = "group" if recipe.float8_current_scaling() else "blocks"
-    format = recipe.fp8_format
+    kind, format = ("group", recipe.fp8_format) if recipe.float8_current_scaling() else ("blocks", Format.E4M3)
     return Rule(kind, format.forward_dtype, format.backward_dtype, x, w, dy, (fprop, dgrad, wgrad))
 
 

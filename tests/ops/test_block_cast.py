@@ -14,11 +14,12 @@ from tests.ops.paths import DEVICES
 
 SHAPES = [(0, 32), (1, 16), (7, 48), (33, 100), (128, 128), (130, 272), (256, 1024), (300, 8208)]
 KINDS = {
-    "mx": (32, False, True),
-    "vectors": (128, False, False),
-    "flat": (128, False, True),
-    "squares": (128, True, False),
+    "mx": {"block": 32, "square": False, "flat": True},
+    "vectors": {"block": 128, "square": False, "flat": False},
+    "flat": {"block": 128, "square": False, "flat": True},
+    "squares": {"block": 128, "square": True, "flat": False},
 }
+KINDS |= {f"{name} e5m2": {**kind, "dtype": torch.float8_e5m2} for name, kind in KINDS.items()}
 LAYOUTS = [(True, False), (False, True), (True, True)]
 
 
@@ -71,18 +72,15 @@ def same_bytes(got: Tensor | None, want: Tensor | None) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_of_a_plain_tensor(shape, dtype, kind, device):
     """Every layout alone and both together: the same bytes, those of the oracle on the CPU."""
-    block, square, flat = KINDS[kind]
-    x = special(*shape, dtype, device)
-    want = B.block_cast_ref(S.plain(x.cpu()), block=block, square=square, row=True, col=True, flat=flat)
+    x, options = special(*shape, dtype, device), KINDS[kind]
+    want = B.block_cast_ref(S.plain(x.cpu()), row=True, col=True, **options)
     for row, col in LAYOUTS:
         for pow2, eps in ((True, 0.0), (False, 1e-3), (True, 1e-3)):
             if (pow2, eps) != (True, 0.0):
-                want_now = B.block_cast_ref(
-                    S.plain(x.cpu()), block=block, square=square, row=True, col=True, flat=flat, pow2=pow2, eps=eps
-                )
+                want_now = B.block_cast_ref(S.plain(x.cpu()), row=True, col=True, pow2=pow2, eps=eps, **options)
             else:
                 want_now = want
-            got = B.block_cast(S.plain(x), block=block, square=square, row=row, col=col, flat=flat, pow2=pow2, eps=eps)
+            got = B.block_cast(S.plain(x), row=row, col=col, pow2=pow2, eps=eps, **options)
             for i, wanted in enumerate((row, row, col, col)):
                 same_bytes(got[i], want_now[i] if wanted else None)
 
@@ -92,11 +90,10 @@ def test_blocks_of_a_plain_tensor(shape, dtype, kind, device):
 @pytest.mark.parametrize("shape", [(40, 160), (130, 272)], ids=str)
 def test_blocks_of_other_sources_hold_what_they_produce(shape, kind, device):
     """Against the unfused program on the same device: fp32 values, then the cast of a plain tensor. Sums in fp32."""
-    block, square, flat = KINDS[kind]
     for name, source in sources(*shape, torch.bfloat16, device).items():
-        got = B.block_cast(source, block=block, square=square, row=True, col=True, flat=flat, bias_grad=torch.float32)
+        got = B.block_cast(source, row=True, col=True, bias_grad=torch.float32, **KINDS[kind])
         v = transform(source, hp_dtype=torch.float32).hp
-        want = B.block_cast_ref(S.plain(v.cpu()), block=block, square=square, row=True, col=True, flat=flat)
+        want = B.block_cast_ref(S.plain(v.cpu()), row=True, col=True, **KINDS[kind])
         for i in range(4):
             same_bytes(got[i], want[i])
         exact = v.double().sum(0)
@@ -105,17 +102,33 @@ def test_blocks_of_other_sources_hold_what_they_produce(shape, kind, device):
         assert ((got.bias_grad.double() - exact).abs() <= bound)[finite].all(), name
 
 
+@pytest.mark.parametrize("fp8, largest, bits", [(torch.float8_e4m3fn, 448.0, 3), (torch.float8_e5m2, 57344.0, 2)])
+@pytest.mark.parametrize("block", [32, 128])
+def test_scales_are_the_smallest_power_of_two_that_saturates_nothing(block, fp8, largest, bits):
+    """By the definition, in fp64."""
+    v = torch.randn(64, 512, dtype=torch.float64) * torch.exp(8 * torch.randn(64, 1, dtype=torch.float64))
+    v = v.float().double()
+    out = B.block_cast(S.plain(v.float()), block=block, dtype=fp8)
+    stored = out.row_scale.view(torch.float8_e8m0fnu).double() if block == 32 else out.row_scale.double()
+    amax = v.view(64, -1, block).abs().amax(-1)
+    assert out.row.dtype == fp8 and (amax <= largest * stored).all() and (amax > largest * stored / 2).all()
+    got = out.row.double() * stored.repeat_interleave(block, 1)
+    least = stored.repeat_interleave(block, 1) * torch.finfo(fp8).smallest_normal
+    assert ((got - v).abs() <= torch.maximum(v.abs(), least) * 2.0 ** -(bits + 1)).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("blocks", [(1, 32), (32, 1), (1, 128), (128, 1), (128, 128)], ids=str)
 @pytest.mark.parametrize("dtype", S.DTYPES, ids=str)
-def test_dequantize(dtype, blocks, device):
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_dequantize(fp8, dtype, blocks, device):
     m, n = 200, 336
     data = torch.randint(0, 255, (m, n), dtype=torch.uint8)
-    data[data == 0x7F] = 0
+    data[(data & 0x7F) >= (0x7F if fp8 == torch.float8_e4m3fn else 0x7C)] = 0  # nan, inf
     shape = (-(-m // blocks[0]), -(-n // blocks[1]))
     scale = torch.rand(shape) if 32 not in blocks else torch.randint(110, 140, shape, dtype=torch.uint8)
     scale.view(-1)[0] = 255 if 32 in blocks else float("nan")
-    data, scale = data.view(torch.float8_e4m3fn), scale
+    data = data.view(fp8)
     got = B.dequantize_blocks(data.to(device), scale.to(device), *blocks, dtype).cpu()
     want = B.dequantize_blocks_ref(data, scale, *blocks, dtype)
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -250,8 +250,10 @@ def test_transpose(tmp_path):
 
 @pytest.mark.parametrize("kind", ["plain", "norm", "act", "dact"])
 @pytest.mark.parametrize("row, col", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("block, square", [(32, False), (128, False), (128, True)])
-def test_blocks(block, square, row, col, kind, tmp_path):
+@pytest.mark.parametrize(
+    "block, square, fp8", [(32, False, E4M3), (32, False, E5M2), (128, False, E4M3), (128, True, E4M3)]
+)
+def test_blocks(block, square, fp8, row, col, kind, tmp_path):
     """With column sums, the most that a tile can be asked for. Squares are of weights, which are plain."""
     if square and kind != "plain":
         pytest.skip("weights are plain")
@@ -260,8 +262,8 @@ def test_blocks(block, square, row, col, kind, tmp_path):
     sizes = ("rows", "cols", "padded", "row_scale_m", "row_scale_n", "col_scale_m", "col_scale_n")
     types |= dict.fromkeys(sizes, "i32")
     scale = "*u8" if block == 32 else "*fp32"
-    types |= {"row": E4M3, "row_scale": scale} if row else {}
-    types |= {"col": E4M3, "col_scale": scale} if col else {}
+    types |= {"row": fp8, "row_scale": scale} if row else {}
+    types |= {"col": fp8, "col_scale": scale} if col else {}
     types |= {"dy": "*bf16"} if kind == "dact" else {}
     types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": "*bf16", "beta": "*bf16"} if kind == "norm" else {}
     constants = {
@@ -269,7 +271,8 @@ def test_blocks(block, square, row, col, kind, tmp_path):
         "FLAT": block == 32, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
     }  # fmt: skip
     compiled = compile_sm90(B.block_kernel, types, constants, num_warps, registers=registers)
-    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+    made = "e4m3x2" if fp8 == E4M3 else "e5m2x2"
+    assert set(re.findall(r"cvt\.rn\.satfinite\.(\w+)\.f32", compiled.asm["ptx"])) == {made}
     # Two tiles of 128 x 128 with scales along both sides do not fit; 6 KB a thread was the alternative.
     most = 288 if (block, row, col, kind) == (128, True, True, "dact") else 64
     assert (local_memory(compiled, tmp_path) or 0) <= most, "registers spill"

@@ -1,7 +1,7 @@
 """Cases of the property tests: every quantizer of every recipe beside the oracle's formats, and matrices to try."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -70,6 +70,13 @@ def rows(pow2: bool = True) -> Views:
 
 
 MX = Views(MX_ROW, MX_COL, transposed=False)
+
+
+def in_e5m2(views: Views) -> Views:
+    """Blocks of E5M2, which are not transposed: no GEMM reads them."""
+    return Views(replace(views.row, fp8=E5M2), replace(views.col, fp8=E5M2), transposed=False)
+
+
 R = te.recipe
 CASES = [
     Case("bf16", named("bf16"), None, None, None),
@@ -101,6 +108,12 @@ CASES = [
             fp8_quant_fwd_inp=R.QParams(True, 4.0), fp8_quant_fwd_weight=R.QParams(False, 0.25)
         ),
         *(one_by_128(eps=4.0), square(pow2=False, eps=0.25), one_by_128()),
+    ),
+    Case("mxfp8, HYBRID", lambda: R.MXFP8BlockScaling(fp8_format=R.Format.HYBRID), MX, MX, in_e5m2(MX)),
+    Case(
+        "blockwise, HYBRID",
+        lambda: R.Float8BlockScaling(fp8_format=R.Format.HYBRID),
+        *(one_by_128(), square(), in_e5m2(one_by_128())),
     ),
     Case(
         "rowwise, fp32 scales",

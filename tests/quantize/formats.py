@@ -88,10 +88,10 @@ def spread(per_block: Tensor, shape: torch.Size, block: Block) -> Tensor:
     return per_block.repeat_interleave(size_m, 0)[: shape[0]].repeat_interleave(size_k, 1)[:, : shape[1]]
 
 
-def e8m0(amax: Tensor) -> Tensor:
-    """uint8: biased exponent of amax / 448 rounded up to a power of two; nan 0xFF, inf 0xFE, zero 0."""
-    # In fp64 a quotient is a power of two exactly when amax / 448 is.
-    mantissa, exponent = torch.frexp(amax.double() / 448)  # 0.5 <= mantissa < 1
+def e8m0(amax: Tensor, largest: float = 448.0) -> Tensor:
+    """uint8: biased exponent of amax / largest rounded up to a power of two; nan 0xFF, inf 0xFE, zero 0."""
+    # In fp64 a quotient is a power of two exactly when amax / largest is.
+    mantissa, exponent = torch.frexp(amax.double() / largest)  # 0.5 <= mantissa < 1
     power = exponent.int() - (mantissa == 0.5).int()
     biased = (power + 127).clamp(0, 0xFE)
     biased = torch.where(amax == 0, 0, torch.where(amax.isinf(), 0xFE, biased))
@@ -142,7 +142,7 @@ class Format:
         """(scale, inverse scale, E8M0 bytes) of each block."""
         amax = block_amax(v, self.block)
         if self.mx:
-            bytes_ = e8m0(amax)
+            bytes_ = e8m0(amax, LARGEST[self.fp8])
             return power_of_two(bytes_, -1), power_of_two(bytes_), bytes_
         limit = torch.finfo(v.dtype).max if self.own_limit else FP32_MAX
         scale = division_scale(amax, LARGEST[self.fp8], limit, self.pow2, self.eps)
@@ -171,9 +171,9 @@ class Format:
 MX_ROW, MX_COL = Format((1, 32), mx=True), Format((32, 1), mx=True)
 
 
-def blockwise(rows: int, columns: int, pow2: bool = True, eps: float = 0.0) -> Format:
+def blockwise(rows: int, columns: int, pow2: bool = True, eps: float = 0.0, fp8: torch.dtype = E4M3) -> Format:
     """1x128, 128x1 or 128x128."""
-    return Format((rows, columns), pow2=pow2, eps=eps, own_limit=True)
+    return Format((rows, columns), fp8, pow2=pow2, eps=eps, own_limit=True)
 
 
 def rowwise(pow2: bool = True) -> Format:

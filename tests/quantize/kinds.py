@@ -1,5 +1,7 @@
 """The kinds of QuantizedTensor that a caller can make, with the oracle of each."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,6 +30,7 @@ KINDS = {
         Format(),
     ),
     "mxfp8": (lambda device=None, **kw: te.MXFP8Quantizer(E4M3, **kw), formats.MX_ROW),
+    "mxfp8 e5m2": (lambda device=None, **kw: te.MXFP8Quantizer(E5M2, **kw), replace(formats.MX_ROW, fp8=E5M2)),
     "rowwise": (  # no quantizer for callers, but one for parameters
         lambda device=None, rowwise=True, columnwise=True: CallerQuantizer(
             weight_quantizer(te.recipe.RowwiseScaling(use_power_2_scales=False)), rowwise, columnwise
@@ -42,8 +45,16 @@ KINDS = {
         lambda device=None, **kw: te.Float8BlockQuantizer(E4M3, force_pow_2_scales=False, **kw),
         formats.blockwise(128, 128, pow2=False),
     ),
+    "block1 e5m2": (
+        lambda device=None, **kw: te.Float8BlockQuantizer(E5M2, block_scaling_dim=1, **kw),
+        formats.blockwise(1, 128, fp8=E5M2),
+    ),
+    "block2 e5m2": (
+        lambda device=None, **kw: te.Float8BlockQuantizer(E5M2, **kw),
+        formats.blockwise(128, 128, fp8=E5M2),
+    ),
 }
-COL_FROM_ROW = ("e4m3", "e5m2", "pow2", "given", "block2")
+COL_FROM_ROW = ("e4m3", "e5m2", "pow2", "given", "block2", "block2 e5m2")
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 devices = pytest.mark.parametrize("device", device_params())
 

@@ -1,6 +1,6 @@
 """transformer_engine.common.recipe: te_lite's recipes as tolerant as Transformer Engine's.
 
-Unknown arguments are ignored, HYBRID is taken where only E4M3 exists, subclasses may have another constructor, and
+Unknown arguments are ignored, subclasses may have another constructor, and
 fields may be assigned. An autocast follows the values that they have when it is made: `settled` takes them.
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any
 
 from te_lite import recipe
 from te_lite.recipe_base import Format as Format
 from te_lite.recipe_base import MMParams as MMParams
 from te_lite.recipe_base import QParams as QParams
 from te_lite.recipe_base import Recipe as Recipe
-from te_lite.tables import warn_once
 
 _InFront: Any = object  # of a Recipe, which types cannot say; a Recipe itself would hide what kind that one is
 
@@ -45,18 +44,6 @@ class Tolerant(_InFront):
         return False
 
 
-class _InBlocks(Tolerant):
-    """E4M3 throughout, also where HYBRID was asked for."""
-
-    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.HYBRID)
-
-    def _check(self) -> None:
-        super()._check()
-        if self.__dict__.get("fp8_format") is Format.HYBRID:
-            name = type(self).__name__
-            warn_once(name, f"{name}(fp8_format=HYBRID): te_lite's blocks are E4M3 for gradients too, not E5M2")
-
-
 class DelayedScaling(Tolerant, recipe.DelayedScaling):
     """te_lite.recipe.DelayedScaling, tolerant."""
 
@@ -65,11 +52,11 @@ class Float8CurrentScaling(Tolerant, recipe.Float8CurrentScaling):
     """te_lite.recipe.Float8CurrentScaling, tolerant."""
 
 
-class MXFP8BlockScaling(_InBlocks, recipe.MXFP8BlockScaling):
+class MXFP8BlockScaling(Tolerant, recipe.MXFP8BlockScaling):
     """te_lite.recipe.MXFP8BlockScaling, tolerant."""
 
 
-class Float8BlockScaling(_InBlocks, recipe.Float8BlockScaling):
+class Float8BlockScaling(Tolerant, recipe.Float8BlockScaling):
     """te_lite.recipe.Float8BlockScaling, tolerant."""
 
 
