@@ -90,7 +90,7 @@ def clocks() -> Iterator[dict[str, int]]:
     for name in ("__enter__", "__exit__"):
         around(te.autocast, name, "autocast")
     around(TeLiteModule, "_begin", "begin")
-    around(Recordings, "look_up", "look_up")
+    around(Recordings, "try_replay", "look_up")
     around(_C.Sequence, "run", "launches")
     try:
         yield spent

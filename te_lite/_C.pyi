@@ -231,8 +231,8 @@ class GemmPlan:
         """Addresses, and a stream handle. Any thread may call it. RuntimeError where cublasLt refuses."""
 
 class Sequence:
-    """What one call issues, each address and number from one of so many slots: those of tensors, then one that is 0,
-    from which an address that stays is counted, then those of numbers."""
+    """What one call issues, each address and epoch from one of so many slots: those of tensors, then one that is 0,
+    from which an address that stays is counted, then those of epochs."""
 
     def __init__(self, slots: int) -> None: ...
     def on(self, stream: int) -> None:
@@ -240,10 +240,10 @@ class Sequence:
 
     def add_kernel(
         self, kernel: Kernel, programs: int, values: tuple[int | float | None, ...],
-        patches: Sequence_[tuple[int, int, int]], numbers: Sequence_[tuple[int, int]],
+        patches: Sequence_[tuple[int, int, int]], epochs: Sequence_[tuple[int, int]],
     ) -> None:  # fmt: skip
         """A launch of values, as Kernel.launch takes them. patches: (position in values, slot, offset in bytes).
-        numbers: (position, slot) of 32-bit integers."""
+        epochs: (position, slot) of 32-bit integers."""
 
     def add_gemm(self, plan: GemmPlan, patches: Sequence_[tuple[int, int, int]]) -> None:
         """A product. patches: (position among the seven addresses of GemmPlan.run, slot, offset); 0 elsewhere."""
@@ -253,14 +253,14 @@ class Sequence:
 
     def add_fused(
         self, gemm: FusedGemm, programs: int, counts: tuple[int, int, int], values: Sequence_[int],
-        patches: Sequence_[tuple[int, int, int]], numbers: Sequence_[tuple[int, int]],
+        patches: Sequence_[tuple[int, int, int]], epochs: Sequence_[tuple[int, int]],
     ) -> None:  # fmt: skip
         """A fused GEMM. values: a, b, other and h of FusedGemm.launch, then its to, act and act_t, of which there are
-        `counts`, then its arguments as 64-bit words. numbers: of the lower half of a word."""
+        `counts`, then its arguments as 64-bit words. epochs: of the lower half of a word."""
 
     def add_issue(
         self, executor: Executor, program: Program, segment: int, count: int, patches: Sequence_[tuple[int, int, int]],
-        numbers: Sequence_[tuple[int, int]],
+        epochs: Sequence_[tuple[int, int]],
     ) -> None:  # fmt: skip
         """Executor.issue of a segment with `count` arguments. Value 0 is the epoch, 1 + i argument i; 0 elsewhere."""
 
@@ -270,9 +270,9 @@ class Sequence:
     def add_wait(self, waits: int, other: int) -> None:
         """What comes on a stream waits for what another has been given. Handles; 0: that of the call."""
 
-    def run(self, stream: int, first: bytes, rest: list[Tensor | None], numbers: Sequence_[int] = ()) -> None:
+    def run(self, stream: int, first: bytes, rest: list[Tensor | None], epochs: Sequence_[int] = ()) -> None:
         """On the stream handle. first: described()'s addresses of the first slots; rest: what is in the others; then
-        numbers. RuntimeError where the driver or cublasLt refuses, GroupBroken as Executor.issue."""
+        epochs. RuntimeError where the driver or cublasLt refuses, GroupBroken as Executor.issue."""
 
 def described(tensors: tuple[Tensor | None, ...]) -> tuple[bytes, bytes]:
     """(all that launches follow from: devices, dtypes, shapes, strides, addresses modulo 256, and which tensors begin

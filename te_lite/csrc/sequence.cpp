@@ -1,5 +1,5 @@
 // Launches, and between ranks programs, announcements and waits of streams, issued by one call: recorded once
-// (te_lite/ops/recorder.py), with addresses and numbers that each call gives anew.
+// (te_lite/ops/recorder.py), with addresses and epochs that each call gives anew.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -63,19 +63,19 @@ struct Patch {  // arguments[argument] = addresses[slot] + offset
   size_t slot;
   uint64_t offset;
 };
-struct Number {  // the lower half of arguments[argument] = addresses[slot]
+struct EpochPatch {  // the lower half of arguments[argument] = addresses[slot]; a fused GEMM has another int32 above
   int argument;
   size_t slot;
 };
 using Patches = std::vector<std::tuple<int, size_t, uint64_t>>;
-using Numbers = std::vector<std::tuple<int, size_t>>;
+using EpochPatches = std::vector<std::tuple<int, size_t>>;
 
 struct Step {
   std::function<void(uint64_t stream, uint64_t* arguments)> issue;
   uint64_t stream;  // 0: that of the call
   std::vector<uint64_t> arguments;
   std::vector<Patch> patches;
-  std::vector<Number> numbers;
+  std::vector<EpochPatch> epochs;
 };
 
 class Sequence {
@@ -89,9 +89,9 @@ class Sequence {
   void on(uint64_t stream) { on_ = stream; }
 
   // values: as Kernel.launch takes them. patches: (position in values, slot, offset) of each that is an address;
-  // numbers: (position, slot) of each integer that a call gives.
+  // epochs: (position, slot) of each integer that a call gives.
   void add_kernel(const py::object& kernel, unsigned programs, const py::tuple& values, const Patches& patches,
-                  const Numbers& numbers) {
+                  const EpochPatches& epochs) {
     const Kernel& known = kernel.cast<const Kernel&>();
     std::vector<uint64_t> arguments = packed(known, values);
     std::vector<int> places;  // of each value among the arguments
@@ -99,7 +99,7 @@ class Sequence {
     for (const char kind : known.kinds()) places.push_back(kind == '-' ? -1 : count++);
     if (!first_) first_ = &known;
     add([&known, programs, count](uint64_t stream, uint64_t* a) { known.launch(programs, stream, a, count); },
-        std::move(arguments), patches, numbers, &places);
+        std::move(arguments), patches, epochs, &places);
     held_.append(kernel);
   }
 
@@ -119,7 +119,7 @@ class Sequence {
 
   // counts: of to, act and act_t. values: a, b, other, h, those, then the words of FusedArguments.
   void add_fused(const py::object& gemm, unsigned programs, const std::tuple<size_t, size_t, size_t>& counts,
-                 std::vector<uint64_t> values, const Patches& patches, const Numbers& numbers) {
+                 std::vector<uint64_t> values, const Patches& patches, const EpochPatches& epochs) {
     const FusedGemm& known = gemm.cast<const FusedGemm&>();
     const auto [to, act, act_t] = counts;
     const size_t last = 4 + to + act + act_t;
@@ -134,19 +134,19 @@ class Sequence {
       known.launch(programs, stream, a[0], a[1], a[2], a[3], {of_to, of_act}, {of_act, of_act_t}, {of_act_t, words},
                    arguments);
     };
-    add(launch, std::move(values), patches, numbers, nullptr);
+    add(launch, std::move(values), patches, epochs, nullptr);
     held_.append(gemm);
   }
 
   // A segment of a program: its epoch is number 0, argument i of issue() address 1 + i.
   void add_issue(const py::object& executor, const py::object& program, int segment, size_t count,
-                 const Patches& patches, const Numbers& numbers) {
+                 const Patches& patches, const EpochPatches& epochs) {
     Executor& known = executor.cast<Executor&>();
     const Program& what = program.cast<const Program&>();
     const auto issue = [&known, &what, segment, count](uint64_t stream, uint64_t* a) {
       known.issue(what, segment, static_cast<uint32_t>(a[0]), stream, {a + 1, a + 1 + count}, 0);
     };
-    add(issue, std::vector<uint64_t>(1 + count), patches, numbers, nullptr);
+    add(issue, std::vector<uint64_t>(1 + count), patches, epochs, nullptr);
     held_.append(executor);
     held_.append(program);
   }
@@ -173,12 +173,12 @@ class Sequence {
     on_ = before;
   }
 
-  void run(uint64_t stream, std::string_view first, const py::list& rest, const std::vector<uint64_t>& numbers) const {
+  void run(uint64_t stream, std::string_view first, const py::list& rest, const std::vector<uint64_t>& epochs) const {
     std::vector<uint64_t> at(first.size() / sizeof(uint64_t));
     std::memcpy(at.data(), first.data(), at.size() * sizeof(uint64_t));
     for (const py::handle& tensor : rest) at.push_back(reinterpret_cast<uint64_t>(look(tensor).data));
     at.push_back(0);  // from where what stays in its place is counted
-    at.insert(at.end(), numbers.begin(), numbers.end());
+    at.insert(at.end(), epochs.begin(), epochs.end());
     if (at.size() != slots_) throw std::invalid_argument(std::to_string(at.size()) + " values: not one for each slot");
     const py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
     std::vector<uint64_t> arguments(most_);
@@ -186,7 +186,7 @@ class Sequence {
     for (const Step& step : steps_) {
       std::copy(step.arguments.begin(), step.arguments.end(), arguments.begin());
       for (const Patch& patch : step.patches) arguments[patch.argument] = at[patch.slot] + patch.offset;
-      for (const auto& [argument, slot] : step.numbers) {
+      for (const auto& [argument, slot] : step.epochs) {
         arguments[argument] = (arguments[argument] & ~uint64_t{0xFFFFFFFF}) | (at[slot] & 0xFFFFFFFF);
       }
       step.issue(step.stream ? step.stream : stream, arguments.data());
@@ -195,7 +195,7 @@ class Sequence {
 
  private:
   void add(std::function<void(uint64_t, uint64_t*)> issue, std::vector<uint64_t> arguments, const Patches& patches,
-           const Numbers& numbers, const std::vector<int>* places) {
+           const EpochPatches& epochs, const std::vector<int>* places) {
     Step step{std::move(issue), on_, std::move(arguments), {}, {}};
     const auto placed = [&](int position, size_t slot) {
       const int argument = places ? places->at(position) : position;
@@ -206,7 +206,7 @@ class Sequence {
       return argument;
     };
     for (const auto& [position, slot, offset] : patches) step.patches.push_back({placed(position, slot), slot, offset});
-    for (const auto& [position, slot] : numbers) step.numbers.push_back({placed(position, slot), slot});
+    for (const auto& [position, slot] : epochs) step.epochs.push_back({placed(position, slot), slot});
     most_ = std::max(most_, step.arguments.size());
     steps_.push_back(std::move(step));
   }
@@ -229,14 +229,14 @@ void bind_sequence(py::module_& m) {
   py::class_<Sequence>(m, "Sequence", "Steps issued by one call. See _C.pyi.")
       .def(py::init<size_t>(), "slots"_a)
       .def("on", &Sequence::on, "stream"_a)
-      .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a, "numbers"_a)
+      .def("add_kernel", &Sequence::add_kernel, "kernel"_a, "programs"_a, "values"_a, "patches"_a, "epochs"_a)
       .def("add_gemm", &Sequence::add_gemm, "plan"_a, "patches"_a)
       .def("add_zeros", &Sequence::add_zeros, "bytes"_a, "slot"_a, "offset"_a)
-      .def("add_fused", &Sequence::add_fused, "gemm"_a, "programs"_a, "counts"_a, "values"_a, "patches"_a, "numbers"_a)
+      .def("add_fused", &Sequence::add_fused, "gemm"_a, "programs"_a, "counts"_a, "values"_a, "patches"_a, "epochs"_a)
       .def("add_issue", &Sequence::add_issue, "executor"_a, "program"_a, "segment"_a, "count"_a, "patches"_a,
-           "numbers"_a)
+           "epochs"_a)
       .def("add_announce", &Sequence::add_announce, "control"_a, "operation"_a, "value"_a)
       .def("add_wait", &Sequence::add_wait, "waits"_a, "other"_a)
-      .def("run", &Sequence::run, "stream"_a, "first"_a, "rest"_a, "numbers"_a = std::vector<uint64_t>());
+      .def("run", &Sequence::run, "stream"_a, "first"_a, "rest"_a, "epochs"_a = std::vector<uint64_t>());
   m.def("described", &described, "tensors"_a);
 }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.plan import LinearPlan
+from te_lite.functional.recordings import Taken
 from te_lite.functional.saved import (
     Item,
     backward_method,
@@ -142,7 +143,7 @@ class Backward:
 class LayerFunction(torch.autograd.Function):
     """y, or (y, norm(x)), of x and params.
 
-    Forward and backward ask the module's Recordings first. Where the launches are recorded, look_up() has issued them
+    Forward and backward ask the module's Recordings first. Where the launches are recorded, try_replay() issues them
     and gives what the layer would have given, as tensors and shells (see saved.py). Otherwise the layer itself runs.
     Autograd casts gradients to the dtypes of what they belong to.
     """
@@ -156,54 +157,55 @@ class LayerFunction(torch.autograd.Function):
             for q in call.cached:
                 if q is not None:
                     inputs += q.tensors
-            key, found = recordings.look_up((layer, "forward", needs), inputs)
+            key, found = recordings.try_replay((layer, "forward", needs), inputs)
         if found is not None:
             first = call.plans[0]
-            for plan in call.plans:
+            for plan in call.plans:  # overlap_report() shows it, and the body would have set it
                 plan.parallel.rows = x.numel() // shape[-1] * (first.tp.size if first.gathers_x else 1)
         elif key is None:
-            found = taken_apart(layer.forward(call, needs, x, params))
+            found = Taken(*taken_apart(layer.forward(call, needs, x, params)))
         else:
             found = recordings.run(key, inputs, partial(layer.forward, call, needs, x, params))  # type: ignore[union-attr]
-        tensors, shells = found
+        tensors, shells, form = found  # shells: of y, of norm(x) or None, then of what is kept
         outputs = 1 if shells[1] is None else 2
         if call.grad:
             kept, copies = tensors[outputs:], list[int]()
             if call.parts:
                 kept, copies = without_copy(call, kept)
             ctx.save_for_backward(*kept)
-            ctx.kept = layer, call, needs, shape, shells, copies
+            ctx.kept = layer, call, needs, shape, shells, form, copies
         return tensors[0] if outputs == 1 else tuple(tensors[:2])
 
     @backward_method
     def backward(ctx: Any, dy: Tensor, dln: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        layer, call, needs, x_shape, shells, copies = ctx.kept
+        layer, call, needs, x_shape, shells, form, copies = ctx.kept
         if call.parts:
             check_parts(call, needs[:2])
         plans, saved, wanted = call.plans, ctx.saved_tensors, ctx.needs_input_grad[2:]
-        recordings, answers, targets, how = plans[0].recordings, plans[0].sink.answers, (), ()
+        recordings, answers, targets, overwrites = plans[0].recordings, plans[0].sink.answers, (), ()
         grads: list[Any] = []
         found = key = None
         if call.parts:
             saved = joined_again(call, saved, copies)
-        if recordings is not None and dy.__class__ is Tensor and dln is None and call.grad_input is None:
+        plain = dy.__class__ is Tensor and dln is None and call.grad_input is None
+        if recordings is not None and plain and form is not None:  # or nothing says which layouts were kept
             if answers:
                 written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]
-                targets, how = zip(*written, strict=True)
-            key, found = recordings.look_up((layer, "backward", needs, *how), (dy, *targets, *saved))
+                targets, overwrites = zip(*written, strict=True)
+            key, found = recordings.try_replay((layer, "backward", needs, form, *overwrites), (dy, *targets, *saved))
         if found is None:
             kept, placed = placed_items(shells[2:], saved)
             if key is not None and any(map(is_not, placed, saved)):
-                key = None  # it is that of tensors which the launches cannot read
+                key = None  # some were copied for the launches to read, and it is that of the originals
             body = partial(layer.backward, Backward(call, needs, x_shape), kept, dy, dln)
             if key is None:
-                del saved, placed, kept
+                del saved, placed, kept  # the layer frees what it has read
                 grads += body()
             else:
                 found = recordings.run(key, (dy, *targets, *saved), body)
         if found is not None:
-            grads += found[0]
-            for i, shell in enumerate(found[1]):
+            grads += found.tensors
+            for i, shell in enumerate(found.shells):
                 if shell is None:
                     grads.insert(i, None)
         if answers:

@@ -1,7 +1,7 @@
 """Bodies of forward and backward on a GPU, recorded where the host takes longer than the device (ops/recorder.py).
 
-A body is Layer.forward or Layer.backward for one call. Its first run is an ordinary one, its second is recorded, and
-later ones are replayed: their launches alone are issued.
+A body is Layer.forward or Layer.backward for one call. Its first run is an ordinary one. The next ones are recorded,
+until that works, five at most. Later ones are replayed: their launches alone are issued.
 
 Between ranks a replay takes the turns that the body took, announces what it announced and issues the same programs:
 the other ranks cannot tell it from the body.
@@ -9,8 +9,9 @@ the other ranks cannot tell it from the body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,37 +22,54 @@ from te_lite.ops.gemm import reduces_low
 from te_lite.ops.recorder import Recorded, Recorder
 from te_lite.ops.registry import capturing, unwatched
 from te_lite.overlap.exchange import Note, Place
-from te_lite.quantize import replay
+from te_lite.quantize.replay import OPEN as CHECKPOINTS
 
 MOST_FLOPS = 1 << 37  # of one product; an estimate of where a layer takes the device longer than the host
 MOST_FLOPS_BETWEEN_RANKS = 1 << 41  # an exchange takes the host several times as long as the product that hides it
-_MOST = 256  # kept for one module; each token count makes some
-_TRIES = 6  # the first calls compile and allocate what later ones find, some only after a pass has ended
+_NUMBERS = itertools.count()
+_UNSEEN = Note("", 0)  # in place of a note while a body is recorded
+_MOST_KEYS = 256  # of one module; each token count makes some
+_MOST_RUNS = 6  # before a body is given up; the first ones compile what later ones find, some only after a pass
 
-Taken = tuple[list[Tensor], Shells]  # what a body gives, as taken_apart() has it
-# A recording, the shells of its results and what it tells the report of exchanges, or how often the body has run.
-Known = tuple[Recorded, Shells, list[tuple[Place, Note | None]]] | int
+
+class Taken(NamedTuple):
+    """What a body gives, as taken_apart() has it. form: equal numbers, equal shells; None: not known."""
+
+    tensors: list[Tensor]
+    shells: Shells
+    form: int | None = None
+
+
+class Known(NamedTuple):
+    """A body that is recorded. shells, form: of its results. notes: what it puts into the report of exchanges."""
+
+    recorded: Recorded
+    shells: Shells
+    form: int
+    notes: list[tuple[Place, Note | None]]
 
 
 class Recordings:
     """The recordings of one module, by all that its launches follow from.
 
-    weights: elements of its largest weight. places: of exchanges that go through the userbuffers of one group."""
+    largest_weight: its elements. places: of exchanges that go through the userbuffers of one group."""
 
-    def __init__(self, weights: int, places: Sequence[Place] = ()) -> None:
-        self._known: dict[tuple, Known] = {}
+    def __init__(self, largest_weight: int, places: Sequence[Place] = ()) -> None:
+        self._known: dict[tuple, Known | int] = {}  # the int: it has run so often, and none of these was recorded
+        self._forms: dict[tuple, int] = {}
+        self._asks: dict[tuple, int] = {}  # bytes that the first run has allocated, those given back included
         self._places, self._group = places, next((place.group for place in places), None)
         most = MOST_FLOPS_BETWEEN_RANKS if places else MOST_FLOPS
-        self._most_tokens = most // (2 * max(1, weights))
+        self._most_tokens = most // (2 * max(1, largest_weight))
 
-    def look_up(self, decided: tuple, inputs: tuple[Tensor | None, ...]) -> tuple[tuple | None, Taken | None]:
-        """(key, results). Where the body is recorded, it has been replayed, and these are its results. Else results is
-        None: the body must run, through run(key, ...), or by itself where key is None too.
+    def try_replay(self, decided: tuple, inputs: tuple[Tensor | None, ...]) -> tuple[tuple | None, Taken | None]:
+        """Replays the body where it is recorded. (key, results): it was. (key, None): it must run, by run(key, ...).
+        (None, None): it must run by itself.
 
         decided: all that the body depends on beside shapes, dtypes and addresses of `inputs`. inputs: all tensors that
         it reads or writes. The first is [..., features] of all tokens."""
         # In a checkpoint the scales come from its first run, not from where a recording fetches them.
-        if not unwatched() or replay.OPEN.frames:
+        if not unwatched() or CHECKPOINTS.frames:
             return None, None
         description, addresses = described(inputs)
         key: tuple = decided, reduces_low(), description
@@ -59,45 +77,74 @@ class Recordings:
         if group is not None:
             if group.closed or capturing():
                 return None, None
-            key += (group.turns(),)
+            key += (group.next_slots(),)
         known: Any = self._known.get(key, 0)
         if known.__class__ is int:
             first: Any = inputs[0]  # the host does not hold up large layers
-            wanted = known < _TRIES and first.numel() <= first.shape[-1] * self._most_tokens
+            wanted = known < _MOST_RUNS and first.numel() <= first.shape[-1] * self._most_tokens
             return key if wanted else None, None
-        recorded, shells, notes = known
-        if torch._C._cuda_getDevice() != recorded.device:
+        if torch._C._cuda_getDevice() != known.recorded.device:
             return None, None
         if group is None:
-            return key, (recorded.run(inputs, addresses), shells)
+            return key, Taken(known.recorded.run(inputs, addresses), known.shells, known.form)
         try:
-            results = recorded.run(inputs, addresses)
+            results = known.recorded.run(inputs, addresses)
         except BaseException as error:
             labels = dict.fromkeys(place.label for place in self._places)
             group.failed(f"a recorded pass over {', '.join(labels)}", error)
             raise
-        for place, note in notes:
+        for place, note in known.notes:
             place.note = note
-        return key, (results, shells)
+        return key, Taken(results, known.shells, known.form)
 
     def run(self, key: tuple, inputs: Sequence[Tensor | None], body: Callable[[], Sequence[Item]]) -> Taken:
-        """body(), for which look_up() gave `key`. The second run under a key is recorded."""
-        tries: Any = self._known.get(key, 0)  # since look_up() another thread may have recorded it
-        if not on_one_gpu(inputs) or capturing() or tries.__class__ is not int:
-            return taken_apart(body())
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        self._known[key] = tries + 1
-        if not tries:
-            return taken_apart(body())
-        before = [place.note for place in self._places]
+        """body(), for which try_replay() gave `key`. All runs under a key but the first are recorded, if that works."""
+        runs: Any = self._known.get(key, 0)  # since try_replay() another thread may have recorded it
+        if not on_one_gpu(inputs) or capturing() or runs.__class__ is not int:
+            return self._taken(body())
+        if len(self._known) >= _MOST_KEYS:
+            for kept in (self._known, self._forms, self._asks):
+                kept.clear()
+        self._known[key] = runs + 1
+        if not runs:
+            before = allocated()
+            taken = self._taken(body())
+            self._asks[key] = allocated() - before
+            return taken
+        if 2 * self._asks.get(key, 0) > room():  # a recorder holds all that the body allocates until it has ended
+            return self._taken(body())
+        old = [place.note for place in self._places]
+        for place in self._places:
+            place.note = _UNSEEN
         recorder = Recorder(inputs, () if self._group is None else self._group.fixed())
-        tensors, shells = taken_apart(recorder.run(body))
-        recorded = recorder.finish(tensors)
+        try:
+            taken = self._taken(recorder.run(body))
+            notes = [(place, place.note) for place in self._places if place.note is not _UNSEEN]
+        finally:
+            for place, note in zip(self._places, old, strict=True):
+                place.note = note if place.note is _UNSEEN else place.note
+        recorded = recorder.finish(taken.tensors)
         if recorded is not None:
-            both = zip(self._places, before, strict=True)
-            self._known[key] = recorded, shells, [(place, place.note) for place, note in both if place.note is not note]
-        return tensors, shells
+            self._known[key] = Known(recorded, taken.shells, self._number(taken.shells), notes)
+        return taken
+
+    def _taken(self, items: Iterable[Item]) -> Taken:
+        tensors, shells = taken_apart(items)
+        return Taken(tensors, shells, self._number(shells))
+
+    def _number(self, shells: Shells) -> int:
+        """The same for equal shells. Numbers do not come again: a backward may ask by one that is not kept any more."""
+        return self._forms.setdefault(tuple(shells), next(_NUMBERS))
+
+
+def allocated() -> int:
+    """Bytes that the current GPU's allocator has given out so far, those that it got back included."""
+    return torch.cuda.memory_stats().get("allocated_bytes.all.allocated", 0)
+
+
+def room() -> int:
+    """Bytes of the current GPU that it could still give out."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def on_one_gpu(inputs: Sequence[Tensor | None]) -> bool:

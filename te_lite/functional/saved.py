@@ -73,7 +73,7 @@ def taken_apart(items: Iterable[Item]) -> tuple[list[Tensor], Shells]:
                 present.append(part is not None)
                 if part is not None:
                     tensors.append(part)
-            shells.append((item.format, item.shape, item.dtype, present))
+            shells.append((item.format, item.shape, item.dtype, tuple(present)))
         elif item is None:
             shells.append(None)
         else:

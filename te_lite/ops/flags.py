@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from te_lite.ops.launch import INTERPRETED, _ready, after_previous
+from te_lite.ops.launch import INTERPRETED, after_previous, launchable
 
 # Goes to POLL, or on when the word at ABORT is set. That one lies in host memory: read at every 64th poll by all
 # multiprocessors it slowed the copies that they wait for 32-fold; at every 4096th it costs nothing.
@@ -88,4 +88,4 @@ def compiled_wait(device: torch.device) -> Any:
     """
     with torch.cuda.device(device):
         word = torch.zeros(1, dtype=torch.int32, device=device)
-        return _ready(wait_kernel[(1,)](word, word, 0, 1, 0, word, num_warps=1))
+        return launchable(wait_kernel[(1,)](word, word, 0, 1, 0, word, num_warps=1))

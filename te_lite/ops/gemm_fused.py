@@ -24,6 +24,7 @@ from te_lite.ops.flops import launched
 from te_lite.ops.gemm import FP8, check_fp8
 from te_lite.ops.gemm_scaled import one_for_all
 from te_lite.ops.nvrtc import TYPES, compiled
+from te_lite.ops.recorded import EpochArgument
 from te_lite.ops.recorder import OPEN
 from te_lite.ops.source import plain
 
@@ -147,7 +148,7 @@ def launch(
     tensors = [(i, t) for i, t in enumerate(given) if isinstance(t, Tensor)]
     tensors += [(len(given) + word, t) for word, t in arguments.tensors()]
     words = [*operands, *itertools.chain(*addresses), *struct.unpack(f"={len(packed) // 8}Q", packed)]
-    epoch = len(given) + _DELTA, arguments.delta & 0xFFFFFFFF, arguments.word
+    epoch = EpochArgument(len(given) + _DELTA, arguments.delta & 0xFFFFFFFF, arguments.word)
     OPEN.recorder.fused(gemm, 2 * clusters, (len(to), len(act), len(act_t)), words, tensors, epoch)
 
 

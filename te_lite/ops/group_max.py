@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from te_lite.ops.flags import POLL_AGAIN, wait_flags
-from te_lite.ops.launch import INTERPRETED, _ready, after_previous
+from te_lite.ops.launch import INTERPRETED, after_previous, launchable
+from te_lite.ops.recorded import EpochArgument
 from te_lite.ops.recorder import OPEN
 from te_lite.ops.scalars import new_scalar
 
@@ -70,6 +71,8 @@ def group_max_kernel(
     """
     after_previous()
     epoch = tl.load(word) + delta
+    # MOST = 1: a lane is a rank, and one step serves all of them. Else a thread is a value, and a step is a rank. The
+    # peer is always rank + step, and the value's number is `at`.
     if MOST == 1:
         rank, at = tl.arange(0, _LANES), 0
         live = rank < RANKS
@@ -85,7 +88,7 @@ def group_max_kernel(
     # Never negative: the upper half stays 0.
     message = value.to(tl.int32, bitcast=True).to(tl.int64) | (epoch.to(tl.int64) << 32)
     wait_flags(done, 0, 1, epoch - 1, abort)
-    first, asked = (epoch & 1) * (RANKS * MOST) + at, live.to(tl.int32)
+    first, asked = (epoch & 1) * (RANKS * MOST) + at, live.to(tl.int32)  # the word of rank 0; SLOTS is 2
     for step in tl.static_range(1 if MOST == 1 else RANKS):
         there = tl.load(targets + rank + step, mask=rank < RANKS, other=0) + first * 8
         if not INTERPRETED:
@@ -119,7 +122,7 @@ def compiled_group_max(device: torch.device, ranks: int, most: int) -> Any:
         slots = torch.zeros(SLOTS * ranks * most, dtype=torch.int64, device=device)
         targets = torch.full((ranks,), slots.data_ptr(), device=device)
         args = value, slots, targets, word, word, word, value, 0, 1, ranks, most
-        return _ready(group_max_kernel[(1,)](*args, num_warps=1 if most == 1 else 8))
+        return launchable(group_max_kernel[(1,)](*args, num_warps=1 if most == 1 else 8))
 
 
 def _launch(most: int, values, slots, targets, done, word, delta, abort, out) -> None:
@@ -130,7 +133,8 @@ def _launch(most: int, values, slots, targets, done, word, delta, abort, out) ->
     programs = 1 if most == 1 else -(-values.numel() // A_PROGRAM)
     if OPEN.recorder is not None:
         tensors = values, slots, targets, done, word, abort, out
-        OPEN.recorder.kernel(kernel, programs, tensors, rest, len(tensors), (len(tensors), delta & 0xFFFFFFFF, word))
+        epoch = EpochArgument(len(tensors), delta & 0xFFFFFFFF, word)  # delta comes after the tensors
+        OPEN.recorder.kernel(kernel, programs, tensors, rest, len(tensors), epoch)
     kernel.launch(programs, stream, (*addresses, *rest))
 
 

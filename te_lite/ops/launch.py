@@ -33,16 +33,16 @@ _LET_NEXT = tl.constexpr("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 @triton.jit
 def after_previous():
-    """Returns when the kernel before has ended, with all that it wrote. Every kernel calls this or begin(): from
-    compute capability 9.0 on it is launched before that."""
+    """Waits for the kernel before on this stream; then all that it wrote may be read. Every kernel calls this or
+    begin(): from compute capability 9.0 on it starts before that one has ended."""
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.inline_asm_elementwise(_WAIT, "=r,~{memory}", [], tl.int32, False, 1)
 
 
 @triton.jit
 def begin():
-    """after_previous(), and then the next kernel may be launched. Not for one that waits for other ranks, or for what
-    another stream does: the next might take the room that those need."""
+    """As after_previous(), and lets the next kernel start. Not in a kernel that waits for other ranks or streams: the
+    next one might occupy the multiprocessors that those need."""
     after_previous()
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.inline_asm_elementwise(_LET_NEXT, "=r,~{memory}", [], tl.int32, False, 1)
@@ -88,6 +88,7 @@ def launch(
     for address in addresses[len(unaligned) :]:
         if address is not None:
             bits |= address
+    # None is never stored: tensors that lie off 16 bytes go through Triton, and are not recorded.
     key = None if bits & 15 else (id(kernel), device, types, numbers, constants, num_warps, registers)
     ready, recorder = _COMPILED.get(key), OPEN.recorder
     if recorder is not None:
@@ -100,7 +101,7 @@ def launch(
     if key is not None and compiled is not None:  # the interpreter compiles nothing
         if len(_COMPILED) >= _MOST:
             _COMPILED.clear()
-        _COMPILED[key], _KERNELS[id(kernel)] = _ready(compiled), kernel
+        _COMPILED[key], _KERNELS[id(kernel)] = launchable(compiled), kernel
 
 
 class _ThroughTriton:
@@ -119,7 +120,7 @@ _LETTERS = {"i32": "i", "u32": "i", "i64": "l", "u64": "l", "fp32": "f", "f32": 
 CONVENTION_READ = ("3.6.", "3.7.")  # versions of Triton
 
 
-def _ready(compiled: Any) -> _C.Kernel | _ThroughTriton:
+def launchable(compiled: Any) -> _C.Kernel | _ThroughTriton:
     """`compiled` launched by te_lite._C, where its calling convention is one that was read in Triton's source.
 
     Parameters in order, constants left out (also None, and integers that are 1), then two scratch pointers that no

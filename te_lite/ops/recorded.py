@@ -16,15 +16,30 @@ _ALIGNED = 512  # bytes: as torch's own allocations
 Fetch = Callable[[], tuple[Tensor | None, ...]]
 
 
-class Turns(Protocol):
-    """What gives out turns, in the same order on every rank."""
+class EpochCounter(Protocol):
+    """A Buffer or a Maximum, whose uses come in the same order on every rank."""
 
     def turn(self) -> int:
-        """The epoch of the next one."""
+        """Takes the next use, and gives its epoch."""
+
+
+class Address(NamedTuple):
+    """slot: of the table that a replay fills (see Recorded). offset: in bytes."""
+
+    slot: int
+    offset: int
+
+
+class EpochArgument(NamedTuple):
+    """Where a launch takes an epoch. word: as of Recorder.turn()."""
+
+    position: int  # among its arguments
+    epoch: int
+    word: Tensor
 
 
 class View(NamedTuple):
-    """A result that is no whole slot."""
+    """A result that is no whole allocation. offset: in elements, from the first one of its base."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -37,16 +52,22 @@ class View(NamedTuple):
 
 
 class Recorded:
-    """A body as launches. given: tensors that a call brings, then those that fetches give; made: results that a call
-    allocates; then one block of all that only the launches see. turns: which it takes, in their order."""
+    """A body as launches. Each replay fills one table, of whose entries the steps take addresses and epochs, by index.
+    The code calls an entry a slot (it is none of an arena):
+
+        inputs | fetched | results that a replay allocates | block | 0 | epochs
+
+    block: one allocation for all that only the launches see, where there is any. 0: from where addresses that never
+    change are counted. epochs: one for each turn, of `counters` in their order.
+    """
 
     def __init__(
         self, sequence: _C.Sequence, device: torch.device, fetches: list[Fetch],
         made: list[tuple[torch.Size, torch.dtype]], block: int, results: list[tuple[int, View | None]],
-        turns: Sequence[Turns] = (),
+        counters: Sequence[EpochCounter] = (),
     ) -> None:  # fmt: skip
         self._sequence, self.device, self._fetches, self._results = sequence, device.index, fetches, results
-        self._turns = turns
+        self._counters = counters
         allocations = [*made, (torch.Size((block,)), torch.uint8)] if block else made
         # Of at most one element in memory: empty_like() of them takes half the time of empty().
         self._made = [like_of(shape, dtype, device) for shape, dtype in allocations]
@@ -59,15 +80,16 @@ class Recorded:
             more += fetch()
         for like in self._made:
             more.append(torch.empty_like(like))
-        epochs = [turns.turn() for turns in self._turns]
+        epochs = [counter.turn() for counter in self._counters]
         self._sequence.run(torch._C._cuda_getCurrentRawStream(self.device), addresses, more, epochs)
         slots: Any = (*inputs, *more)
         return [slots[slot] if view is None else view.of(slots[slot]) for slot, view in self._results]
 
 
 def like_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of which empty_like() has the strides of empty(shape): keys of recordings hold them. It keeps those of dense
-    tensors, of one element or none, and would take zeros from them."""
+    """Of which empty_like() has the strides of empty(shape), which are part of backward's key; in memory one element.
+
+    An expanded tensor of fewer than two elements counts as dense, and empty_like() would take over its strides of 0."""
     return torch.empty(shape if shape.numel() < 2 else (), dtype=dtype, device=device).expand(shape)
 
 

@@ -5,8 +5,8 @@ dispatch mode sees what it allocates, and launch() and product() note what they 
 the device makes the recording fail, and such a body simply runs as it is.
 
 Between ranks a body also takes turns in buffers, each of which gives it a number, an epoch; it issues programs that
-hold them, announces operations, and reads memory that stays in its place. Whose turn it is decides where in a buffer
-things lie: it is for the caller to tell recordings of different turns apart.
+hold them, announces operations, and reads memory that stays in its place. Which slot of a buffer a turn gets decides
+where things lie: recordings of other slots are other ones, and the caller's key says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_lite import _C
-from te_lite.ops.recorded import Fetch, Recorded, Turns, View, packed
+from te_lite.ops.recorded import Address, EpochArgument, EpochCounter, Fetch, Recorded, View, packed
 from te_lite.ops.registry import implementation
 
 aten = torch.ops.aten
@@ -32,7 +32,13 @@ WANTED = _WORD not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_a
 _ALLOCATE = frozenset((aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default))
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 
-Given = tuple[int, int]  # (slot, offset in bytes)
+_BETWEEN = -1  # in place of a stream: a step that orders two of them
+
+
+class _Turn(NamedTuple):
+    counter: EpochCounter
+    epoch: int  # in the run that is seen
+    word: Tensor
 
 
 class Open(threading.local):
@@ -47,10 +53,10 @@ OPEN = Open()
 class _Step(NamedTuple):
     add: Callable[[_C.Sequence, list[tuple[int, int, int]], list[tuple[int, int]]], None]  # to a sequence
     tensors: tuple[tuple[int, Tensor], ...] = ()  # (position of its address, the tensor)
-    anywhere: int = 0  # so many of the first positions may hold any address; later ones were seen modulo 256
-    numbers: tuple[tuple[int, int], ...] = ()  # (position, which turn's epoch)
+    unaligned: int = 0  # for the addresses of so many of the first it was compiled for no alignment
+    epochs: tuple[tuple[int, int], ...] = ()  # (position, which turn's)
     use: object = None  # of a buffer: until its last step the tensors of all of them are read
-    stream: int = 0  # its handle, where it is not that of the body
+    stream: int = 0  # its handle; 0: that of the body
 
 
 class Recorder(TorchDispatchMode):
@@ -60,7 +66,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor | None], fixed: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._fixed = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in fixed]
-        self._turns: list[tuple[Turns, int, Tensor]] = []  # with its epoch in the run that is seen, and its word
+        self._turns: list[_Turn] = []
         self._stream = _current_stream()
         self.why_not = ""  # it cannot be recorded; empty while it can
         self._fetches: list[Fetch] = []
@@ -86,13 +92,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         op = implementation(func)
         if op is not None:
-            with self:
+            with self:  # torch has taken this mode off; what the op itself allocates must be seen too
                 return op.cuda(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATE or func in _ZEROS:
             self._made[out.untyped_storage()._cdata] = out
             if func in _ZEROS and out.numel():
-                self._step(lambda to, at, _: to.add_zeros(out.nbytes, *at[0][1:]), (out,))
+                self._step(lambda sequence, addresses, _: sequence.add_zeros(out.nbytes, *addresses[0][1:]), (out,))
         elif not _is_view(func):
             self.refuse(f"{func} runs")
         return out
@@ -106,41 +112,41 @@ class Recorder(TorchDispatchMode):
         self._given += tensors
 
     def kernel(
-        self, kernel: Any, programs: int, tensors: Sequence[Tensor | None], rest: tuple[Any, ...], anywhere: int,
-        epoch: tuple[int, int, Tensor] | None = None,
+        self, kernel: Any, programs: int, tensors: Sequence[Tensor | None], rest: tuple[Any, ...], unaligned: int,
+        epoch: EpochArgument | None = None,
     ) -> None:  # fmt: skip
-        """A launch, of addresses and then the rest. anywhere: so many of the first addresses may be any. epoch: where
-        in all of them an epoch stands, the one that does, and the word of what gave it."""
+        """A launch, of addresses and then the rest. unaligned: of so many tensors the first, as launch() has them."""
         if not isinstance(kernel, _C.Kernel):
-            return self.refuse("a kernel is launched by Triton")
+            return self.refuse("a kernel is not compiled yet, or launched by Triton")
         values = (*[None if t is None else 0 for t in tensors], *rest)
-        numbers = () if epoch is None else ((epoch[0], self._turn(*epoch[1:])),)
-        self._step(lambda to, at, turns: to.add_kernel(kernel, programs, values, at, turns), tensors, anywhere, numbers)
+
+        def add(sequence: _C.Sequence, addresses: Any, epochs: Any) -> None:
+            sequence.add_kernel(kernel, programs, values, addresses, epochs)
+
+        self._step(add, tensors, unaligned, () if epoch is None else (self._placed(epoch),))
 
     def gemm(self, plan: _C.GemmPlan, tensors: Sequence[Tensor | None]) -> None:
         """A product, of tensors as GemmPlan.run takes their addresses."""
-        self._step(lambda to, at, _: to.add_gemm(plan, at), tensors)
+        self._step(lambda sequence, addresses, _: sequence.add_gemm(plan, addresses), tensors)
 
     def fused(
         self, gemm: _C.FusedGemm, programs: int, counts: tuple[int, int, int], words: list[int],
-        tensors: Sequence[tuple[int, Tensor]], epoch: tuple[int, int, Tensor],
+        tensors: Sequence[tuple[int, Tensor]], epoch: EpochArgument,
     ) -> None:  # fmt: skip
-        """A fused GEMM, whose kernel is compiled for no addresses. words: as Sequence.add_fused takes values; tensors:
-        (which of them is its address, a tensor, or a view of where the address points). epoch: as of kernel()."""
-        numbers = ((epoch[0], self._turn(*epoch[1:])),)
-        self._steps.append(
-            _Step(
-                lambda to, at, turns: to.add_fused(gemm, programs, counts, words, at, turns),
-                tuple(tensors), len(words), numbers, stream=self._side(),
-            )
-        )  # fmt: skip
+        """A fused GEMM, whose kernel is compiled for no alignment. words: as Sequence.add_fused takes values; tensors:
+        (which of them is its address, a tensor, or a view of where the address points)."""
+
+        def add(sequence: _C.Sequence, addresses: Any, epochs: Any) -> None:
+            sequence.add_fused(gemm, programs, counts, words, addresses, epochs)
+
+        self._add(_Step(add, tuple(tensors), len(words), (self._placed(epoch),)))
 
     # between ranks
 
-    def turn(self, turns: Turns, epoch: int, word: Tensor) -> None:
-        """The body has taken a turn, which gave it `epoch`. word: by which what gave it is known, and of which kernels
-        count epochs."""
-        self._turns.append((turns, epoch, word))
+    def turn(self, counter: EpochCounter, epoch: int, word: Tensor) -> None:
+        """The body has taken a turn, which gave it `epoch`. word: the counter's int32 on the device, 0 outside of CUDA
+        graphs, to which kernels add a number. Here only which one it is counts: it says whose epoch a number is."""
+        self._turns.append(_Turn(counter, epoch, word))
 
     def issue(
         self, executor: _C.Executor, program: _C.Program, segment: int, epoch: int, word: Tensor, count: int,
@@ -149,45 +155,43 @@ class Recorder(TorchDispatchMode):
         """A segment of a program, whose `count` arguments are the addresses of tensors and then zeros. word: as of
         turn()."""
         present = tuple([(1 + i, t) for i, t in enumerate(tensors)])
-        numbers = ((0, self._turn(epoch, word)),)
-        self._steps.append(
-            _Step(
-                lambda to, at, turns: to.add_issue(executor, program, segment, count, at, turns), present, 1 + count,
-                numbers, use, self._side(),
-            )
-        )  # fmt: skip
+
+        def add(sequence: _C.Sequence, addresses: Any, epochs: Any) -> None:
+            sequence.add_issue(executor, program, segment, count, addresses, epochs)
+
+        self._add(_Step(add, present, 1 + count, (self._placed(EpochArgument(0, epoch, word)),), use))
 
     def announce(self, control: _C.Control, operation: str, value: int) -> None:
-        self._step(lambda to, _, __: to.add_announce(control, operation, value))
+        self._step(lambda sequence, *_: sequence.add_announce(control, operation, value))
 
     def waits(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
         """What comes on a stream waits for what another has been given."""
         handles = [0 if one.cuda_stream == self._stream else one.cuda_stream for one in (stream, other)]
-        self._steps.append(_Step(lambda to, _, __: to.add_wait(*handles), stream=-1))
+        self._steps.append(_Step(lambda sequence, *_: sequence.add_wait(*handles), stream=_BETWEEN))
 
-    def _turn(self, epoch: int, word: Tensor) -> int:
-        """Which turn gave the epoch. Two slots of one buffer may be at the same one: they go on together."""
-        found = [i for i, (_, given, its) in enumerate(self._turns) if given == epoch and its is word]
+    def _placed(self, argument: EpochArgument) -> tuple[int, int]:
+        """(position, which turn gave the epoch). Two slots of one buffer may be at the same epoch; since the key says
+        which of them comes next, they are so in every replay."""
+        found = [i for i, turn in enumerate(self._turns) if turn.epoch == argument.epoch and turn.word is argument.word]
         if not found:
-            self.refuse("what waits for an epoch took no turn, as on one rank")
-        return found[0] if found else 0
-
-    def _side(self) -> int:
-        current = _current_stream()
-        return 0 if current == self._stream else current
+            self.refuse("the body took no turn for an epoch: a fused GEMM on one rank counts none")
+        return argument.position, found[0] if found else 0
 
     def _step(
-        self, add: Any, tensors: Sequence[Tensor | None] = (), anywhere: int = 0,
-        numbers: tuple[tuple[int, int], ...] = (),
+        self, add: Any, tensors: Sequence[Tensor | None] = (), unaligned: int = 0,
+        epochs: tuple[tuple[int, int], ...] = (),
     ) -> None:  # fmt: skip
-        present = tuple([(i, t) for i, t in enumerate(tensors) if t is not None])
-        self._steps.append(_Step(add, present, anywhere, numbers, stream=self._side()))
+        self._add(_Step(add, tuple([(i, t) for i, t in enumerate(tensors) if t is not None]), unaligned, epochs))
+
+    def _add(self, step: _Step) -> None:
+        current = _current_stream()
+        self._steps.append(step if current == self._stream else step._replace(stream=current))
 
     # what was seen
 
     def finish(self, results: Sequence[Tensor]) -> Recorded | None:
         """The recording of the body that gave `results`; None where why_not says why. To be called once: afterwards it
-        holds no tensor, for a dispatch mode is freed by the collector alone, and an output holds its graph."""
+        holds no tensor. Python frees a dispatch mode late, and an output would keep its whole graph."""
         try:
             return self._finish(results)
         finally:
@@ -197,30 +201,31 @@ class Recorder(TorchDispatchMode):
         self._given, self._made, self._steps, self._turns = [], {}, [], []
 
     def _finish(self, results: Sequence[Tensor]) -> Recorded | None:
-        uses = self._uses()
+        uses = self._lifetimes()
         if self.why_not or not any(step.tensors for step in self._steps):
             return None
         device = next(step for step in self._steps if step.tensors).tensors[0][1].device
         kept, found = self._kept(results)
         offsets, block = packed([(key, self._made[key], *span) for key, span in uses.items() if key not in kept])
         first, last = len(self._given), len(self._given) + len(kept)
-        places = {key: (first + i, 0) for i, key in enumerate(kept)} | {key: (last, at) for key, at in offsets.items()}
-        if self.why_not:
+        places = {key: Address(first + i, 0) for i, key in enumerate(kept)}
+        places |= {key: Address(last, at) for key, at in offsets.items()}
+        if self.why_not:  # _lifetimes and _kept refuse too
             return None
-        zero = last + bool(block)  # the slot from which fixed memory is counted; behind it those of epochs
-        sequence, on = _C.Sequence(zero + 1 + len(self._turns)), 0
+        fixed_slot = last + bool(block)
+        sequence, stream = _C.Sequence(fixed_slot + 1 + len(self._turns)), 0
         for step in self._steps:
-            if step.stream not in (on, -1):
-                on = step.stream
-                sequence.on(on)
-            patches = [(position, *self._place(t, places, zero)) for position, t in step.tensors if t.numel()]
-            step.add(sequence, patches, [(position, zero + 1 + turn) for position, turn in step.numbers])
-        slots = [(at if isinstance(at, int) else places[at[0]][0], view) for at, view in found]
-        turns = [turns for turns, _, _ in self._turns]
-        return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots, turns)
+            if step.stream not in (stream, _BETWEEN):
+                stream = step.stream
+                sequence.on(stream)
+            addresses = [(position, *self._address(t, places, fixed_slot)) for position, t in step.tensors if t.numel()]
+            step.add(sequence, addresses, [(position, fixed_slot + 1 + turn) for position, turn in step.epochs])
+        slots = [(at if isinstance(at, int) else places[at[0]].slot, view) for at, view in found]
+        counters = [turn.counter for turn in self._turns]
+        return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots, counters)
 
-    def _slot(self, t: Tensor) -> Given | None:
-        """The given tensor that t is, or in which it lies."""
+    def _slot(self, t: Tensor) -> Address | None:
+        """The given tensor that t is, or in which it lies. Refuses where several could be meant."""
         at = t.data_ptr()
         found = [(i, 0) for i, g in enumerate(self._given) if g is t]  # a quantized weight has no address of its own
         if not found:
@@ -230,21 +235,23 @@ class Recorder(TorchDispatchMode):
         if len(found) != 1 and not same:
             self.refuse(f"a {tuple(t.shape)} {t.dtype} lies in {len(found)} tensors that the body was given")
             return None
-        return found[0]
+        return Address(*found[0])
 
     def _is_fixed(self, t: Tensor) -> bool:
-        """Whether it lies in fixed memory, and in nothing that a call brings: callers own some of it."""
+        """Whether its address is the same in every call. What a call brings may lie in an arena too, as the tensors of
+        te.symmetric_empty, and is another one in the next call."""
         at = t.data_ptr()
         if not any(first <= at < last for first, last in self._fixed):
             return False
         return not any(g is not None and _holds(g, at) for g in self._given)
 
-    def _uses(self) -> dict[int, tuple[int, int]]:
+    def _lifetimes(self) -> dict[int, tuple[int, int]]:
         """The first and the last step that uses each allocation."""
         uses: dict[int, tuple[int, int]] = {}
-        # What a buffer's use was given is read until its last step; and what two streams use, while both do.
+        # What a buffer's use was given is read until the last step of that use. From the first wait between streams to
+        # the last, two of them may run, so what is used there is in use throughout.
         ends = {id(step.use): i for i, step in enumerate(self._steps) if step.use is not None}
-        waits = [i for i, step in enumerate(self._steps) if step.stream == -1]
+        waits = [i for i, step in enumerate(self._steps) if step.stream == _BETWEEN]
         for i, step in enumerate(self._steps):
             begin, end = i, i if step.use is None else ends[id(step.use)]
             if waits and waits[0] <= end and begin <= waits[-1]:
@@ -256,20 +263,21 @@ class Recorder(TorchDispatchMode):
                     uses[key] = min(known[0], begin), max(known[1], end)
                 elif not t.numel() or self._is_fixed(t):
                     continue
-                elif (slot := self._slot(t)) and slot[0] >= self._inputs and position >= step.anywhere:
-                    self.refuse("a kernel was compiled for the address of what is fetched")
+                elif (given := self._slot(t)) and given.slot >= self._inputs and position >= step.unaligned:
+                    # The key says how inputs are aligned, and says it of nothing that is fetched.
+                    self.refuse("a kernel was compiled for the alignment of what is fetched")
         return uses
 
-    def _place(self, t: Tensor, places: dict[int, Given], zero: int) -> Given:
+    def _address(self, t: Tensor, places: dict[int, Address], fixed_slot: int) -> Address:
         key = t.untyped_storage()._cdata
-        if key not in self._made:
-            if self._is_fixed(t):
-                return zero, t.data_ptr()
-            slot = self._slot(t)
-            assert slot is not None  # or _uses has refused
-            return slot
-        slot_, offset = places[key]
-        return slot_, offset + t.data_ptr() - self._made[key].data_ptr()
+        if key in self._made:
+            slot, offset = places[key]
+            return Address(slot, offset + t.data_ptr() - self._made[key].data_ptr())
+        if self._is_fixed(t):
+            return Address(fixed_slot, t.data_ptr())
+        given = self._slot(t)
+        assert given is not None  # or _lifetimes has refused
+        return given
 
     def _kept(self, results: Sequence[Tensor]) -> tuple[dict[int, Any], list[Any]]:
         """(allocations that results lie in, as a call is to make them: (shape, dtype); of each result (slot of a given
@@ -288,14 +296,14 @@ class Recorder(TorchDispatchMode):
                 whole = _is_whole(t) and t.shape == shape and t.dtype == dtype
                 found.append(((key,), None if whole else _view(t, None)))
                 continue
-            slot = self._slot(t)
-            if slot is None:
+            where = self._slot(t)
+            if where is None:
                 continue
-            given: Any = self._given[slot[0]]
-            same = slot[1] == 0 and (given.shape, given.dtype, given.stride()) == (t.shape, t.dtype, t.stride())
+            given: Any = self._given[where.slot]
+            same = where.offset == 0 and (given.shape, given.dtype, given.stride()) == (t.shape, t.dtype, t.stride())
             if not same and given.dtype != t.dtype:
-                self.refuse("a result is another view of what was given")
-            found.append((slot[0], None if same else _view(t, given)))
+                self.refuse(f"a result of {t.dtype} lies in a given tensor of {given.dtype}")
+            found.append((where.slot, None if same else _view(t, given)))
         return kept, found
 
 

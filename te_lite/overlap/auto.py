@@ -42,8 +42,8 @@ class Auto(Ring):
         times = choices.known(problem, candidates)
         if times is None and (choices.timed >= MOST or capturing()):
             return rule
-        self.group.announce(f"auto: {problem}")
-        if times is None:
+        if times is None:  # which is so on all ranks: they share what was measured and what was read
+            self.group.announce(f"auto: {problem}")
             timed = self._to_be_timed(gemm)
             runs = {
                 name: partial(self._run, exchange, f"{name}, {problem}", a, timed, layout)

@@ -143,8 +143,8 @@ class Group:
         word = 0 if words is None else words.data_ptr() + WORD * use.slot
         self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
         if OPEN.recorder is not None:
-            given = use.epoch, use.buffer.zero, len(arguments)
-            OPEN.recorder.issue(self.executor, use.program, segment, *given, tensors, use)
+            epoch, count = (use.epoch, use.buffer.zero), len(arguments)
+            OPEN.recorder.issue(self.executor, use.program, segment, *epoch, count, tensors, use)
 
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
@@ -172,8 +172,8 @@ class Group:
             largest = maximum.of(values, self)
         return values if many else largest
 
-    def turns(self) -> tuple[int, ...]:
-        """What decides where the next uses of this group lie, outside of CUDA graphs."""
+    def next_slots(self) -> tuple[int, ...]:
+        """Which slot the next use of each buffer and maximum takes, outside of CUDA graphs: where its data lies."""
         maxima = [maximum.next for (graph, _), maximum in self._maxima.items() if not graph]
         return (self._buffers["gather"].next, self._buffers["scatter"].next, *maxima)
 

@@ -28,16 +28,17 @@ class Maximum:
     def __init__(self, arena: Arena, graph: bool, many: bool) -> None:
         rank, size, device, width = arena.rank, arena.size, arena.device, MOST_VALUES if many else 1
         name = self._name(graph, many)
-        here = [arena.address(name, 0, peer) for peer in range(size)]
+        bases = [arena.address(name, 0, peer) for peer in range(size)]
         self._slots = arena.view(name, 0).view(torch.int64)[: SLOTS * size * width]
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
         self._done = torch.zeros(2, dtype=torch.int32, device=device)
-        self._targets = torch.tensor([address + 2 * WORD * rank * width for address in here], device=device)
+        self._targets = torch.tensor([address + 2 * WORD * rank * width for address in bases], device=device)
         self._epoch, self._graph, self._op = 0, graph, group_maxima if many else group_max
+        # They move nothing. They tell the watcher what the kernel waits for, which names the rank after a time-out.
         self._programs = [_C.Program("the maximum over all ranks") for _ in range(SLOTS)]
         for slot, program in enumerate(self._programs):
             for source in following(rank, size):
-                epoch = here[rank] + 2 * WORD * (slot * size + source) * width + WORD  # the upper half
+                epoch = bases[rank] + 2 * WORD * (slot * size + source) * width + WORD  # the upper half
                 program.expect(epoch, 0, source, "data from")
         self.fixed = [self._zero, self._done, self._targets]  # and its words, in the arena
         compiled_group_max(device, size, width)
@@ -67,7 +68,8 @@ class Maximum:
         return self._epoch
 
     def of(self, partials: Tensor, group: Group) -> Tensor | None:
-        """fp32 [1]: the largest of all ranks' partials, once they have come; or nothing, of many."""
+        """fp32 [1]: the largest of all ranks' partials, once they have come. Of many the partials themselves become the
+        largest, one by one, and it gives None."""
         word, delta = self._done, 1
         if not self._graph:
             epoch = self.turn()
@@ -75,6 +77,6 @@ class Maximum:
             group.executor.issue(program, 0, epoch, stream, ())
             if OPEN.recorder is not None:
                 OPEN.recorder.turn(self, epoch, self._zero)
-                OPEN.recorder.issue(group.executor, program, 0, epoch, self._zero, 0, (), self)
+                OPEN.recorder.issue(group.executor, program, 0, epoch, self._zero, 0, (), None)
             word, delta = self._zero, signed(epoch)
         return self._op(partials, self._slots, self._targets, self._done, word, delta, group.abort)

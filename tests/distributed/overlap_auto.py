@@ -124,4 +124,16 @@ def every_number_of_pieces(device) -> None:
             te.destroy_ub()
 
 
-AUTO = [every_way_that_may_win, every_number_of_pieces, measured_once_and_kept]
+def a_rank_that_has_forgotten_asks_nobody(device) -> None:
+    """What was measured is known to all, so the others, which may replay, need not hear of it."""
+    with measuring(folder()):
+        begin(32 * dist.get_world_size(), 128, dist.group.WORLD, device, "auto")
+        pair = pair_of(COLUMN, "bf16", device, "auto")
+        for _ in range(2):
+            pair.backward(pair.forward(pair.batch(1, 32)))
+            for exchange in pair.module._planned[1][0].parallel.exchanges if dist.get_rank() == 0 else ():
+                getattr(exchange, "_settled", {}).clear()
+        te.destroy_ub()
+
+
+AUTO = [every_way_that_may_win, every_number_of_pieces, measured_once_and_kept, a_rank_that_has_forgotten_asks_nobody]

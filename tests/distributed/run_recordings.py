@@ -91,6 +91,8 @@ def check(kind: str, recipe: str | None, flags: dict[str, bool], device: torch.d
     tokens = (BLOCK if recipe == "blockwise" else TOKENS) * (size if kind == "row" else 1)
     for step in range(STEPS):
         draw = torch.Generator(device).manual_seed(100 * step + rank)
+        for one in (module, twin) if kind == "column" else ():  # frozen, trained, frozen again
+            one.weight.requires_grad_(step % 4 < 2)
         m = tokens if step % 4 != 3 else tokens // 2  # now and then other shapes
         count = 1 if step % 3 else 4  # of micro-batches
         xs = [torch.randn(m, features, device=device, dtype=BF16, generator=draw) for _ in range(count)]
@@ -134,7 +136,7 @@ def failing(device: torch.device) -> None:
         dist.barrier()  # nobody is in a body that is not recorded yet
         for one in found if rank == 1 else ():
             if device.type == "cuda":
-                one._turns = None
+                one._counters = None
             else:  # after the first push
                 one.steps.insert(1 + max(i for i, step in enumerate(one.steps[:4]) if step[1]), (len, (3,), {}))
         with pytest.raises(TypeError if rank == 1 else RuntimeError) as raised:

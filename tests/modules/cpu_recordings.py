@@ -123,7 +123,11 @@ class OpRecorder(TorchDispatchMode):
     def issue(
         self, executor: Any, program: Any, segment: int, epoch: int, word: Tensor, count: int, tensors: Any, use: object
     ) -> None:  # fmt: skip
-        turn = Turn(next(i for i, (_, given, its) in enumerate(self.turns) if given == epoch and its is word))
+        found = [i for i, (_, given, its) in enumerate(self.turns) if given == epoch and its is word]
+        if not found:  # the use of a verb, which ends in this body
+            self.foreign = True
+            return
+        turn = Turn(found[0])
         slots = [self._slot(t) for t in tensors]
         self.foreign = self.foreign or any(isinstance(slot, Tensor) and not self._is_fixed(slot) for slot in slots)
 
@@ -164,4 +168,5 @@ def record_on_cpu(monkeypatch: Any) -> None:
     monkeypatch.setattr(recordings, "described", described)
     monkeypatch.setattr(recordings, "Recorder", OpRecorder)
     monkeypatch.setattr(recordings, "on_one_gpu", lambda inputs: True)
+    monkeypatch.setattr(recordings, "room", lambda: 1 << 40)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)

@@ -136,13 +136,52 @@ def test_two_threads_may_record_the_same_body(monkeypatch):
     """Both have looked up before the first has recorded."""
     record_on_cpu(monkeypatch)
     recordings, x = Recordings(1), torch.randn(4, 4)
-    keys = [recordings.look_up(("body",), (x,))[0] for _ in range(20)]
+    keys = [recordings.try_replay(("body",), (x,))[0] for _ in range(20)]
     assert None not in keys
     for key in keys:
-        (y,), shells = recordings.run(key, (x,), lambda: (x * 2,))
-        assert torch.equal(y, x * 2) and shells == [()]
-    _, found = recordings.look_up(("body",), (x + 1,))
-    assert torch.equal(found[0][0], (x + 1) * 2)
+        taken = recordings.run(key, (x,), lambda: (x * 2,))
+        assert torch.equal(taken.tensors[0], x * 2) and taken.shells == [()]
+    _, found = recordings.try_replay(("body",), (x + 1,))
+    assert torch.equal(found.tensors[0], (x + 1) * 2)
+
+
+def test_a_body_is_not_recorded_where_its_memory_has_no_room_twice(monkeypatch):
+    """While a body is recorded, all that it allocates is held."""
+    record_on_cpu(monkeypatch)
+    given_out = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr("te_lite.functional.recordings.allocated", lambda: next(given_out))
+    x = torch.randn(4, 4)
+    for room, replayed in ((1999, False), (2000, True)):
+        monkeypatch.setattr("te_lite.functional.recordings.room", lambda room=room: room)
+        recordings = Recordings(1)
+        for _ in range(4):
+            key, found = recordings.try_replay(("body",), (x,))
+            taken = found or recordings.run(key, (x,), lambda: (x * 2,))
+            assert torch.equal(taken.tensors[0], x * 2)
+        assert (found is not None) == replayed
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_other_layouts_of_x_are_another_body(recipe, monkeypatch):
+    """A quantized x by row is kept by row, a plain one by column; with as many tokens as features both are alike."""
+    before, layer = (te.Linear(K, K, bias=False, params_dtype=BF16, device="cpu") for _ in range(2))
+    x, dy = random(K, K, seed=1), random(K, K, seed=2)
+
+    def dw(quantized: bool) -> torch.Tensor:
+        with te.autocast(recipe=recipe):
+            given = before(x, fp8_output=True)
+            given = given if quantized else given.detach().dequantize().requires_grad_()
+            layer.zero_grad()
+            layer(given).backward(dy)
+        return layer.weight.grad.clone()
+
+    record_on_cpu(monkeypatch)
+    for _ in range(6):  # delayed scaling's scales stay what they are then
+        dw(False)
+    assert any(one.runs for one in recorded(layer)), "nothing was replayed"
+    got = dw(True)
+    layer._planned[1][0].recordings._known.clear()
+    assert_bitwise_equal("dw", got, dw(True))
 
 
 def test_threads_share_a_module(monkeypatch):

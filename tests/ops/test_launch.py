@@ -34,7 +34,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(L, "_COMPILED", {})
     monkeypatch.setattr(L, "_KERNELS", {})
-    monkeypatch.setattr(L, "_ready", lambda compiled: compiled)
+    monkeypatch.setattr(L, "launchable", lambda compiled: compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     return Kernel()
 
@@ -85,7 +85,7 @@ def test_a_kernel_that_waits_for_the_one_before_is_launched_early(ptx, monkeypat
     source = SimpleNamespace(signature={"x": "*fp32", "n": "i32"})
     monkeypatch.setattr(L, "_C", SimpleNamespace(Kernel=lambda *args: args))
     monkeypatch.setattr(L.triton, "__version__", "3.6.0")
-    made = L._ready(SimpleNamespace(metadata=data, src=source, asm={"ptx": ptx}, function=5))
+    made = L.launchable(SimpleNamespace(metadata=data, src=source, asm={"ptx": ptx}, function=5))
     assert made == (5, 128, 0, "pi", "wait" in ptx)
 
 
