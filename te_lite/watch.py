@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.nvtx import ranged
+from te_lite.ops.recorder import OPEN, call
 from te_lite.ops.registry import capturing
 
 CHECK_RANKS = os.environ.get("TE_LITE_CHECK_RANKS", "cpu")
@@ -48,9 +49,11 @@ class Watch(Protocol):
 watches: dict[tuple[int, ...], Watch] = {}  # by ranks
 
 
-def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callable[[], Any]) -> None:
-    """run(), a collective over `group` that moves `tensor`; not for an empty one. RuntimeError, the same on every rank,
-    where ranks have come to different ones and are watched or compared."""
+def collective(
+    what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callable[..., Any], *given: Tensor
+) -> None:  # fmt: skip
+    """run(*given), a collective over `group` that moves `tensor`; not for an empty one. RuntimeError, the same on every
+    rank, where ranks have come to different ones and are watched or compared. given: all that it reads and writes."""
     if watches or compares(tensor.device):
         text = f"{what}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         members = dist.get_process_group_ranks(group) if watches else ()
@@ -58,10 +61,13 @@ def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callabl
             if set(ranks).issubset(members):
                 watch.meet(text)
         compare(text, group, tensor.device)
-    if not tensor.numel():
-        return
+    if tensor.numel():
+        call(partial(_watched, run), *given)
+
+
+def _watched(run: Callable[..., Any], *given: Tensor) -> None:
     try:
-        run()
+        run(*given)
     except RuntimeError:
         deadline = time.monotonic() + NAMING_S
         while watches and time.monotonic() < deadline:
@@ -81,6 +87,8 @@ def compare(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
     every rank, with what each runs, unless all run `text`."""
     if not compares(device) or _watch(group) is not None:
         return
+    if OPEN.recorder is not None:
+        OPEN.recorder.refuse("ranks compare what they run")
     hashed = zlib.crc32(text.encode())
     extremes = torch.tensor((hashed, -hashed), device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
@@ -103,7 +111,7 @@ def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:
     watch = _watch(group)
     if watch is not None and values.numel() and watch.maximum(what, values, many=True) is not None:
         return
-    collective(what, values, group, partial(dist.all_reduce, values, dist.ReduceOp.MAX, group))
+    collective(what, values, group, partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group), values)
 
 
 def _watch(group: dist.ProcessGroup) -> Watch | None:
@@ -116,9 +124,14 @@ def group_max(what: str, partials: Tensor, group: dist.ProcessGroup) -> Tensor:
     watch = _watch(group)
     largest = None if watch is None else watch.maximum(what, partials, many=False)
     if largest is None:
-        largest = partials.amax().view(1)
+        largest = partials.new_empty(1)
+        call(_largest_into, partials, largest)
         all_reduce_max(what, largest, group)
     return largest
+
+
+def _largest_into(partials: Tensor, largest: Tensor) -> None:
+    torch.amax(partials.view(-1), 0, keepdim=True, out=largest)
 
 
 def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> int:

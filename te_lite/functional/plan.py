@@ -18,7 +18,7 @@ from te_lite.functional.parallel import Unsplit
 from te_lite.functional.recordings import Recordings
 from te_lite.functional.shared_input import SharedInput
 from te_lite.ops.nvtx import ENABLED, ranged
-from te_lite.ops.recorder import WANTED
+from te_lite.ops.recorder import COLLECTIVES, WANTED
 from te_lite.ops.transpose import PAD
 from te_lite.overlap.alone import Beside
 from te_lite.overlap.exchange import Place
@@ -200,14 +200,14 @@ class LinearPlan:
         """Whether nothing but te_lite's own kernels, its exchanges and cublasLt runs for this linear."""
         gemms = self.operands.fprop, self.operands.dgrad, self.operands.wgrad
         own = all(vars(type(q)).get("recordable") for gemm in gemms for q in (gemm.a, gemm.b))
-        own_ways = type(self.parallel) is Unsplit or bool(self.places)
-        return WANTED and not ENABLED and own and own_ways and not self.sink.late
+        exchanges = self.parallel.exchanges if self.tp.active else ()
+        own_ways = type(self.parallel) is Unsplit or COLLECTIVES or (exchanges and all(one.hides for one in exchanges))
+        return WANTED and not ENABLED and own and bool(own_ways) and not self.sink.late
 
     @property
     def places(self) -> list[Place]:
-        """Of its exchanges, where all go through userbuffers."""
-        exchanges = self.parallel.exchanges if self.tp.active else ()
-        return [one.place for one in exchanges] if all(one.hides for one in exchanges) else []
+        """Of its exchanges."""
+        return [one.place for one in self.parallel.exchanges] if self.tp.active else []
 
     @ranged("te_lite.wgrad")
     def put_wgrad(self, param: Tensor, dy: QTensor, x: QTensor) -> Tensor | None:

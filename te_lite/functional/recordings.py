@@ -52,13 +52,13 @@ class Known(NamedTuple):
 class Recordings:
     """The recordings of one module, by all that its launches follow from.
 
-    largest_weight: its elements. places: of exchanges that go through the userbuffers of one group."""
+    largest_weight: its elements. places: of its exchanges, which share the userbuffers of one group if any."""
 
     def __init__(self, largest_weight: int, places: Sequence[Place] = ()) -> None:
         self._known: dict[tuple, Known | int] = {}  # the int: it has run so often, and none of these was recorded
         self._forms: dict[tuple, int] = {}
         self._asks: dict[tuple, int] = {}  # bytes that the first run has allocated, those given back included
-        self._places, self._group = places, next((place.group for place in places), None)
+        self._places, self._group = places, next((place.group for place in places if place.group is not None), None)
         most = MOST_FLOPS_BETWEEN_RANKS if places else MOST_FLOPS
         self._most_tokens = most // (2 * max(1, largest_weight))
 
@@ -85,11 +85,11 @@ class Recordings:
             return key if wanted else None, None
         if torch._C._cuda_getDevice() != known.recorded.device:
             return None, None
-        if group is None:
-            return key, Taken(known.recorded.run(inputs, addresses), known.shells, known.form)
         try:
             results = known.recorded.run(inputs, addresses)
         except BaseException as error:
+            if group is None:
+                raise
             labels = dict.fromkeys(place.label for place in self._places)
             group.failed(f"a recorded pass over {', '.join(labels)}", error)
             raise

@@ -24,9 +24,9 @@ from te_lite.ops.flops import launched
 from te_lite.ops.gemm import FP8, check_fp8
 from te_lite.ops.gemm_scaled import one_for_all
 from te_lite.ops.nvrtc import TYPES, compiled
-from te_lite.ops.recorded import EpochArgument
 from te_lite.ops.recorder import OPEN
 from te_lite.ops.source import plain
+from te_lite.ops.steps import EpochArgument
 
 ALIGNMENT = 16  # bytes, the tensor-copy unit's rule for addresses and rows
 ALIGNED_COLUMNS = 8  # of the output: what 16 bytes hold

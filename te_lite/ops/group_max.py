@@ -23,9 +23,9 @@ from torch import Tensor
 
 from te_lite.ops.flags import POLL_AGAIN, wait_flags
 from te_lite.ops.launch import INTERPRETED, after_previous, launchable
-from te_lite.ops.recorded import EpochArgument
 from te_lite.ops.recorder import OPEN
 from te_lite.ops.scalars import new_scalar
+from te_lite.ops.steps import EpochArgument
 
 SLOTS = 2
 MOST_RANKS = 32  # a lane each

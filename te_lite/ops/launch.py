@@ -57,6 +57,13 @@ def stream_beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def wait_stream(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """stream.wait_stream(other), which a recording sees."""
+    stream.wait_stream(other)
+    if OPEN.recorder is not None:
+        OPEN.recorder.waits(stream, other)
+
+
 @cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 132 (H200) where there is none: fake tensors, the interpreter."""

@@ -3,52 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_lite import _C
 from te_lite._C import described
+from te_lite.ops.steps import EpochCounter, View
 
 _ALIGNED = 512  # bytes: as torch's own allocations
 
 Fetch = Callable[[], tuple[Tensor | None, ...]]
 
 
-class EpochCounter(Protocol):
-    """A Buffer or a Maximum, whose uses come in the same order on every rank."""
+class Called(NamedTuple):
+    """What Python calls between two sequences. tensors: (slot, how it lies there)."""
 
-    def turn(self) -> int:
-        """Takes the next use, and gives its epoch."""
-
-
-class Address(NamedTuple):
-    """slot: of the table that a replay fills (see Recorded). offset: in bytes."""
-
-    slot: int
-    offset: int
-
-
-class EpochArgument(NamedTuple):
-    """Where a launch takes an epoch. word: as of Recorder.turn()."""
-
-    position: int  # among its arguments
-    epoch: int
-    word: Tensor
-
-
-class View(NamedTuple):
-    """A result that is no whole allocation. offset: in elements, from the first one of its base."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, base: Tensor) -> Tensor:
-        base = base if base.dtype == self.dtype else base.view(self.dtype)
-        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
+    function: Callable[..., object]
+    tensors: list[tuple[int, View]]
 
 
 class Recorded:
@@ -62,11 +35,11 @@ class Recorded:
     """
 
     def __init__(
-        self, sequence: _C.Sequence, device: torch.device, fetches: list[Fetch],
+        self, parts: list[_C.Sequence | Called], device: torch.device, fetches: list[Fetch],
         made: list[tuple[torch.Size, torch.dtype]], block: int, results: list[tuple[int, View | None]],
         counters: Sequence[EpochCounter] = (),
     ) -> None:  # fmt: skip
-        self._sequence, self.device, self._fetches, self._results = sequence, device.index, fetches, results
+        self._parts, self.device, self._fetches, self._results = parts, device.index, fetches, results
         self._counters = counters
         allocations = [*made, (torch.Size((block,)), torch.uint8)] if block else made
         # Of at most one element in memory: empty_like() of them takes half the time of empty().
@@ -81,8 +54,12 @@ class Recorded:
         for like in self._made:
             more.append(torch.empty_like(like))
         epochs = [counter.turn() for counter in self._counters]
-        self._sequence.run(torch._C._cuda_getCurrentRawStream(self.device), addresses, more, epochs)
         slots: Any = (*inputs, *more)
+        for part in self._parts:
+            if isinstance(part, Called):
+                part.function(*[view.of(slots[slot]) for slot, view in part.tensors])
+            else:
+                part.run(torch._C._cuda_getCurrentRawStream(self.device), addresses, more, epochs)
         return [slots[slot] if view is None else view.of(slots[slot]) for slot, view in self._results]
 
 

@@ -14,31 +14,37 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_lite import _C
-from te_lite.ops.recorded import Address, EpochArgument, EpochCounter, Fetch, Recorded, View, packed
+from te_lite.ops.recorded import Called, Fetch, Recorded, packed
 from te_lite.ops.registry import implementation
+from te_lite.ops.steps import (
+    BETWEEN,
+    Address,
+    EpochArgument,
+    EpochCounter,
+    Step,
+    Turn,
+    View,
+    holds,
+    is_view,
+    is_whole,
+    view_of,
+)
 
 aten = torch.ops.aten
 _WORD = os.environ.get("TE_LITE_RECORD", "1")
-if _WORD not in ("", "0", "1"):
-    raise ValueError(f"TE_LITE_RECORD={_WORD!r}: must be 0 or 1; leave it out for 1")
+if _WORD not in ("", "0", "1", "collectives"):
+    raise ValueError(f"TE_LITE_RECORD={_WORD!r}: must be 0, 1 or collectives; leave it out for 1")
 WANTED = _WORD not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+COLLECTIVES = _WORD == "collectives"  # also bodies in which torch.distributed's run: it has met no GPU yet
 _ALLOCATE = frozenset((aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default))
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
-
-_BETWEEN = -1  # in place of a stream: a step that orders two of them
-
-
-class _Turn(NamedTuple):
-    counter: EpochCounter
-    epoch: int  # in the run that is seen
-    word: Tensor
 
 
 class Open(threading.local):
@@ -50,15 +56,6 @@ class Open(threading.local):
 OPEN = Open()
 
 
-class _Step(NamedTuple):
-    add: Callable[[_C.Sequence, list[tuple[int, int, int]], list[tuple[int, int]]], None]  # to a sequence
-    tensors: tuple[tuple[int, Tensor], ...] = ()  # (position of its address, the tensor)
-    unaligned: int = 0  # for the addresses of so many of the first it was compiled for no alignment
-    epochs: tuple[tuple[int, int], ...] = ()  # (position, which turn's)
-    use: object = None  # of a buffer: until its last step the tensors of all of them are read
-    stream: int = 0  # its handle; 0: that of the body
-
-
 class Recorder(TorchDispatchMode):
     """Sees a body run. inputs: all tensors that it reads or writes and does not make or fetch, but for those that lie
     in `fixed`: memory that stays in its place as long as the recording is used."""
@@ -66,14 +63,15 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor | None], fixed: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._fixed = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in fixed]
-        self._turns: list[_Turn] = []
+        self._turns: list[Turn] = []
         self._stream = _current_stream()
         self.why_not = ""  # it cannot be recorded; empty while it can
         self._fetches: list[Fetch] = []
         self._given: list[Tensor | None] = list(inputs)
         self._inputs = len(self._given)
         self._made: dict[int, Tensor] = {}  # as allocated, by storage; held, so that no address comes twice
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
+        self._calling = False
 
     def run(self, body: Callable[[], Any]) -> Any:
         """body() itself, seen."""
@@ -90,6 +88,8 @@ class Recorder(TorchDispatchMode):
     # what the body does
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self._calling:
+            return func(*args, **(kwargs or {}))
         op = implementation(func)
         if op is not None:
             with self:  # torch has taken this mode off; what the op itself allocates must be seen too
@@ -99,12 +99,23 @@ class Recorder(TorchDispatchMode):
             self._made[out.untyped_storage()._cdata] = out
             if func in _ZEROS and out.numel():
                 self._step(lambda sequence, addresses, _: sequence.add_zeros(out.nbytes, *addresses[0][1:]), (out,))
-        elif not _is_view(func):
+        elif not is_view(func):
             self.refuse(f"{func} runs")
         return out
 
     def refuse(self, why: str) -> None:
         self.why_not = self.why_not or why
+
+    def call(self, function: Callable[..., object], tensors: Sequence[Tensor]) -> None:
+        """function(*tensors), which Python calls in every replay too. It must use no other memory."""
+        if not COLLECTIVES or _current_stream() != self._stream:
+            self.refuse("a collective runs")
+        self._calling = True
+        try:
+            function(*tensors)
+        finally:
+            self._calling = False
+        self._steps.append(Step(lambda *_: None, tuple(enumerate(tensors)), len(tensors), called=function))
 
     def fetched(self, fetch: Fetch, tensors: tuple[Tensor | None, ...]) -> None:
         """The body has `tensors` from fetch(), which each later call asks anew, in this order."""
@@ -139,14 +150,14 @@ class Recorder(TorchDispatchMode):
         def add(sequence: _C.Sequence, addresses: Any, epochs: Any) -> None:
             sequence.add_fused(gemm, programs, counts, words, addresses, epochs)
 
-        self._add(_Step(add, tuple(tensors), len(words), (self._placed(epoch),)))
+        self._add(Step(add, tuple(tensors), len(words), (self._placed(epoch),)))
 
     # between ranks
 
     def turn(self, counter: EpochCounter, epoch: int, word: Tensor) -> None:
         """The body has taken a turn, which gave it `epoch`. word: the counter's int32 on the device, 0 outside of CUDA
         graphs, to which kernels add a number. Here only which one it is counts: it says whose epoch a number is."""
-        self._turns.append(_Turn(counter, epoch, word))
+        self._turns.append(Turn(counter, epoch, word))
 
     def issue(
         self, executor: _C.Executor, program: _C.Program, segment: int, epoch: int, word: Tensor, count: int,
@@ -159,7 +170,7 @@ class Recorder(TorchDispatchMode):
         def add(sequence: _C.Sequence, addresses: Any, epochs: Any) -> None:
             sequence.add_issue(executor, program, segment, count, addresses, epochs)
 
-        self._add(_Step(add, present, 1 + count, (self._placed(EpochArgument(0, epoch, word)),), use))
+        self._add(Step(add, present, 1 + count, (self._placed(EpochArgument(0, epoch, word)),), use))
 
     def announce(self, control: _C.Control, operation: str, value: int) -> None:
         self._step(lambda sequence, *_: sequence.add_announce(control, operation, value))
@@ -167,7 +178,7 @@ class Recorder(TorchDispatchMode):
     def waits(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
         """What comes on a stream waits for what another has been given."""
         handles = [0 if one.cuda_stream == self._stream else one.cuda_stream for one in (stream, other)]
-        self._steps.append(_Step(lambda sequence, *_: sequence.add_wait(*handles), stream=_BETWEEN))
+        self._steps.append(Step(lambda sequence, *_: sequence.add_wait(*handles), stream=BETWEEN))
 
     def _placed(self, argument: EpochArgument) -> tuple[int, int]:
         """(position, which turn gave the epoch). Two slots of one buffer may be at the same epoch; since the key says
@@ -181,9 +192,9 @@ class Recorder(TorchDispatchMode):
         self, add: Any, tensors: Sequence[Tensor | None] = (), unaligned: int = 0,
         epochs: tuple[tuple[int, int], ...] = (),
     ) -> None:  # fmt: skip
-        self._add(_Step(add, tuple([(i, t) for i, t in enumerate(tensors) if t is not None]), unaligned, epochs))
+        self._add(Step(add, tuple([(i, t) for i, t in enumerate(tensors) if t is not None]), unaligned, epochs))
 
-    def _add(self, step: _Step) -> None:
+    def _add(self, step: Step) -> None:
         current = _current_stream()
         self._steps.append(step if current == self._stream else step._replace(stream=current))
 
@@ -213,23 +224,40 @@ class Recorder(TorchDispatchMode):
         if self.why_not:  # _lifetimes and _kept refuse too
             return None
         fixed_slot = last + bool(block)
-        sequence, stream = _C.Sequence(fixed_slot + 1 + len(self._turns)), 0
+        slots = fixed_slot + 1 + len(self._turns)
+        parts: list[_C.Sequence | Called] = [_C.Sequence(slots)]
+        stream = 0
         for step in self._steps:
-            if step.stream not in (stream, _BETWEEN):
+            if step.called is not None:
+                views = [self._as_view(t, places) for _, t in step.tensors]
+                parts += [Called(step.called, views), _C.Sequence(slots)]
+                stream = 0
+                continue
+            sequence: Any = parts[-1]
+            if step.stream not in (stream, BETWEEN):
                 stream = step.stream
                 sequence.on(stream)
             addresses = [(position, *self._address(t, places, fixed_slot)) for position, t in step.tensors if t.numel()]
             step.add(sequence, addresses, [(position, fixed_slot + 1 + turn) for position, turn in step.epochs])
-        slots = [(at if isinstance(at, int) else places[at[0]].slot, view) for at, view in found]
+        if self.why_not:
+            return None
+        given = [(at if isinstance(at, int) else places[at[0]].slot, view) for at, view in found]
         counters = [turn.counter for turn in self._turns]
-        return Recorded(sequence, device, self._fetches, list(kept.values()), block, slots, counters)
+        return Recorded(parts, device, self._fetches, list(kept.values()), block, given, counters)
+
+    def _as_view(self, t: Tensor, places: dict[int, Address]) -> tuple[int, View]:
+        if t.untyped_storage()._cdata not in self._made and self._is_fixed(t):
+            self.refuse("a collective moves what lies in userbuffers")
+            return 0, view_of(t, None)
+        slot, offset = self._address(t, places, 0)
+        return slot, View(t.dtype, t.shape, t.stride(), offset // t.element_size())
 
     def _slot(self, t: Tensor) -> Address | None:
         """The given tensor that t is, or in which it lies. Refuses where several could be meant."""
         at = t.data_ptr()
         found = [(i, 0) for i, g in enumerate(self._given) if g is t]  # a quantized weight has no address of its own
         if not found:
-            found = [(i, at - g.data_ptr()) for i, g in enumerate(self._given) if g is not None and _holds(g, at)]
+            found = [(i, at - g.data_ptr()) for i, g in enumerate(self._given) if g is not None and holds(g, at)]
         # Any of the inputs that begin at one address will do: where they do is part of what a recording is found by.
         same = at and len({offset for _, offset in found}) == 1 and found[-1][0] < self._inputs
         if len(found) != 1 and not same:
@@ -243,7 +271,7 @@ class Recorder(TorchDispatchMode):
         at = t.data_ptr()
         if not any(first <= at < last for first, last in self._fixed):
             return False
-        return not any(g is not None and _holds(g, at) for g in self._given)
+        return not any(g is not None and holds(g, at) for g in self._given)
 
     def _lifetimes(self) -> dict[int, tuple[int, int]]:
         """The first and the last step that uses each allocation."""
@@ -251,7 +279,7 @@ class Recorder(TorchDispatchMode):
         # What a buffer's use was given is read until the last step of that use. From the first wait between streams to
         # the last, two of them may run, so what is used there is in use throughout.
         ends = {id(step.use): i for i, step in enumerate(self._steps) if step.use is not None}
-        waits = [i for i, step in enumerate(self._steps) if step.stream == _BETWEEN]
+        waits = [i for i, step in enumerate(self._steps) if step.stream == BETWEEN]
         for i, step in enumerate(self._steps):
             begin, end = i, i if step.use is None else ends[id(step.use)]
             if waits and waits[0] <= end and begin <= waits[-1]:
@@ -286,15 +314,15 @@ class Recorder(TorchDispatchMode):
         found: list[Any] = []
         for t in results:
             key = t.untyped_storage()._cdata
-            if key in self._made and _is_whole(t):
+            if key in self._made and is_whole(t):
                 kept.setdefault(key, (t.shape, t.dtype))  # the first: outputs come before what is saved
         for t in results:
             key = t.untyped_storage()._cdata
             if key in self._made:
                 base = self._made[key]
                 shape, dtype = kept.setdefault(key, (base.shape, base.dtype))
-                whole = _is_whole(t) and t.shape == shape and t.dtype == dtype
-                found.append(((key,), None if whole else _view(t, None)))
+                whole = is_whole(t) and t.shape == shape and t.dtype == dtype
+                found.append(((key,), None if whole else view_of(t, None)))
                 continue
             where = self._slot(t)
             if where is None:
@@ -303,7 +331,7 @@ class Recorder(TorchDispatchMode):
             same = where.offset == 0 and (given.shape, given.dtype, given.stride()) == (t.shape, t.dtype, t.stride())
             if not same and given.dtype != t.dtype:
                 self.refuse(f"a result of {t.dtype} lies in a given tensor of {given.dtype}")
-            found.append((where.slot, None if same else _view(t, given)))
+            found.append((where.slot, None if same else view_of(t, given)))
         return kept, found
 
 
@@ -312,29 +340,9 @@ def _current_stream() -> int:
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if torch.cuda.is_initialized() else 0
 
 
-def wait_stream(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-    """stream.wait_stream(other), which a recording sees."""
-    stream.wait_stream(other)
-    if OPEN.recorder is not None:
-        OPEN.recorder.waits(stream, other)
-
-
-def _view(t: Tensor, base: Tensor | None) -> View:
-    offset: Any = t.storage_offset()
-    return View(t.dtype, t.shape, t.stride(), offset - (0 if base is None else base.storage_offset()))
-
-
-def _is_whole(t: Tensor) -> bool:
-    return t.is_contiguous() and t.storage_offset() == 0 and t.nbytes == t.untyped_storage().nbytes()
-
-
-def _holds(given: Tensor, at: int) -> bool:
-    extent = 1 + sum((size - 1) * step for size, step in zip(given.shape, given.stride(), strict=True))
-    return given.data_ptr() <= at < given.data_ptr() + extent * given.element_size() and given.numel() > 0
-
-
-def _is_view(func: Any) -> bool:
-    """An op that computes nothing: its results alias its arguments."""
-    returned = func._schema.returns
-    aliases = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
-    return (aliases and not func._schema.is_mutable) or func is aten._unsafe_view.default
+def call(function: Callable[..., object], *tensors: Tensor) -> None:
+    """function(*tensors), which a recording repeats. It must use no other memory."""
+    if OPEN.recorder is None:
+        function(*tensors)
+    else:
+        OPEN.recorder.call(function, tensors)

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_lite.ops.arrange import contiguous
 from te_lite.ops.nvtx import ranged
 from te_lite.overlap.exchange import Gathering, Gemm, Note, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
@@ -56,7 +57,7 @@ def all_gather(shard: Tensor, group: dist.ProcessGroup, what: str = "all-gather"
     if shard.is_floating_point() and shard.element_size() == 1:  # not every backend knows fp8
         return all_gather(shard.view(torch.uint8), group, what).view(shard.dtype)
     out = shard.new_empty(shard.shape[0] * dist.get_world_size(group), *shard.shape[1:])
-    collective(what, shard, group, partial(_all_gather_into, out, shard.contiguous(), group=group))
+    collective(what, shard, group, partial(_all_gather_into, group=group), out, contiguous(shard))
     return out
 
 
@@ -65,7 +66,7 @@ def reduce_scatter(summand: Tensor, group: dist.ProcessGroup, what: str = "reduc
     """[R*m, N] partial sums on each of R ranks -> [m, N]: this rank's tokens, summed. No autograd."""
     wire = summand.to(_wire_dtype(group, summand.dtype))
     out = wire.new_empty(wire.shape[0] // dist.get_world_size(group), *wire.shape[1:])
-    collective(what, summand, group, partial(_reduce_scatter_into, out, wire, group=group))
+    collective(what, summand, group, partial(_reduce_scatter_into, group=group), out, wire)
     return out.to(summand.dtype)
 
 
@@ -73,7 +74,7 @@ def reduce_scatter(summand: Tensor, group: dist.ProcessGroup, what: str = "reduc
 def all_reduce(summand: Tensor, group: dist.ProcessGroup, what: str = "all-reduce") -> Tensor:
     """[M, N] partial sums on each rank -> [M, N] summed on all; may reuse the input's memory. No autograd."""
     wire = summand.to(_wire_dtype(group, summand.dtype))
-    collective(what, summand, group, partial(dist.all_reduce, wire, group=group))
+    collective(what, summand, group, partial(dist.all_reduce, group=group), wire)
     return wire.to(summand.dtype)
 
 

@@ -158,7 +158,7 @@ class Group:
         meet = self.control.agree if self.device.type == "cpu" else self.control.announce
         meet(text, zlib.crc32(text.encode()))
         if OPEN.recorder is not None:
-            OPEN.recorder.refuse(f"{text}, a collective, runs")
+            OPEN.recorder.announce(self.control, text, zlib.crc32(text.encode()))
 
     def maximum(self, what: str, values: Tensor, many: bool) -> Tensor | None:
         """fp32 [1], the largest of all ranks' values, which are not negative; with `many` the values, which become the

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from te_lite.ops.recorder import wait_stream
+from te_lite.ops.launch import wait_stream
 from te_lite.overlap.buffers import Scatter
 from te_lite.overlap.bulk import Bulk, External
 from te_lite.overlap.collective import Collective

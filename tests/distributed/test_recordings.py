@@ -20,6 +20,12 @@ def test_two_ranks(device):
     check(2, device)
 
 
+@pytest.mark.parametrize("device", rank_device_params(2))
+def test_collectives_of_two_ranks(device):
+    said = launch(SCRIPT, "--device", device, "--collectives", ranks=2, timeout=180).splitlines()
+    assert said == ["collectives: ok"]
+
+
 @pytest.mark.parametrize("device", rank_device_params(4))
 def test_four_ranks(device):
     check(4, device, *["--recipes", "bf16", "delayed", "mxfp8"] * (device == "cpu"))

@@ -18,6 +18,7 @@ from te_lite.functional import recordings
 from te_lite.modules import base
 from te_lite.modules.plans import recordings_of
 from te_lite.ops import recorder
+from te_lite.ops.steps import holds, is_view
 
 
 def _place(t: Tensor) -> tuple:
@@ -73,6 +74,7 @@ class OpRecorder(TorchDispatchMode):
 
     def __init__(self, inputs: Any, fixed: Any = ()) -> None:
         super().__init__()
+        self.calling = False
         self.foreign = False  # something computes with a tensor that it was not given
         self.fixed = [t.untyped_storage() for t in fixed]
         self.turns: list[tuple[Any, int, Tensor]] = []
@@ -100,10 +102,12 @@ class OpRecorder(TorchDispatchMode):
         return t if index is None else Slot(index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self.calling:
+            return func(*args, **(kwargs or {}))
         given = tree_map_only(Tensor, self._slot, (args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if any(isinstance(t, Tensor) and not self._is_fixed(t) for t in tree_flatten(given)[0]):
-            self.foreign = self.foreign or not recorder._is_view(func)
+            self.foreign = self.foreign or not is_view(func)
             return out
         self.steps.append((func, *given))
         self._add(*[t for t in tree_flatten(out)[0] if isinstance(t, Tensor)])
@@ -112,7 +116,7 @@ class OpRecorder(TorchDispatchMode):
     def _is_fixed(self, t: Tensor) -> bool:
         at = t.data_ptr()
         inside = any(memory.data_ptr() <= at < memory.data_ptr() + memory.nbytes() for memory in self.fixed)
-        return inside and not any(slot is not None and recorder._holds(slot, at) for slot in self.slots)
+        return inside and not any(slot is not None and holds(slot, at) for slot in self.slots)
 
     def refuse(self, why: str) -> None:
         self.foreign = True
@@ -140,6 +144,16 @@ class OpRecorder(TorchDispatchMode):
 
     def announce(self, control: Any, operation: str, value: int) -> None:
         self.steps.append((lambda: control.announce(operation, value) and None, (), {}))
+
+    def call(self, function: Any, tensors: Any) -> None:
+        slots = tuple([self._slot(t) for t in tensors])
+        self.foreign = self.foreign or not recorder.COLLECTIVES or any(isinstance(slot, Tensor) for slot in slots)
+        self.calling = True
+        try:
+            function(*tensors)
+        finally:
+            self.calling = False
+        self.steps.append((lambda *tensors: function(*tensors) and (), slots, {}))
 
     def fetched(self, fetch: Any, tensors: tuple[Tensor | None, ...]) -> None:
         self.steps.append((lambda: [t for t in fetch() if t is not None], (), {}))

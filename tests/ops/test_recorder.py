@@ -11,7 +11,7 @@ import torch
 
 from te_lite import _C
 from te_lite._C import described
-from te_lite.ops.recorder import OPEN, Recorded, Recorder
+from te_lite.ops.recorder import OPEN, Recorded, Recorder, call
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.tensor import quantized
 
@@ -97,7 +97,7 @@ def test_a_replay_gives_what_was_given_and_what_it_makes(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     x, fetched, made = torch.randn(3), torch.randn(2), (torch.Size((4, 5)), torch.bfloat16)
     recorded = Recorded(
-        _C.Sequence(6), torch.device("cpu"), [lambda: (fetched, None)], [made], 0, [(4, None), (0, None)]
+        [_C.Sequence(6)], torch.device("cpu"), [lambda: (fetched, None)], [made], 0, [(4, None), (0, None)]
     )
     for addresses in (None, described((x, None))[1]):
         y, same = recorded.run((x, None), addresses)
@@ -158,7 +158,7 @@ def test_what_a_call_brings_is_its_own_wherever_it_lies(monkeypatch):
     given, staging = arena[:8], arena[32:40]
     recorder = Recorder([given], [arena])
     recorder.run(lambda: recorder.gemm("plan", (given[2:], staging)))
-    ((_, _, patches),) = recorder.finish([])._sequence.added
+    ((_, _, patches),) = recorder.finish([])._parts[0].added
     # Slots: the input, then the one that fixed memory is counted from.
     assert patches == [(0, 0, 8), (1, 1, staging.data_ptr())]
 
@@ -193,8 +193,8 @@ def test_memory_of_a_use_is_free_when_that_ends(monkeypatch):
 
         recorder.run(body)
         recorded = recorder.finish([])
-        steps = {name: args for name, *args in recorded._sequence.added}
-        issued = [args for name, *args in recorded._sequence.added if name == "add_issue"]
+        steps = {name: args for name, *args in recorded._parts[0].added}
+        issued = [args for name, *args in recorded._parts[0].added if name == "add_issue"]
         (_, at, first), (_, slot, second) = issued[0][4][0], steps["add_gemm"][1][0]
         assert (first == second) == overlaps and at == slot
 
@@ -217,3 +217,35 @@ def test_nothing_is_held_afterwards():
         assert left() is None
     finally:
         gc.enable()
+
+
+def test_what_python_calls_is_called_in_a_replay(monkeypatch):
+    """With memory of the call and of the block, views of it, in the order of the body."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr("te_lite.ops.recorder.COLLECTIVES", True)
+
+    def body(x):
+        doubled, out = torch.empty(4, 3), torch.empty(2, 3, dtype=torch.bfloat16)
+        call(lambda a, b: b.copy_(2 * a), x.view(4, 3), doubled)
+        call(lambda a, b: b.copy_(a + 1), doubled[2:], out)
+        return out, x
+
+    x = torch.randn(12)
+    recorder = Recorder([x])
+    out, _ = recorder.run(lambda: body(x))
+    recorded = recorder.finish([out, x])
+    assert recorded is not None and torch.equal(out, (2 * x.view(4, 3)[2:] + 1).bfloat16())
+    for other in (torch.randn(12), torch.randn(12)):
+        got, same = recorded.run((other,))
+        assert same is other and torch.equal(got, (2 * other.view(4, 3)[2:] + 1).bfloat16())
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_what_python_must_not_call(fixed, monkeypatch):
+    """Unless it is asked for; and with memory of userbuffers, which is no tensor of a call."""
+    monkeypatch.setattr("te_lite.ops.recorder.COLLECTIVES", fixed)
+    memory, x = torch.zeros(64), torch.randn(4)
+    recorder = Recorder([x], [memory])
+    recorder.run(lambda: call(lambda a, b: b.copy_(a), x, memory[:4]))
+    assert torch.equal(memory[:4], x) and recorder.finish([x]) is None
+    assert ("userbuffers" if fixed else "a collective runs") in recorder.why_not

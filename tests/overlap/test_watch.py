@@ -110,7 +110,7 @@ def test_a_rank_that_failed_is_named_in_place_of_the_broken_connection(seen) -> 
     ((2, 3), True, ["all-reduce"]),
 ])  # fmt: skip
 def test_a_maximum_goes_through_userbuffers_of_exactly_its_ranks(seen, monkeypatch, group, has_maximum, by) -> None:
-    monkeypatch.setattr(watch.dist, "all_reduce", lambda values, *_: (seen.append("all-reduce"), values.mul_(2)))
+    monkeypatch.setattr(watch.dist, "all_reduce", lambda values, **_: (seen.append("all-reduce"), values.mul_(2)))
     watch.watches[0, 1] = recorder = Recorder(seen)
     recorder.has_maximum = has_maximum
     assert watch.group_max("amax", torch.tensor([1.0, 3.0, 2.0]), group).tolist() == [6.0]
