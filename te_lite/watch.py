@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.nvtx import ranged
-from te_lite.ops.recorder import OPEN, call
+from te_lite.ops.recorder import OPEN
 from te_lite.ops.registry import capturing
 
 CHECK_RANKS = os.environ.get("TE_LITE_CHECK_RANKS", "cpu")
@@ -61,20 +61,33 @@ def collective(
             if set(ranks).issubset(members):
                 watch.meet(text)
         compare(text, group, tensor.device)
-    if tensor.numel():
-        call(partial(_watched, run), *given)
+    if not tensor.numel():
+        return
+    try:
+        if OPEN.recorder is None:
+            run(*given)
+        else:
+            OPEN.recorder.call(partial(_watched, run), given)
+    except RuntimeError:
+        _name_failed()
+        raise
 
 
 def _watched(run: Callable[..., Any], *given: Tensor) -> None:
     try:
         run(*given)
     except RuntimeError:
-        deadline = time.monotonic() + NAMING_S
-        while watches and time.monotonic() < deadline:
-            for watch in list(watches.values()):
-                watch.check()
-            time.sleep(0.01)
+        _name_failed()
         raise
+
+
+def _name_failed() -> None:
+    """Raises the error of a rank that has failed, as soon as one is known."""
+    deadline = time.monotonic() + NAMING_S
+    while watches and time.monotonic() < deadline:
+        for watch in list(watches.values()):
+            watch.check()
+        time.sleep(0.01)
 
 
 def compares(device: torch.device) -> bool:
@@ -124,8 +137,11 @@ def group_max(what: str, partials: Tensor, group: dist.ProcessGroup) -> Tensor:
     watch = _watch(group)
     largest = None if watch is None else watch.maximum(what, partials, many=False)
     if largest is None:
-        largest = partials.new_empty(1)
-        call(_largest_into, partials, largest)
+        if OPEN.recorder is None:
+            largest = partials.amax().view(1)
+        else:
+            largest = partials.new_empty(1)
+            OPEN.recorder.call(_largest_into, (partials, largest))
         all_reduce_max(what, largest, group)
     return largest
 

@@ -338,11 +338,3 @@ class Recorder(TorchDispatchMode):
 def _current_stream() -> int:
     """The handle; 0 also where there are no GPUs."""
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if torch.cuda.is_initialized() else 0
-
-
-def call(function: Callable[..., object], *tensors: Tensor) -> None:
-    """function(*tensors), which a recording repeats. It must use no other memory."""
-    if OPEN.recorder is None:
-        function(*tensors)
-    else:
-        OPEN.recorder.call(function, tensors)

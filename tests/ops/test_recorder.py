@@ -11,7 +11,7 @@ import torch
 
 from te_lite import _C
 from te_lite._C import described
-from te_lite.ops.recorder import OPEN, Recorded, Recorder, call
+from te_lite.ops.recorder import OPEN, Recorded, Recorder
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.tensor import quantized
 
@@ -226,8 +226,8 @@ def test_what_python_calls_is_called_in_a_replay(monkeypatch):
 
     def body(x):
         doubled, out = torch.empty(4, 3), torch.empty(2, 3, dtype=torch.bfloat16)
-        call(lambda a, b: b.copy_(2 * a), x.view(4, 3), doubled)
-        call(lambda a, b: b.copy_(a + 1), doubled[2:], out)
+        OPEN.recorder.call(lambda a, b: b.copy_(2 * a), (x.view(4, 3), doubled))
+        OPEN.recorder.call(lambda a, b: b.copy_(a + 1), (doubled[2:], out))
         return out, x
 
     x = torch.randn(12)
@@ -246,6 +246,6 @@ def test_what_python_must_not_call(fixed, monkeypatch):
     monkeypatch.setattr("te_lite.ops.recorder.COLLECTIVES", fixed)
     memory, x = torch.zeros(64), torch.randn(4)
     recorder = Recorder([x], [memory])
-    recorder.run(lambda: call(lambda a, b: b.copy_(a), x, memory[:4]))
+    recorder.run(lambda: recorder.call(lambda a, b: b.copy_(a), (x, memory[:4])))
     assert torch.equal(memory[:4], x) and recorder.finish([x]) is None
     assert ("userbuffers" if fixed else "a collective runs") in recorder.why_not
