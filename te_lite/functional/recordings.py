@@ -139,7 +139,7 @@ class Recordings:
 
 def allocated() -> int:
     """Bytes that the current GPU's allocator has given out so far, those that it got back included."""
-    return torch.cuda.memory_stats().get("allocated_bytes.all.allocated", 0)
+    return torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["allocated"]
 
 
 def room() -> int:

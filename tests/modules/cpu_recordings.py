@@ -183,4 +183,5 @@ def record_on_cpu(monkeypatch: Any) -> None:
     monkeypatch.setattr(recordings, "Recorder", OpRecorder)
     monkeypatch.setattr(recordings, "on_one_gpu", lambda inputs: True)
     monkeypatch.setattr(recordings, "room", lambda: 1 << 40)
+    monkeypatch.setattr(recordings, "allocated", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
