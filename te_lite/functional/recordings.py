@@ -45,7 +45,7 @@ class Known(NamedTuple):
 
     recorded: Recorded
     shells: Shells
-    form: int
+    form: int | None
     notes: list[tuple[Place, Note | None]]
 
 
@@ -125,7 +125,7 @@ class Recordings:
                 place.note = note if place.note is _UNSEEN else place.note
         recorded = recorder.finish(taken.tensors)
         if recorded is not None:
-            self._known[key] = Known(recorded, taken.shells, self._number(taken.shells), notes)
+            self._known[key] = Known(recorded, taken.shells, taken.form, notes)
         return taken
 
     def _taken(self, items: Iterable[Item]) -> Taken:

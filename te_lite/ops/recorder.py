@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
 
     def call(self, function: Callable[..., object], tensors: Sequence[Tensor]) -> None:
         """function(*tensors), which Python calls in every replay too. It must use no other memory."""
-        if not COLLECTIVES or _current_stream() != self._stream:
+        if not (COLLECTIVES and tensors) or _current_stream() != self._stream:
             self.refuse("a collective runs")
         self._calling = True
         try:

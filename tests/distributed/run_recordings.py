@@ -100,6 +100,7 @@ def check(kind: str, recipe: str | None, flags: dict[str, bool], device: torch.d
         m = tokens if step % 4 != 3 else tokens // 2  # now and then other shapes
         count = 1 if step % 3 else 4  # of micro-batches
         xs = [torch.randn(m, features, device=device, dtype=BF16, generator=draw) for _ in range(count)]
+        xs = [x * 2.0 ** (step % 3) for x in xs]  # scales move
 
         def dys(shape: torch.Size, draw: torch.Generator = draw) -> torch.Tensor:
             return torch.randn(shape, device=device, dtype=BF16, generator=draw.manual_seed(7))

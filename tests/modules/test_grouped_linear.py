@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import te_lite as te
+from te_lite.tables import warn_once
 from te_lite.testing.numerics import assert_close_to_oracle
 from tests.modules.test_grouped_mm import exact, problem
 from tests.ops.grouped import offs_of
@@ -193,6 +194,15 @@ def test_checkpointed_and_calibrated():
     for g, weight in enumerate(weights_of(modules[2])):
         part = x[first[g] : first[g + 1]]
         assert now[:, g, 0].max() == (part.abs().max() if len(part) else 0) and now[:, g, 1].max() == weight.abs().max()
+
+
+@pytest.mark.parametrize("recipe", [te.recipe.MXFP8BlockScaling, te.recipe.Float8BlockScaling])
+def test_gradients_in_blocks_stay_e4m3_and_it_says_so(recipe):
+    module, (x, _, _, dy) = made(), problem(SIZES, k=K, n=N)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="in grouped linears dy is E4M3"):
+        got = step(module, x, dy, recipe=recipe(fp8_format=te.recipe.Format.HYBRID))
+    equal(got, step(module, x, dy, recipe=recipe()))
 
 
 @pytest.mark.parametrize("mode, shape, dims", [("column", (N // 2, K), (0, 0)), ("row", (N, K // 2), (1, None))])

@@ -25,11 +25,15 @@ def test_interpreted_and_not_it_holds_the_same_values(shape, path, monkeypatch):
         "columns": stored[3 : 3 + shape[0], 1 : 1 + shape[1]],
         "all": stored,
     }
+    launched, launch = [], arrange.launch
+    monkeypatch.setattr(arrange, "launch", lambda *args: (launched.append(args), launch(*args)))
     for name, view in views.items():
         given = view.as_subclass(Interpreted) if path == "interpreted" else view
         got = arrange.contiguous(given).as_subclass(torch.Tensor)
         assert got.is_contiguous()
         assert_bitwise_equal(name, got, view.contiguous())
+    copied = sum(not view.is_contiguous() for view in views.values())
+    assert copied and len(launched) == (0 if path == "cpu" else copied)
     assert arrange.contiguous(stored) is stored
     assert_bitwise_equal("bytes", arrange.contiguous(stored.view(torch.uint8).t()), stored.view(torch.uint8).t())
 

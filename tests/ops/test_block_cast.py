@@ -117,6 +117,21 @@ def test_scales_are_the_smallest_power_of_two_that_saturates_nothing(block, fp8,
     assert ((got - v).abs() <= torch.maximum(v.abs(), least) * 2.0 ** -(bits + 1)).all()
 
 
+@pytest.mark.parametrize("columns", [16, 320, 512])
+def test_squares_are_read_where_they_lie(columns):
+    """As cuBLAS reads them, rows in fours: in place where there is room for that, else in a copy with zeros."""
+    scale = B.block_cast(S.plain(torch.randn(256, columns)), block=128, square=True).row_scale
+    fours = -(-scale.shape[1] // 4) * 4
+    read = G._squares(scale)
+    assert read.data_ptr() == scale.data_ptr() and read.shape == (fours, 2) and read.stride() == (1, fours)
+    tight = torch.cat((scale[0], scale.new_ones(fours - scale.shape[1]), scale[1])).as_strided(scale.shape, (fours, 1))
+    for given in (scale, scale.contiguous(), tight):
+        read = G._squares(given)
+        assert read.shape == (fours, 2) and torch.equal(read[: scale.shape[1]].t(), scale)
+        if given.untyped_storage().nbytes() < 8 * fours:
+            assert read.data_ptr() != given.data_ptr() and not read[scale.shape[1] :].any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("blocks", [(1, 32), (32, 1), (1, 128), (128, 1), (128, 128)], ids=str)
 @pytest.mark.parametrize("dtype", S.DTYPES, ids=str)

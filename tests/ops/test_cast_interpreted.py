@@ -249,13 +249,14 @@ BLOCKS = {
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("shape", [*SHAPES, Shape(300, 150, "many tiles along m")], ids=lambda s: s.why)
 def test_interpreted_blocks(shape, kind, dtype):
-    block, square, flat = BLOCKS[kind]
+    (block, square, flat), compared = BLOCKS[kind], 0
     for name, source in _sources(shape.m, shape.n).items():
         if source.kind == "dact" and source.activation.glu and shape.n % block:
             continue  # block_cast itself takes another way there
         v = S.produce_ref(source)
-        if not torch.equal(v, v.to(dtype).float()):
+        if dtype != E4M3 and not torch.equal(v, v.to(dtype).float()):
             continue  # more bits than E5M2 has, and the interpreter rounds
+        compared += 1
         out = block_cast._allocate(source, block, square, True, True, flat, torch.float32, dtype)
         for t in out:
             t.copy_(torch.full(t.shape, 112.0))
@@ -268,6 +269,7 @@ def test_interpreted_blocks(shape, kind, dtype):
         if flat and shape.m * shape.n:
             dense = block_cast._dequantize_cuda(out.col, out.col_scale, block, 1, torch.float32)
             assert torch.equal(dense, block_cast.dequantize_blocks_ref(out.col, out.col_scale, block, 1, torch.float32))
+    assert compared
 
 
 @only_interpreted

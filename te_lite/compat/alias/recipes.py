@@ -1,7 +1,7 @@
 """transformer_engine.common.recipe: te_lite's recipes as tolerant as Transformer Engine's.
 
-Unknown arguments are ignored, subclasses may have another constructor, and
-fields may be assigned. An autocast follows the values that they have when it is made: `settled` takes them.
+Unknown arguments are ignored, subclasses may have another constructor, and fields may be assigned. An autocast follows
+the values that they have when it is made: `settled` takes them.
 """
 
 from __future__ import annotations
