@@ -23,7 +23,7 @@ import torch.distributed as dist
 megatron_on_cpu.stand_in_for_apex()
 import megatron_gpt as example  # noqa: E402
 
-from te_lite.compat.alias.contexts import FP8GlobalStateManager  # noqa: E402
+from te_lite.compat.alias.manager import FP8GlobalStateManager  # noqa: E402
 
 STEPS = 6
 SIZES = f"--hidden 256 --ffn 512 --heads 4 --groups 2 --sequence 128 --steps {STEPS} --lr 0.002"

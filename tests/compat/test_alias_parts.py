@@ -17,7 +17,6 @@ from te_lite.compat.alias import (
     support,
     tensors,
 )
-from te_lite.compat.alias.names import NotThere
 from te_lite.recipe import Format
 from te_lite.testing.distributed import launch
 
@@ -69,22 +68,6 @@ def test_an_autocast_follows_the_recipe_as_it_was_when_it_was_made():
     with context:
         layer(x)
     assert {row["operands"] for row in te.overlap_report() if row["module"] == "followed"} == before
-
-
-def test_state_manager():
-    manager = contexts.FP8GlobalStateManager
-    assert not manager.is_fp8_enabled() and isinstance(manager.get_fp8_recipe(), recipes.DelayedScaling)
-    layer = linear()
-    with contexts.fp8_autocast(fp8_recipe=OtherConstructor(1, Format.HYBRID)):
-        assert manager.is_fp8_enabled() and isinstance(manager.get_fp8_recipe(), OtherConstructor)
-        assert manager.is_first_fp8_module()
-        layer(torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True))
-        assert not manager.is_first_fp8_module()
-    with contexts.quantized_model_init(recipe=recipes.Float8CurrentScaling()):
-        assert manager.with_fp8_parameters() and isinstance(linear().weight, tensors.Float8Tensor)
-    assert not manager.with_fp8_parameters() and manager.is_fp8_available() == (True, "")
-    with pytest.raises(NotThere, match="get_buffer_info"):
-        manager.get_buffer_info()
 
 
 def test_support():

@@ -1,18 +1,14 @@
-"""transformer_engine.pytorch's contexts, which take tolerant recipes, and FP8GlobalStateManager."""
+"""transformer_engine.pytorch's contexts, which take tolerant recipes. FP8GlobalStateManager is in manager.py."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch.distributed as dist
 
 from te_lite.autocast import autocast as _autocast
-from te_lite.autocast import current, model_init
 from te_lite.autocast import quantized_model_init as _quantized_model_init
-from te_lite.compat import contexts
-from te_lite.compat.alias import graph, recipes, support
-from te_lite.compat.alias.names import NotThere
+from te_lite.compat.alias import recipes
 from te_lite.recipe import Recipe
 
 
@@ -43,40 +39,3 @@ def quantized_model_init(
 
 
 fp8_model_init = quantized_model_init
-
-
-class _Named(type):
-    def __getattr__(cls, name: str) -> Any:
-        raise NotThere(f"{cls.__name__}.{name}: te_lite has no such method")
-
-
-class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
-    """What frameworks ask about the open autocast, and what this machine supports."""
-
-    is_fp8_available = staticmethod(support.check_fp8_support)
-    is_mxfp8_available = staticmethod(support.check_mxfp8_support)
-    is_fp8_block_scaling_available = staticmethod(support.check_fp8_block_scaling_support)
-    add_fp8_tensors_to_global_buffer = staticmethod(graph.add_fp8_tensors_to_global_buffer)
-    reduce_and_update_fp8_tensors = staticmethod(graph.reduce_and_update_fp8_tensors)
-    set_skip_fp8_weight_update_tensor = staticmethod(graph.set_skip_fp8_weight_update_tensor)
-
-    @classmethod
-    def get_fp8_recipe(cls) -> Recipe:
-        """Of the open autocast; outside of any the default."""
-        state = current()
-        return recipes.DelayedScaling() if state is None else state.recipe
-
-    @classmethod
-    def with_fp8_parameters(cls) -> bool:
-        """Inside quantized_model_init."""
-        return model_init() is not None
-
-    @classmethod
-    def is_first_fp8_module(cls) -> bool:
-        """No module of this pass has run yet that will take the backward scales' step."""
-        return (state := current()) is not None and not state.one_pass.claimed
-
-    @classmethod
-    def reset(cls) -> None:
-        super().reset()
-        graph.forget_graphs()

@@ -16,7 +16,7 @@ _RECIPES = (
     "Recipe Format MMParams QParams DelayedScaling Float8CurrentScaling MXFP8BlockScaling Float8BlockScaling "
     "CustomRecipe"
 )
-_CONTEXTS = "autocast fp8_autocast quantized_model_init fp8_model_init FP8GlobalStateManager"
+_CONTEXTS = "autocast fp8_autocast quantized_model_init fp8_model_init"
 _SUPPORT = (
     "check_fp8_support check_mxfp8_support check_fp8_block_scaling_support check_nvfp4_support get_default_recipe "
     "get_default_fp8_recipe is_fp8_available is_mxfp8_available is_fp8_block_scaling_available is_nvfp4_available "
@@ -43,13 +43,16 @@ TABLE = (
     ("pytorch", f"{_ALIAS}.grouped", "GroupedLinear"),
     ("pytorch", f"{_ALIAS}.graph", "make_graphed_callables"),
     ("pytorch", f"{_ALIAS}.contexts", _CONTEXTS),
+    ("pytorch", f"{_ALIAS}.manager", "FP8GlobalStateManager"),
     ("pytorch", f"{_ALIAS}.support", _SUPPORT),
     ("pytorch", f"{_ALIAS}.distributed", "checkpoint"),
     ("pytorch", "te_lite", _QUANTIZERS),
     ("pytorch", f"{_ALIAS}.tensors", _TENSORS),
     ("pytorch.quantization", f"{_ALIAS}.contexts", _CONTEXTS),
+    ("pytorch.quantization", f"{_ALIAS}.manager", "FP8GlobalStateManager"),
     ("pytorch.quantization", f"{_ALIAS}.support", _SUPPORT),
     ("pytorch.fp8", f"{_ALIAS}.contexts", _CONTEXTS),
+    ("pytorch.fp8", f"{_ALIAS}.manager", "FP8GlobalStateManager"),
     ("pytorch.fp8", f"{_ALIAS}.support", _SUPPORT),
     ("pytorch.distributed", f"{_ALIAS}.distributed", f"checkpoint {_RECOMPUTE} get_all_rng_states"),
     ("pytorch.distributed", "te_lite", "CudaRNGStatesTracker"),
