@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from te_lite.autocast import OPEN, Open, current
 from te_lite.compat.alias import recipes
-from te_lite.compat.alias.names import NotThere
+from te_lite.compat.alias.modules import Fp8Meta
 from te_lite.compat.graphs import make_graphed_callables as _make_graphed_callables
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.verbs import DelayedScales
@@ -76,29 +76,6 @@ def restore_fp8_tensors(modules: Sequence[nn.Module], fp8_tensors: list[tuple[Sc
     for state in _states(modules):
         fresh = torch.zeros_like(state.history), torch.ones_like(state.scale)
         state.load(*saved.get(state, fresh), state.key.fp8_max)
-
-
-class Fp8Meta(dict[str, Any]):
-    """module.fp8_meta: takes `recipe` and `fp8_group` before a replay, and keeps neither: the graph has them."""
-
-    def __init__(self, module: TeLiteModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def __missing__(self, key: str) -> Any:
-        raise NotThere(f"fp8_meta[{key!r}]: te_lite has it in module.get_extra_state() alone")
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key not in ("recipe", "fp8_group"):
-            raise NotThere(f"fp8_meta[{key!r}]: te_lite takes 'recipe' and 'fp8_group' alone")
-        if key == "recipe":
-            for state in self.module._scales._live.values():
-                kind = self.module._scales._key(value, None, state.key.device, state.key.owner, state.key.direction)
-                if kind != state.key._replace(group=None):
-                    raise RuntimeError(
-                        f"{type(self.module).__name__} was captured with {state.key}, and the te.autocast around the "
-                        f"replay says {value}: open it with the recipe of the capture, or capture anew"
-                    )
 
 
 def add_fp8_tensors_to_global_buffer(fp8_meta: Fp8Meta) -> None:
@@ -204,8 +181,3 @@ def make_graphed_callables(modules: Any, *args: Any, **kwargs: Any) -> Any:
         layers = tuple(map(_Called, layers))
     made = _make_graphed_callables(layers[0] if single else layers, *args, **kwargs)
     return tuple(map(_Leaving, made)) if isinstance(made, tuple) else _Leaving(made)
-
-
-# What Megatron writes to before a replay, and reads of a module that it builds again.
-TeLiteModule.fp8_meta = property(Fp8Meta)  # type: ignore[attr-defined]
-TeLiteModule.ub_name = property(lambda self: self._ub_names[0])  # type: ignore[attr-defined]

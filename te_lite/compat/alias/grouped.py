@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
+from te_lite.compat.alias.modules import Fp8Meta
 from te_lite.modules import grouped_linear
+
+
+class GroupedFp8Meta(Fp8Meta):
+    """With fp8_checkpoint: False, for there is no state of each expert to split."""
+
+    def _known(self) -> dict[str, Any]:
+        return {"fp8_checkpoint": False} | super()._known()
 
 
 class GroupedLinear(grouped_linear.GroupedLinear):
@@ -13,7 +20,4 @@ class GroupedLinear(grouped_linear.GroupedLinear):
     is then the state of all experts of its rank, and loads where a rank has as many of them."""
 
     fp8 = fp8_calibration = False
-    fp8_meta: Any = MappingProxyType({"fp8_checkpoint": False})
-
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Called before a state is loaded. Nothing is needed: ours is made when a recipe needs it."""
+    fp8_meta = property(GroupedFp8Meta)
