@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.nvtx import ranged
-from te_lite.ops.recorder import OPEN
+from te_lite.ops.recorder import OPEN, called
 from te_lite.ops.registry import capturing
 
 CHECK_RANKS = os.environ.get("TE_LITE_CHECK_RANKS", "cpu")
@@ -137,11 +137,8 @@ def group_max(what: str, partials: Tensor, group: dist.ProcessGroup) -> Tensor:
     watch = _watch(group)
     largest = None if watch is None else watch.maximum(what, partials, many=False)
     if largest is None:
-        if OPEN.recorder is None:
-            largest = partials.amax().view(1)
-        else:
-            largest = partials.new_empty(1)
-            OPEN.recorder.call(_largest_into, (partials, largest))
+        largest = partials.new_empty(1)
+        called(_largest_into, partials, largest)
         all_reduce_max(what, largest, group)
     return largest
 

@@ -18,7 +18,7 @@ from te_lite.functional.parallel import Unsplit
 from te_lite.functional.recordings import Recordings
 from te_lite.functional.shared_input import SharedInput
 from te_lite.ops.nvtx import ENABLED, ranged
-from te_lite.ops.recorder import COLLECTIVES, WANTED
+from te_lite.ops.recorder import WANTED
 from te_lite.ops.transpose import PAD
 from te_lite.overlap.alone import Beside
 from te_lite.overlap.exchange import Place
@@ -197,12 +197,10 @@ class LinearPlan:
 
     @property
     def recordable(self) -> bool:
-        """Whether nothing but te_lite's own kernels, its exchanges and cublasLt runs for this linear."""
+        """Whether nothing but te_lite's own kernels, exchanges and cublasLt runs for this linear."""
         gemms = self.operands.fprop, self.operands.dgrad, self.operands.wgrad
         own = all(vars(type(q)).get("recordable") for gemm in gemms for q in (gemm.a, gemm.b))
-        exchanges = self.parallel.exchanges if self.tp.active else ()
-        own_ways = type(self.parallel) is Unsplit or COLLECTIVES or (exchanges and all(one.hides for one in exchanges))
-        return WANTED and not ENABLED and own and bool(own_ways) and not self.sink.late
+        return WANTED and not ENABLED and own and not self.sink.late
 
     @property
     def places(self) -> list[Place]:

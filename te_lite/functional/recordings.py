@@ -22,6 +22,7 @@ from te_lite.ops.gemm import reduces_low
 from te_lite.ops.recorder import Recorded, Recorder
 from te_lite.ops.registry import capturing, unwatched
 from te_lite.overlap.exchange import Note, Place
+from te_lite.overlap.group import Group
 from te_lite.quantize.replay import OPEN as CHECKPOINTS
 
 MOST_FLOPS = 1 << 37  # of one product; an estimate of where a layer takes the device longer than the host
@@ -52,13 +53,14 @@ class Known(NamedTuple):
 class Recordings:
     """The recordings of one module, by all that its launches follow from.
 
-    largest_weight: its elements. places: of its exchanges, which share the userbuffers of one group if any."""
+    largest_weight: its elements. places: of its exchanges. group: the userbuffers of their ranks, also where the module
+    moves its tokens without them."""
 
-    def __init__(self, largest_weight: int, places: Sequence[Place] = ()) -> None:
+    def __init__(self, largest_weight: int, places: Sequence[Place] = (), group: Group | None = None) -> None:
         self._known: dict[tuple, Known | int] = {}  # the int: it has run so often, and none of these was recorded
         self._forms: dict[tuple, int] = {}
         self._asks: dict[tuple, int] = {}  # bytes that the first run has allocated, those given back included
-        self._places, self._group = places, next((place.group for place in places if place.group is not None), None)
+        self._places, self._group = places, group
         most = MOST_FLOPS_BETWEEN_RANKS if places else MOST_FLOPS
         self._most_tokens = most // (2 * max(1, largest_weight))
 
@@ -88,10 +90,9 @@ class Recordings:
         try:
             results = known.recorded.run(inputs, addresses)
         except BaseException as error:
-            if group is None:
-                raise
-            labels = dict.fromkeys(place.label for place in self._places)
-            group.failed(f"a recorded pass over {', '.join(labels)}", error)
+            labels = dict.fromkeys(place.label for place in self._places if place.group is not None)
+            if group is not None and labels:
+                group.failed(f"a recorded pass over {', '.join(labels)}", error)
             raise
         for place, note in known.notes:
             place.note = note

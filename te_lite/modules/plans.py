@@ -16,7 +16,7 @@ from te_lite.functional.recordings import Recordings
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
 from te_lite.overlap.alone import beside
-from te_lite.overlap.userbuffers import exchanges_for
+from te_lite.overlap.userbuffers import exchanges_for, group_of
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.quantizer import GemmOperands, Site, observer, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
@@ -56,7 +56,8 @@ def build_plans(
 def recordings_of(plans: tuple[LinearPlan, ...], weights: tuple[Tensor, ...]) -> Recordings:
     """For the bodies of plans that are all recordable."""
     places = [place for plan in plans for place in plan.places]
-    return Recordings(max(weight.numel() for weight in weights), places)
+    group = group_of(places[0].tp.group, weights[0].device) if places else ""
+    return Recordings(max(weight.numel() for weight in weights), places, None if isinstance(group, str) else group)
 
 
 def quantizers(

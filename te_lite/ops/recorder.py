@@ -39,10 +39,9 @@ from te_lite.ops.steps import (
 
 aten = torch.ops.aten
 _WORD = os.environ.get("TE_LITE_RECORD", "1")
-if _WORD not in ("", "0", "1", "collectives"):
-    raise ValueError(f"TE_LITE_RECORD={_WORD!r}: must be 0, 1 or collectives; leave it out for 1")
+if _WORD not in ("", "0", "1"):
+    raise ValueError(f"TE_LITE_RECORD={_WORD!r}: must be 0 or 1; leave it out for 1")
 WANTED = _WORD not in ("", "0") and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-COLLECTIVES = _WORD == "collectives"  # also bodies in which torch.distributed's run: it has met no GPU yet
 _ALLOCATE = frozenset((aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default))
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 
@@ -54,6 +53,15 @@ class Open(threading.local):
 
 
 OPEN = Open()
+
+
+def called(function: Callable[..., object], *tensors: Tensor) -> None:
+    """function(*tensors), which launches no kernel of te_lite's: Python calls it in every replay of the body too. It
+    must use no other memory."""
+    if OPEN.recorder is None:
+        function(*tensors)
+    else:
+        OPEN.recorder.call(function, tensors)
 
 
 class Recorder(TorchDispatchMode):
@@ -107,9 +115,9 @@ class Recorder(TorchDispatchMode):
         self.why_not = self.why_not or why
 
     def call(self, function: Callable[..., object], tensors: Sequence[Tensor]) -> None:
-        """function(*tensors), which Python calls in every replay too. It must use no other memory."""
-        if not (COLLECTIVES and tensors) or _current_stream() != self._stream:
-            self.refuse("a collective runs")
+        """See called()."""
+        if not tensors or _current_stream() != self._stream:
+            self.refuse("a collective does not name its memory, or runs beside the body's stream")
         self._calling = True
         try:
             function(*tensors)

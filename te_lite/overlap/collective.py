@@ -35,6 +35,7 @@ from torch import Tensor
 
 from te_lite.ops.arrange import contiguous
 from te_lite.ops.nvtx import ranged
+from te_lite.ops.recorder import called
 from te_lite.overlap.exchange import Gathering, Gemm, Note, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.watch import collective
@@ -163,7 +164,9 @@ class Collective:
         self.note(partial.nbytes * (tp.size - 1) // tp.size * (1 if scatters else 2))
         text = self.place.text(f"{self.place.gemm}'s {'reduce-scatter' if scatters else 'all-reduce'}", partial)
         total = (reduce_scatter if scatters else all_reduce)(partial, tp.group, text)
-        return Summed(gemm.finish(total if gemm.bias is None else total.add_(gemm.bias)))
+        if gemm.bias is not None:
+            called(Tensor.add_, total, gemm.bias)
+        return Summed(gemm.finish(total))
 
     def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
         """gemm.finish() of the sum over ranks of the products with a, this rank's rows."""

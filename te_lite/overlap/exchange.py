@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 
 from te_lite.ops.nvtx import ranged
+from te_lite.ops.recorder import called
 from te_lite.overlap.epilogues import Epilogue
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import Layout, QTensor, matmul
@@ -50,7 +51,7 @@ class Gemm:
     def finish(self, product: Tensor) -> Any:
         """epilogue(product + residual); the product alone where there is neither."""
         if self.residual is not None:
-            product.add_(self.residual)
+            called(Tensor.add_, product, self.residual)
         return product if self.epilogue is None else self.epilogue(product)
 
     def __call__(self, a: QTensor) -> Any:

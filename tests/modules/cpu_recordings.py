@@ -147,13 +147,13 @@ class OpRecorder(TorchDispatchMode):
 
     def call(self, function: Any, tensors: Any) -> None:
         slots = tuple([self._slot(t) for t in tensors])
-        self.foreign = self.foreign or not recorder.COLLECTIVES or any(isinstance(slot, Tensor) for slot in slots)
+        self.foreign = self.foreign or not tensors or any(isinstance(slot, Tensor) for slot in slots)
         self.calling = True
         try:
             function(*tensors)
         finally:
             self.calling = False
-        self.steps.append((lambda *tensors: function(*tensors) and (), slots, {}))
+        self.steps.append((lambda *tensors: (function(*tensors), ())[1], slots, {}))
 
     def fetched(self, fetch: Any, tensors: tuple[Tensor | None, ...]) -> None:
         self.steps.append((lambda: [t for t in fetch() if t is not None], (), {}))

@@ -11,7 +11,7 @@ import torch
 
 from te_lite import _C
 from te_lite._C import described
-from te_lite.ops.recorder import OPEN, Recorded, Recorder
+from te_lite.ops.recorder import OPEN, Recorded, Recorder, called
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.tensor import quantized
 
@@ -222,12 +222,11 @@ def test_nothing_is_held_afterwards():
 def test_what_python_calls_is_called_in_a_replay(monkeypatch):
     """With memory of the call and of the block, views of it, in the order of the body."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr("te_lite.ops.recorder.COLLECTIVES", True)
 
     def body(x):
         doubled, out = torch.empty(4, 3), torch.empty(2, 3, dtype=torch.bfloat16)
-        OPEN.recorder.call(lambda a, b: b.copy_(2 * a), (x.view(4, 3), doubled))
-        OPEN.recorder.call(lambda a, b: b.copy_(a + 1), (doubled[2:], out))
+        called(lambda a, b: b.copy_(2 * a), x.view(4, 3), doubled)
+        called(lambda a, b: b.copy_(a + 1), doubled[2:], out)
         return out, x
 
     x = torch.randn(12)
@@ -240,12 +239,13 @@ def test_what_python_calls_is_called_in_a_replay(monkeypatch):
         assert same is other and torch.equal(got, (2 * other.view(4, 3)[2:] + 1).bfloat16())
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_what_python_must_not_call(fixed, monkeypatch):
-    """Unless it is asked for; and with memory of userbuffers, which is no tensor of a call."""
-    monkeypatch.setattr("te_lite.ops.recorder.COLLECTIVES", fixed)
+def test_what_python_must_not_call():
+    """With memory of userbuffers, which is no tensor of a call; and where it does not say what memory it uses."""
     memory, x = torch.zeros(64), torch.randn(4)
     recorder = Recorder([x], [memory])
-    recorder.run(lambda: recorder.call(lambda a, b: b.copy_(a), (x, memory[:4])))
+    recorder.run(lambda: called(lambda a, b: b.copy_(a), x, memory[:4]))
     assert torch.equal(memory[:4], x) and recorder.finish([x]) is None
-    assert ("userbuffers" if fixed else "a collective runs") in recorder.why_not
+    assert "userbuffers" in recorder.why_not
+    recorder = Recorder([x])
+    recorder.run(lambda: called(lambda: x.add_(1)))
+    assert recorder.finish([x]) is None and "does not name its memory" in recorder.why_not
