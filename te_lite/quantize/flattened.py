@@ -51,11 +51,11 @@ class Flattened(torch.Tensor):
 
     @property
     def _columnwise_data(self) -> Tensor | None:
-        """uint8 [K, M], without the padding; of MXFP8 of the tensor's shape."""
-        (m, k), col = self.q.shape, self.q.col
+        """uint8 [K, ...] of a tensor [..., K], without the padding; of its shape where it is not transposed."""
+        (m, k), col, flat = self.q.shape, self.q.col, getattr(self.q.format, "flat", False)
         if col is None:
             return None
-        return col.view(torch.uint8)[:, :m] if col.shape[0] == k else col.view(torch.uint8).view(self.shape)
+        return (col if flat else col[:, :m]).view(torch.uint8).view(self.shape if flat else (k, *self.shape[:-1]))
 
     _rowwise_scale_inv = property(lambda self: self.q.row_scale)
     _columnwise_scale_inv = property(lambda self: self.q.col_scale)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import te_lite as te
+from te_lite.compat.callers import for_callers
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.quantize.formats import E4M3, Format
 from tests.quantize.kinds import KINDS, all_kinds, assert_holds, devices, made, oracle, same_bytes, values
@@ -56,10 +57,10 @@ def test_update_quantized_and_make_empty(kind):
 def test_a_flag_that_leaves_the_destination_as_it_is(kind):
     quantizer = KINDS[kind][0]()
     dst, flag, v = quantizer(values(32, 64)), torch.ones(1), 3 * values(32, 64)
-    before, amax = dst.clone(), getattr(quantizer, "amax", torch.zeros(1)).clone()
+    before, amax = dst.clone(), getattr(quantizer._value, "amax", torch.zeros(1)).clone()
     assert quantizer.update_quantized(v, dst, noop_flag=flag) is dst
     same_bytes("left", dst, before)
-    assert torch.equal(getattr(quantizer, "amax", torch.zeros(1)), amax)
+    assert torch.equal(getattr(quantizer._value, "amax", torch.zeros(1)), amax)
     quantizer.update_quantized(v, dst, noop_flag=flag.zero_())
     same_bytes("written", dst, quantizer(v))
     assert quantizer(values(32, 64), out=dst) is dst
@@ -100,3 +101,80 @@ def test_an_amax_reduction_needs_its_group(one_rank):
 def test_bad_arguments(make, error):
     with pytest.raises(error):
         make()
+
+
+@all_kinds
+def test_quantizers_say_what_they_make(kind):
+    quantizer = KINDS[kind][0]()
+    x = quantizer(values(2, 16, 64))
+    assert quantizer.dtype == x.q.row.dtype and quantizer.internal is False
+    assert quantizer.get_usages() == {"rowwise": True, "columnwise": True}
+    assert x._columnwise_data.shape == quantizer.get_columnwise_shape((2, 16, 64))
+    square = quantizer(values(4, 8, 32))._columnwise_data.shape
+    assert square == quantizer.get_columnwise_shape((4, 8, 32)), "also where both layouts have as many rows"
+    assert quantizer.is_quantizable(values(3)) and not quantizer.is_quantizable(torch.ones(2, 2, dtype=torch.int32))
+    assert not quantizer.is_quantizable(torch.tensor(1.0))
+    if hasattr(quantizer, "get_scale_shape"):
+        for shape in ((2, 16, 64), (40, 136)):
+            v = quantizer(values(*shape))
+            assert quantizer.get_scale_shape(shape, False) == v._rowwise_scale_inv.shape
+            assert quantizer.get_scale_shape(shape, True) == v._columnwise_scale_inv.shape
+    wrapped = for_callers(quantizer._value, True, False)
+    assert type(wrapped) is type(quantizer) and wrapped.get_usages() == {"rowwise": True, "columnwise": False}
+
+
+@all_kinds
+def test_several_tensors_and_the_precision_that_a_result_stands_for(kind):
+    quantizer = KINDS[kind][0]()
+    v, w = values(16, 64, dtype=torch.float32), values(3, 32, 64, seed=1)
+    for got, given in zip(quantizer.multi_quantize([v, w]), (v, w), strict=True):
+        same_bytes("each", got, quantizer(given))
+    as_bf16 = quantizer.quantize(v.requires_grad_(), dtype=torch.bfloat16)
+    assert as_bf16.dtype == torch.bfloat16
+    assert_bitwise_equal("numbers of fp32", as_bf16.dequantize(torch.float32), quantizer(v).dequantize().detach())
+    as_bf16.dequantize().sum().backward()
+    assert torch.equal(v.grad, torch.ones_like(v))
+    quantizer.internal = True
+    assert not quantizer(v).requires_grad
+    quantizer.internal = False
+    assert quantizer(v).requires_grad
+    made = quantizer.make_empty((16, 64), requires_grad=True)
+    assert made.requires_grad and not quantizer.make_empty((16, 64), pin_memory=False).requires_grad
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_amax_and_scale_of_the_caller(pow2):
+    """use_existing_amax: the scale of that amax; else both are left there. Zeros of make_empty leave nothing."""
+    v, (amax, scale) = values(32, 64), torch.zeros(2, 1)
+    plain = te.Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=pow2)
+    assert plain.amax is None and plain.scale is None
+    quantizer = te.Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=pow2, amax=amax, scale=scale)
+    same_bytes("its own amax", quantizer(v), plain(v))
+    assert quantizer.amax is amax and quantizer.scale is scale and amax == v.abs().max().float()
+    assert_bitwise_equal("scale", scale, plain(v)._scale_inv.reciprocal() if pow2 else 448 / amax)
+    dst = quantizer.make_empty((32, 64), dtype=v.dtype)
+    assert amax == v.abs().max().float()
+    before = amax.clone(), scale.clone()
+    quantizer.update_quantized(4 * v, dst, noop_flag=torch.ones(1))
+    assert (amax, scale) == before and not dst.dequantize().any()
+    given = te.Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=pow2, use_existing_amax=True, amax=2 * amax)
+    same_bytes("of the amax that is there", given(v), te.Float8Quantizer(given.scale, torch.zeros(1), E4M3)(v))
+    assert given.amax == 2 * amax and given.scale < scale
+    with pytest.raises(ValueError, match="pass amax="):
+        te.Float8CurrentScalingQuantizer(E4M3, use_existing_amax=True)
+    with pytest.raises(TypeError, match="amax is"):
+        te.Float8CurrentScalingQuantizer(E4M3, amax=torch.zeros(2))
+
+
+def test_a_tensor_of_given_bytes():
+    quantizer = te.Float8Quantizer(torch.tensor([4.0]), torch.zeros(1), E4M3)
+    v = values(2, 16, 32)
+    made = quantizer(v)
+    data = made._data.clone()
+    got = quantizer.create_tensor_from_data(data, fake_dtype=v.dtype, requires_grad=True)
+    assert_bitwise_equal("numbers", got.dequantize().detach(), made.dequantize())
+    assert got.requires_grad and got.dtype == v.dtype
+    data.zero_()
+    assert not got.dequantize().any()
+    with pytest.raises(TypeError, match="bytes"):
+        quantizer.create_tensor_from_data(torch.ones(4, 4))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_lite.autocast import current
 from te_lite.compat.alias.names import NotThere
-from te_lite.compat.callers import CallerQuantizer
+from te_lite.compat.callers import CallerQuantizer, Float8Quantizer, for_callers
 from te_lite.modules.base import UNPLANNED, TeLiteModule
 from te_lite.ops.registry import makes_data
 from te_lite.quantize.delayed import ScaleState
@@ -98,25 +98,20 @@ class Fp8Meta(Mapping[str, Any]):
                     )
 
 
-class _Slot(CallerQuantizer):
+class _Slot(Float8Quantizer):
     """Of a tensor under delayed scaling. scale, amax: fp32 [1], the module's own, until the scales' next step."""
 
-    @property
-    def scale(self) -> Tensor:
-        value: Any = self._value
-        return value.state.scale[value.slot : value.slot + 1]
+    def __init__(self, value: Any) -> None:
+        CallerQuantizer.__init__(self, value, True, True)
 
-    @property
-    def amax(self) -> Tensor:
-        value: Any = self._value
-        return value.state.history[0, value.slot : value.slot + 1]
+    scale = property(lambda self: self._value.state.scale[self._value.slot : self._value.slot + 1])
+    amax = property(lambda self: self._value.state.history[0, self._value.slot : self._value.slot + 1])
 
 
 def _for_callers(value: Quantizer | None) -> CallerQuantizer | None:
     if value is None or not value.format.label:
         return None
-    kind = CallerQuantizer if getattr(value, "state", None) is None else _Slot
-    return kind(value, True, True)
+    return for_callers(value) if getattr(value, "state", None) is None else _Slot(value)
 
 
 def _quantizers(module: TeLiteModule) -> dict[str, list[CallerQuantizer | None]]:

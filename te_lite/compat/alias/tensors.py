@@ -1,10 +1,12 @@
 """Classes of quantized tensors that isinstance answers to, transformer_engine_torch.DType, and fp8 parameters under a
 distributed optimizer. te_lite has one class of quantized tensors; its format says which of Transformer Engine's it is.
+What Transformer Engine's tensors have beside te_lite's is in tensor_attributes.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_lite.compat.alias import tensor_attributes
 from te_lite.compat.callers import CallerQuantizer
 from te_lite.ops.block_cast import BLOCK
 from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref
 from te_lite.ops.source import plain
 from te_lite.quantize.blockwise import SQUARES, BlockFormat
 from te_lite.quantize.mxfp8 import MXFormat
-from te_lite.quantize.per_tensor import PerShardFormat, PerTensorFormat
+from te_lite.quantize.per_tensor import FORMATS, PerShardFormat, PerTensorFormat
+from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.tensor import QuantizedTensor
 
 
@@ -42,23 +46,54 @@ TE_DType = TE_DType_To_Torch
 
 
 class _ByFormat(type):
-    """isinstance(x, cls): x is a QuantizedTensor of one of cls.formats. There is nothing to build."""
+    """isinstance(x, cls): x is a QuantizedTensor of one of cls.formats. cls(...) is cls.build(...)."""
 
     formats: tuple[type, ...]
+    build: Callable[..., QuantizedTensor] | None = None
+    make_like = staticmethod(tensor_attributes.make_like)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, QuantizedTensor) and type(instance.q.format) in cls.formats
 
-    def __call__(cls, *_: Any, **__: Any) -> Any:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.build is not None:
+            return cls.build(*args, **kwargs)
         raise NotImplementedError(
-            f"{cls.__name__}(...): te_lite makes its tensors by a quantizer; use quantizer.quantize or make_empty"
+            f"{cls.__name__}(...): te_lite makes these tensors by a quantizer; use quantizer.quantize or make_empty"
         )
+
+
+def _of_bytes(
+    shape: Sequence[int], dtype: torch.dtype, *, data: Tensor | None = None, fp8_scale_inv: Tensor,
+    fp8_dtype: torch.dtype, requires_grad: bool = False, data_transpose: Tensor | None = None,
+    quantizer: CallerQuantizer | None = None, device: Any = None, fake_dtype: torch.dtype | None = None,
+) -> QuantizedTensor:  # fmt: skip
+    """The tensor [..., K] of bytes that are there, in their memory; numbers = bytes * fp8_scale_inv.
+
+    data: uint8 or fp8, as many as `shape` has; data_transpose: the same [K, ...]. One of them may be None. quantizer:
+    writes to it; None: it is read only. dtype, fake_dtype: the high precision that it stands for; device: the data's.
+    Raises ValueError for bytes of another number.
+    """
+    given = data if data is not None else data_transpose
+    if given is None or not shape or fp8_scale_inv.numel() != 1:
+        raise ValueError("Float8Tensor: data or data_transpose, a shape of at least one dimension, and one scale")
+    q = QTensor(FORMATS[fp8_dtype], (math.prod(shape[:-1]), shape[-1]), dtype if fake_dtype is None else fake_dtype)
+    q.row, q.row_scale = given.new_empty(q.shape, dtype=fp8_dtype), fp8_scale_inv.detach().view(1)
+    made = QuantizedTensor(q, shape, None if quantizer is None else quantizer._value)
+    if data is not None:
+        tensor_attributes.set_rows(made, data)
+    if data_transpose is not None:
+        tensor_attributes.set_columns(made, data_transpose)
+    if data is None:
+        tensor_attributes.set_rows(made, None)
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 class Float8Tensor(metaclass=_ByFormat):
     """One scale a tensor."""
 
     formats = PerTensorFormat, PerShardFormat
+    build = staticmethod(_of_bytes)
 
 
 class MXFP8Tensor(metaclass=_ByFormat):
@@ -71,41 +106,6 @@ class Float8BlockwiseQTensor(metaclass=_ByFormat):
     """A scale for 1x128 or 128x128 values."""
 
     formats = (BlockFormat,)
-
-
-def _quantizer(tensor: QuantizedTensor) -> CallerQuantizer | None:
-    """What writes to the tensor, for the layouts that it holds; None where nothing does. It has no scale, no amax."""
-    q = tensor.q
-    return None if tensor.quantizer is None else CallerQuantizer(tensor.quantizer, q.row is not None, q.col is not None)
-
-
-def _fp8_dtype(tensor: QuantizedTensor) -> torch.dtype:
-    """Of its bytes, a member of DType."""
-    data = tensor.q.row if tensor.q.row is not None else tensor.q.col
-    assert data is not None
-    return data.dtype
-
-
-def _set_data(tensor: QuantizedTensor, data: Tensor) -> None:
-    """The rowwise bytes are `data` (uint8 or fp8, of as many elements) from now on, with the scale as it is. Columnwise
-    bytes that were made from the old ones are dropped."""
-    row = tensor._per_tensor().row
-    if row is None or data.element_size() != 1 or data.numel() != row.numel() or data.device != row.device:
-        raise ValueError(
-            f"_data of {tensor._summary()} got {tuple(data.shape)} {data.dtype} on {data.device}: must be bytes of the "
-            "same number on the same device, for a tensor that holds its rows"
-        )
-    tensor.q.row = data.detach().view(row.dtype).view(row.shape)
-    tensor.free_caches()
-
-
-# What Transformer Engine's tensors have and te_lite's do not need: Megatron's optimizers for fp8 parameters use it.
-_ADDED: Any = {
-    "_quantizer": property(_quantizer), "_get_quantizer": _quantizer, "_fp8_dtype": property(_fp8_dtype),
-    "_data": property(QuantizedTensor._data.fget, _set_data), "_reset_caches": QuantizedTensor.free_caches,
-}  # fmt: skip
-for _name, _value in _ADDED.items():
-    setattr(QuantizedTensor, _name, _value)
 
 
 def _row(weight: Any, what: str) -> Tensor:
@@ -134,11 +134,8 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     same memory, where CUDA graphs read it."""
     for weight in model_weights:
         if isinstance(weight, QuantizedTensor):
-            q = weight.q
-            if q.row is not None and q.col is not None and q.format.col_from_row:
-                for held, made in zip((q.col, q.col_scale), q.format.make_col(q), strict=True):
-                    if held is not None and made is not None and held is not made:
-                        held.copy_(made)
+            if weight.q.col is not None and weight.q.format.col_from_row:
+                tensor_attributes.remake_columns(weight)
             torch.autograd.graph.increment_version(weight)
 
 
