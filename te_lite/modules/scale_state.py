@@ -24,8 +24,9 @@ from te_lite.recipe import DelayedScaling
 # is None, no state, so they load this one strictly and begin with fresh scales. Little endian, as GPUs' hosts are.
 VERSION = struct.unpack("<f", b"N.\x80?")[0]
 HEADER = 6
-# What others write for no state; each says whether it is that. compat/ knows Transformer Engine's.
-NO_STATE: list[Callable[[Any], bool]] = []
+# Each reads what another library wrote as what te_lite writes, and gives anything else as it is. compat/ knows
+# Transformer Engine's.
+READERS: list[Callable[[Any], Any]] = []
 _NAMES = ("history length", "count of forward tensors", "of backward tensors", "forward fp8_max", "backward fp8_max")
 
 
@@ -42,14 +43,16 @@ def _check(name: str, values: Tensor, good: Tensor, rule: str) -> None:
 def as_tensor(state: Any) -> Tensor:
     """What a checkpoint holds, as the tensor described above; empty for no state, and for a tensor without data (meta,
     fake); anything else is refused."""
+    for read in READERS:
+        state = read(state)
     empty = isinstance(state, Tensor) and (state.is_meta or isinstance(state, FakeTensor) or not state.numel())
-    if state is None or empty or any(says_so(state) for says_so in NO_STATE):
+    if state is None or empty:
         return torch.empty(0, device="cpu")
     if not isinstance(state, Tensor) or state.dim() != 1 or state.dtype != torch.float32 or state.is_sparse:
         raise TypeError(
             f"extra state is {type(state).__name__}: must be the 1-D fp32 tensor that te_lite writes (Transformer "
-            "Engine's pickled state is not read); drop the *_extra_state keys from the state dict: a new module then "
-            "starts with fresh scales"
+            "Engine's pickled state is read with TE_LITE_PICKLED_STATE=1 alone); drop the *_extra_state keys from the "
+            "state dict: a new module then starts with fresh scales"
         )
     if state.numel() < HEADER or float(state[0]) not in (1.0, VERSION):  # 1.0: written before
         raise ValueError(
