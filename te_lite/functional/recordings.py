@@ -19,7 +19,7 @@ from torch import Tensor
 from te_lite._C import described
 from te_lite.functional.saved import Item, Shells, taken_apart
 from te_lite.ops.gemm import reduces_low
-from te_lite.ops.recorder import Recorded, Recorder
+from te_lite.ops.recorder import Recorder, Recording
 from te_lite.ops.registry import capturing, unwatched
 from te_lite.overlap.exchange import Note, Place
 from te_lite.overlap.group import Group
@@ -42,9 +42,9 @@ class Taken(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A body that is recorded. shells, form: of its results. notes: what it puts into the report of exchanges."""
+    """A recorded body. shells, form: of its results. notes: what it puts into the report of exchanges."""
 
-    recorded: Recorded
+    recording: Recording
     shells: Shells
     form: int | None
     notes: list[tuple[Place, Note | None]]
@@ -85,10 +85,10 @@ class Recordings:
             first: Any = inputs[0]  # the host does not hold up large layers
             wanted = known < _MOST_RUNS and first.numel() <= first.shape[-1] * self._most_tokens
             return key if wanted else None, None
-        if torch._C._cuda_getDevice() != known.recorded.device:
+        if torch._C._cuda_getDevice() != known.recording.device:
             return None, None
         try:
-            results = known.recorded.run(inputs, addresses)
+            results = known.recording.run(inputs, addresses)
         except BaseException as error:
             labels = dict.fromkeys(place.label for place in self._places if place.group is not None)
             if group is not None and labels:
@@ -124,9 +124,9 @@ class Recordings:
         finally:
             for place, note in zip(self._places, old, strict=True):
                 place.note = note if place.note is _UNSEEN else place.note
-        recorded = recorder.finish(taken.tensors)
-        if recorded is not None:
-            self._known[key] = Known(recorded, taken.shells, taken.form, notes)
+        recording = recorder.finish(taken.tensors)
+        if recording is not None:
+            self._known[key] = Known(recording, taken.shells, taken.form, notes)
         return taken
 
     def _taken(self, items: Iterable[Item]) -> Taken:

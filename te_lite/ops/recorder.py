@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_lite import _C
-from te_lite.ops.recorded import Called, Fetch, Recorded, packed
+from te_lite.ops.recording import Called, Fetch, Recording, packed
 from te_lite.ops.registry import implementation
 from te_lite.ops.steps import (
     BETWEEN,
@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):
 
     # what was seen
 
-    def finish(self, results: Sequence[Tensor]) -> Recorded | None:
+    def finish(self, results: Sequence[Tensor]) -> Recording | None:
         """The recording of the body that gave `results`; None where why_not says why. To be called once: afterwards it
         holds no tensor. Python frees a dispatch mode late, and an output would keep its whole graph."""
         try:
@@ -219,7 +219,7 @@ class Recorder(TorchDispatchMode):
     def _forget(self) -> None:
         self._given, self._made, self._steps, self._turns = [], {}, [], []
 
-    def _finish(self, results: Sequence[Tensor]) -> Recorded | None:
+    def _finish(self, results: Sequence[Tensor]) -> Recording | None:
         uses = self._lifetimes()
         if self.why_not or not any(step.tensors for step in self._steps):
             return None
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
             return None
         given = [(at if isinstance(at, int) else places[at[0]].slot, view) for at, view in found]
         counters = [turn.counter for turn in self._turns]
-        return Recorded(parts, device, self._fetches, list(kept.values()), block, given, counters)
+        return Recording(parts, device, self._fetches, list(kept.values()), block, given, counters)
 
     def _as_view(self, t: Tensor, places: dict[int, Address]) -> tuple[int, View]:
         if t.untyped_storage()._cdata not in self._made and self._is_fixed(t):

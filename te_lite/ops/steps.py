@@ -14,7 +14,7 @@ BETWEEN = -1  # in place of a stream: a step that orders two of them
 
 
 class Address(NamedTuple):
-    """slot: of the table that a replay fills (see Recorded). offset: in bytes."""
+    """slot: of the table that a replay fills (see Recording). offset: in bytes."""
 
     slot: int
     offset: int

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_lite.ops.delayed import FP32_MAX, delayed_update
-from te_lite.ops.recorder import OPEN, WANTED, Recorded, Recorder
+from te_lite.ops.recorder import OPEN, WANTED, Recorder, Recording
 from te_lite.ops.registry import capturing, makes_data, unwatched
 from te_lite.quantize import graph_scales, replay
 from te_lite.watch import all_reduce_max
@@ -144,7 +144,7 @@ class Pool:
         self.copies: tuple[Tensor, ...] = ()  # of `scale`, each apart, in Pools.recording()
         self.members: weakref.WeakKeyDictionary[ScaleState, None] = weakref.WeakKeyDictionary()  # in order
         self._stepping = threading.Lock()  # two threads may run backwards of one thread's forwards
-        self._launch: Recorded | int = 0  # of _launch_step(), or how often recording it was tried
+        self._launch: Recording | int = 0  # of _launch_step(), or how often recording it was tried
         key.owner.pools.append(self)
 
     def fix(self) -> None:
@@ -194,7 +194,7 @@ class Pool:
             known: Any = self._launch
             given, here = (self._history, self.scale), WANTED and self.scale.is_cuda and unwatched()
             here = here and self.key.device.index == torch._C._cuda_getDevice()
-            if known.__class__ is Recorded and here:
+            if known.__class__ is Recording and here:
                 (self.scale,) = known.run(given)
             elif here and known < 2:  # the first run compiles
                 recorder = Recorder(given)

@@ -27,7 +27,7 @@ def _place(t: Tensor) -> tuple:
 
 
 class Replayed:
-    """As Recorded. steps: (function, arguments with the slots of tensors in their place); results: slots."""
+    """As Recording. steps: (function, arguments with the slots of tensors in their place); results: slots."""
 
     device = None
     runs = 0

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_lite as te
 from te_lite.functional.recordings import Recordings
-from te_lite.ops.recorded import like_of
+from te_lite.ops.recording import like_of
 from te_lite.ops.source import plain
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.quantizer import Quantizer

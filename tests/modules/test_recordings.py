@@ -10,7 +10,7 @@ import torch
 import te_lite as te
 from te_lite.ops.cublaslt import UNSCALED, product
 from te_lite.ops.gemm import gemm
-from te_lite.ops.recorder import Recorded
+from te_lite.ops.recorder import Recording
 from te_lite.testing.numerics import assert_bitwise_equal
 
 BF16 = torch.bfloat16
@@ -149,7 +149,7 @@ def test_steps_of_scales(kind, fixed, monkeypatch):
             if fixed and i == STEPS:
                 module._scales.fix()
         launches = [state.pool._launch for state in module._scales._live.values()]
-        assert [isinstance(launch, Recorded) for launch in launches] == [not watched] * 2
+        assert [isinstance(launch, Recording) for launch in launches] == [not watched] * 2
         return states(module)
 
     seen, replayed = state(True), state(False)

@@ -11,7 +11,7 @@ import torch
 
 from te_lite import _C
 from te_lite._C import described
-from te_lite.ops.recorder import OPEN, Recorded, Recorder, called
+from te_lite.ops.recorder import OPEN, Recorder, Recording, called
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.tensor import quantized
 
@@ -96,7 +96,7 @@ def test_a_replay_gives_what_was_given_and_what_it_makes(monkeypatch):
     """With addresses or without; of launches there are none."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     x, fetched, made = torch.randn(3), torch.randn(2), (torch.Size((4, 5)), torch.bfloat16)
-    recorded = Recorded(
+    recorded = Recording(
         [_C.Sequence(6)], torch.device("cpu"), [lambda: (fetched, None)], [made], 0, [(4, None), (0, None)]
     )
     for addresses in (None, described((x, None))[1]):

@@ -1,4 +1,4 @@
-"""What a body left behind that was recorded (ops/recorder.py): what it issued, for other tensors."""
+"""A recording, which a Recorder makes of a body that it sees run: what the body issued, for other tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Called(NamedTuple):
     tensors: list[tuple[int, View]]
 
 
-class Recorded:
+class Recording:
     """A body as launches. Each replay fills one table, of whose entries the steps take addresses and epochs, by index.
     The code calls an entry a slot (it is none of an arena):
 
