@@ -34,7 +34,21 @@ import transformer_engine.pytorch as tep
 assert transformer_engine.__version__ == version
 for name in MODULES:
     assert importlib.import_module(name).__spec__.origin == "te_lite"
-assert tep.Linear is te.Linear and transformer_engine.pytorch.module.base.initialize_ub is te.initialize_ub
+assert tep.Linear is te.Linear and transformer_engine.pytorch.module.base.destroy_ub is te.destroy_ub
+ours, theirs = (list(inspect.signature(one.initialize_ub).parameters) for one in (te, tep))
+assert ours[:7] == theirs[:7]
+try:
+    tep.module.base.initialize_ub([16, 16], 2, with_cublasmp=True)
+except NotImplementedError as error:
+    assert "with_cublasmp" in str(error)
+try:
+    tep.initialize_ub([16, 16], 2, with_cublasmp=False)
+except RuntimeError as error:
+    assert "torch.distributed" in str(error)
+assert isinstance(tep.Float8CurrentScalingQuantizer(torch.float8_e4m3fn), tep.Quantizer)
+x = tep.MXFP8Quantizer(torch.float8_e4m3fn)(torch.ones(32, 32))
+kinds = tep.QuantizedTensorStorage, tep.tensor.MXFP8TensorStorage, tep.Float8TensorStorage
+assert [isinstance(x, kind) for kind in kinds] == [True, True, False]
 from transformer_engine.common.recipe import DelayedScaling
 assert issubclass(DelayedScaling, te.recipe.DelayedScaling)
 

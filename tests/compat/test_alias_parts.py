@@ -74,6 +74,18 @@ def test_support():
     assert support.is_fp8_available() and support.is_mxfp8_available(return_reason=True) == (True, "")
     assert support.check_nvfp4_support() == (False, "te_lite has no fp4") and support.is_bf16_available()
     assert isinstance(support.get_default_recipe(), te.recipe.Recipe)
+    hybrid, e4m3 = recipes.DelayedScaling(fp8_format=Format.HYBRID), recipes.MXFP8BlockScaling()
+    dtypes = [support.get_fp8_torch_dtype(recipe, way) for recipe in (hybrid, e4m3) for way in (True, False)]
+    assert dtypes == [tensors.DType.kFloat8E4M3, tensors.DType.kFloat8E5M2] + [tensors.DType.kFloat8E4M3] * 2
+    assert support.get_fp8_max(hybrid) == 448 and support.get_fp8_max(hybrid, fprop_tensor=False) == 57344
+    assert [support.get_align_size_for_quantization(recipe) for recipe in (hybrid, e4m3)] == [16, 32]
+
+
+def test_a_recipe_that_does_not_run_here(monkeypatch):
+    support.check_recipe_support(recipes.Float8CurrentScaling())
+    monkeypatch.setattr(support, "_check_recipe", lambda recipe: (False, "a reason"))
+    with pytest.raises(RuntimeError, match="'current' does not run here: a reason"):
+        support.check_recipe_support(recipes.Float8CurrentScaling())
 
 
 def test_isinstance_by_format_and_dtypes():

@@ -22,15 +22,22 @@ _SUPPORT = (
     "get_default_fp8_recipe is_fp8_available is_mxfp8_available is_fp8_block_scaling_available is_nvfp4_available "
     "is_bf16_available get_device_compute_capability"
 )
+_OF_RECIPES = (
+    "check_recipe_support get_fp8_torch_dtype get_fp8_te_dtype=get_fp8_torch_dtype get_fp8_max "
+    "get_align_size_for_quantization"
+)
 _QUANTIZERS = "Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer Float8BlockQuantizer"
-_TENSORS = "Float8Tensor MXFP8Tensor Float8BlockwiseQTensor"
+_TENSORS = (
+    "Float8Tensor MXFP8Tensor Float8BlockwiseQTensor Float8TensorStorage=Float8Tensor MXFP8TensorStorage=MXFP8Tensor "
+    "Float8BlockwiseQTensorStorage=Float8BlockwiseQTensor"
+)
 _MOE = "moe_permute moe_permute_with_probs moe_unpermute moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs"
 _RECOMPUTE = "activation_recompute_forward is_fp8_activation_recompute_enabled in_fp8_activation_recompute_phase"
 _GRAPH = (
     "make_graphed_callables set_capture_start set_capture_end is_graph_capturing graph_pool_handle save_fp8_tensors "
     "restore_fp8_tensors"
 )
-_UB = "initialize_ub destroy_ub UserBufferQuantizationMode"
+_UB = "destroy_ub UserBufferQuantizationMode"
 
 # (module below transformer_engine, where its names stand, the names; "a=b": te_lite's b under the name a).
 # "": te_lite has no such class; building one raises NotImplementedError, asking isinstance is False.
@@ -38,7 +45,9 @@ TABLE = (
     ("common.recipe", f"{_ALIAS}.recipes", _RECIPES),
     ("common.recipe", "", "NVFP4BlockScaling"),
     ("pytorch", "te_lite", f"Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm DotProductAttention {_UB}"),
-    ("pytorch", "te_lite", "CudaRNGStatesTracker QuantizedTensor"),
+    ("pytorch", f"{_ALIAS}.userbuffers", "initialize_ub"),
+    ("pytorch", "te_lite", "CudaRNGStatesTracker QuantizedTensor QuantizedTensorStorage=QuantizedTensor"),
+    ("pytorch", "te_lite.compat.callers", "Quantizer=CallerQuantizer"),
     ("pytorch", "te_lite", "TransformerLayer MultiheadAttention RotaryPositionEmbedding"),
     ("pytorch", f"{_ALIAS}.grouped", "GroupedLinear"),
     ("pytorch", f"{_ALIAS}.graph", "make_graphed_callables"),
@@ -50,16 +59,18 @@ TABLE = (
     ("pytorch", f"{_ALIAS}.tensors", _TENSORS),
     ("pytorch.quantization", f"{_ALIAS}.contexts", _CONTEXTS),
     ("pytorch.quantization", f"{_ALIAS}.manager", "FP8GlobalStateManager"),
-    ("pytorch.quantization", f"{_ALIAS}.support", _SUPPORT),
+    ("pytorch.quantization", f"{_ALIAS}.support", f"{_SUPPORT} {_OF_RECIPES}"),
     ("pytorch.fp8", f"{_ALIAS}.contexts", _CONTEXTS),
     ("pytorch.fp8", f"{_ALIAS}.manager", "FP8GlobalStateManager"),
-    ("pytorch.fp8", f"{_ALIAS}.support", _SUPPORT),
+    ("pytorch.fp8", f"{_ALIAS}.support", f"{_SUPPORT} {_OF_RECIPES}"),
     ("pytorch.distributed", f"{_ALIAS}.distributed", f"checkpoint {_RECOMPUTE} get_all_rng_states"),
     ("pytorch.distributed", "te_lite", "CudaRNGStatesTracker"),
     ("pytorch.graph", f"{_ALIAS}.graph", _GRAPH),
     ("pytorch.module", "te_lite", f"Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm {_UB}"),
     ("pytorch.module", f"{_ALIAS}.grouped", "GroupedLinear"),
+    ("pytorch.module", f"{_ALIAS}.userbuffers", "initialize_ub"),
     ("pytorch.module.base", "te_lite", _UB),
+    ("pytorch.module.base", f"{_ALIAS}.userbuffers", "initialize_ub"),
     ("pytorch.module.base", "te_lite.modules.base", "TransformerEngineBaseModule=TeLiteModule"),
     ("pytorch.module.base", f"{_ALIAS}.distributed", "get_dummy_wgrad"),
     ("pytorch.module.linear", "te_lite", "Linear"),
@@ -74,7 +85,7 @@ TABLE = (
     ("pytorch.attention", "", "InferenceParams"),
     ("pytorch.attention", "te_lite.modules.rope", "apply_rotary_pos_emb RotaryPositionEmbedding"),
     ("pytorch.attention.rope", "te_lite.modules.rope", "apply_rotary_pos_emb RotaryPositionEmbedding"),
-    ("pytorch.tensor", "te_lite", f"QuantizedTensor {_QUANTIZERS}"),
+    ("pytorch.tensor", "te_lite", f"QuantizedTensor QuantizedTensorStorage=QuantizedTensor {_QUANTIZERS}"),
     ("pytorch.tensor", "te_lite.compat.callers", "Quantizer=CallerQuantizer"),
     ("pytorch.tensor", f"{_ALIAS}.tensors", _TENSORS),
     ("pytorch.tensor.float8_tensor", "te_lite", "Float8Quantizer Float8CurrentScalingQuantizer"),
@@ -83,11 +94,11 @@ TABLE = (
     ("pytorch.tensor.mxfp8_tensor", f"{_ALIAS}.tensors", "MXFP8Tensor"),
     ("pytorch.tensor.float8_blockwise_tensor", "te_lite", "Float8BlockQuantizer"),
     ("pytorch.tensor.float8_blockwise_tensor", f"{_ALIAS}.tensors", "Float8BlockwiseQTensor"),
-    ("pytorch.tensor.quantized_tensor", "te_lite", "QuantizedTensor"),
+    ("pytorch.tensor.quantized_tensor", "te_lite", "QuantizedTensor QuantizedTensorStorage=QuantizedTensor"),
     ("pytorch.tensor.quantized_tensor", "te_lite.compat.callers", "Quantizer=CallerQuantizer"),
     ("pytorch.tensor.utils", f"{_ALIAS}.tensors", "replace_raw_data cast_master_weights_to_fp8"),
     ("pytorch.tensor.utils", f"{_ALIAS}.tensors", "post_all_gather_processing"),
-    ("pytorch.quantized_tensor", "te_lite", "QuantizedTensor"),
+    ("pytorch.quantized_tensor", "te_lite", "QuantizedTensor QuantizedTensorStorage=QuantizedTensor"),
     ("pytorch.quantized_tensor", "te_lite.compat.callers", "Quantizer=CallerQuantizer"),
     ("pytorch.float8_tensor", f"{_ALIAS}.tensors", "Float8Tensor"),
     ("pytorch.constants", f"{_ALIAS}.tensors", "TE_DType TE_DType_To_Torch"),
@@ -103,7 +114,8 @@ TABLE = (
     ("pytorch.module", "te_lite", "Fp8Padding Fp8Unpadding"),
     ("pytorch", f"{_ALIAS}.cross_entropy", "parallel_cross_entropy"),
     ("pytorch.utils", f"{_ALIAS}.graph", "make_weak_ref"),
-    ("pytorch.utils", f"{_ALIAS}.support", "is_bf16_compatible=is_bf16_available get_device_compute_capability"),
+    ("pytorch.utils", f"{_ALIAS}.support", "is_bf16_compatible=is_bf16_available is_bf16_available"),
+    ("pytorch.utils", f"{_ALIAS}.support", "get_device_compute_capability"),
 )  # fmt: skip
 
 

@@ -7,22 +7,23 @@ from typing import Any
 import torch
 
 from te_lite.compat.alias import recipes
-from te_lite.recipe import Recipe, check_recipe_support
+from te_lite.recipe import Recipe
+from te_lite.recipe import check_recipe_support as _check_recipe
 
 
 def check_fp8_support() -> tuple[bool, str]:
     """(True, "") where fp8 with one scale a tensor runs, else (False, why not). The CPU runs all recipes."""
-    return check_recipe_support("current")
+    return _check_recipe("current")
 
 
 def check_mxfp8_support() -> tuple[bool, str]:
     """(True, "") where MXFP8 runs, else (False, why not)."""
-    return check_recipe_support("mxfp8")
+    return _check_recipe("mxfp8")
 
 
 def check_fp8_block_scaling_support() -> tuple[bool, str]:
     """(True, "") where 1x128 and 128x128 blocks run, else (False, why not)."""
-    return check_recipe_support("blockwise")
+    return _check_recipe("blockwise")
 
 
 def check_nvfp4_support() -> tuple[bool, str]:
@@ -68,3 +69,26 @@ def get_default_recipe() -> Recipe:
 
 
 get_default_fp8_recipe = get_default_recipe
+
+
+def check_recipe_support(recipe: Recipe) -> None:
+    """RuntimeError with the reason where `recipe` does not run on this machine."""
+    supported, reason = _check_recipe(recipe)
+    if not supported:
+        raise RuntimeError(f"{recipe.name!r} does not run here: {reason}")
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """Of activations and weights, or of gradients; a member of DType. AttributeError for recipes without a format."""
+    format: Any = fp8_recipe.fp8_format  # type: ignore[attr-defined]
+    return format.forward_dtype if fprop_tensor else format.backward_dtype
+
+
+def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
+    """The largest number of that dtype."""
+    return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Of how many rows a group is a multiple after Fp8Padding: 32 under mxfp8, else 16."""
+    return 32 if recipe.mxfp8() else 16
