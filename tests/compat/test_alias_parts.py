@@ -44,6 +44,9 @@ def test_recipes_are_tolerant():
             kind(fp8_format=Format.E5M2)
     with pytest.raises(NotImplementedError, match="override_linear_precision"):
         recipes.DelayedScaling(override_linear_precision=(False, False, True))
+    assert recipes.Float8CurrentScaling(backward_override=None).float8_current_scaling()
+    with pytest.raises(NotImplementedError, match="backward_override='dequantized'"):
+        recipes.Float8CurrentScaling(backward_override="dequantized")
     with pytest.raises(ValueError, match="fp8_dpa"):
         recipes.Float8CurrentScaling(fp8_dpa=True)
     made.margin = "x"

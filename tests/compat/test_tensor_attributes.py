@@ -1,10 +1,13 @@
 """Quantized tensors as Transformer Engine's callers handle them: bytes and scales that are set, caches, quantizers."""
 
+import copy
+
 import pytest
 import torch
 
 import te_lite as te
 from te_lite.compat.alias import tensors
+from te_lite.compat.alias.names import NotThere
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.quantize.kinds import COL_FROM_ROW, KINDS, all_kinds, made, same_bytes, values
 
@@ -222,3 +225,12 @@ def test_flags_copies_and_what_is_let_go(kind):
         x.get_data_tensors(False, False)
     x.clear()
     assert x.get_usages() == {"rowwise": False, "columnwise": False} and "no data" in repr(x)
+
+
+@all_kinds
+def test_names_that_quantizers_do_not_have(kind):
+    quantizer = KINDS[kind][0]()
+    for one in (quantizer, quantizer.copy(), copy.deepcopy(quantizer)):
+        assert not hasattr(one, "onnx_quantize") and one.get_usages() == {"rowwise": True, "columnwise": True}
+        with pytest.raises(NotThere, match=rf"{type(quantizer).__name__}\.onnx_quantize"):
+            one.onnx_quantize(values(16, 64))

@@ -29,6 +29,11 @@ class Tolerant(_InFront):
                 f"{type(self).__name__}(override_linear_precision={kwargs['override_linear_precision']}): te_lite "
                 "keeps wgrad in high precision by te_lite.recipe.RowwiseScaling(high_precision_wgrad=True) alone"
             )
+        if kwargs.get("backward_override") is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}(backward_override={kwargs['backward_override']!r}): te_lite's backward follows "
+                "the recipe; leave it out, or use te_lite.recipe.RowwiseScaling(high_precision_wgrad=True)"
+            )
         super().__init__(*args, **{name: value for name, value in kwargs.items() if name in known})
 
     def __setattr__(self, name: str, value: Any) -> None:

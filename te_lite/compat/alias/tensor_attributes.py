@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_lite.compat.alias.names import NotThere
 from te_lite.compat.callers import CallerQuantizer, for_callers
 from te_lite.quantize.blockwise import BlockFormat
 from te_lite.quantize.flattened import Flattened
@@ -253,5 +254,13 @@ _ADDED: Any = {
     "copy_from_storage": _copy_from_storage, "quantize_": _quantize_, "get_data_tensors": _data_tensors,
     "get_usages": lambda self: {"rowwise": self.q.row is not None, "columnwise": self.q.col is not None},
 }  # fmt: skip
+
+
+def _named(quantizer: CallerQuantizer, name: str) -> Any:
+    """For names that a quantizer does not have."""
+    raise NotThere(f"{type(quantizer).__name__}.{name}: te_lite does not have it (docs/reference/not-there.md)")
+
+
+CallerQuantizer.__getattr__ = _named  # type: ignore[attr-defined]
 for _name, _value in _ADDED.items():
     setattr(QuantizedTensor, _name, _value)
