@@ -47,6 +47,8 @@ except RuntimeError as error:
     assert "torch.distributed" in str(error)
 assert isinstance(tep.Float8CurrentScalingQuantizer(torch.float8_e4m3fn), tep.Quantizer)
 x = tep.MXFP8Quantizer(torch.float8_e4m3fn)(torch.ones(32, 32))
+import transformer_engine_torch
+assert tep.DType is tep.constants.DType is transformer_engine_torch.DType
 kinds = tep.QuantizedTensorStorage, tep.tensor.MXFP8TensorStorage, tep.Float8TensorStorage
 assert [isinstance(x, kind) for kind in kinds] == [True, True, False]
 from transformer_engine.common.recipe import DelayedScaling
