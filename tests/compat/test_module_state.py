@@ -195,3 +195,14 @@ def test_groups():
     assert module.fp8_meta["scaling_fwd"].amax_history.shape == (4, 6) and not hasattr(module, "quantizers")
     with pytest.raises(RuntimeError, match="was captured with"):
         module.fp8_meta["recipe"] = recipes.DelayedScaling(amax_history_len=5)
+
+
+@pytest.mark.parametrize("norm", [te.LayerNorm, te.RMSNorm])
+def test_norms_take_dtype(norm):
+    made = norm(32, dtype=torch.bfloat16, device="cpu")
+    assert made.weight.dtype == made.params_dtype == torch.bfloat16
+    assert norm(32, params_dtype=torch.bfloat16, dtype=torch.bfloat16, device="cpu").params_dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="pass one"):
+        norm(32, params_dtype=torch.float32, dtype=torch.bfloat16, device="cpu")
+    with pytest.raises(TypeError, match="no argument 'sm_margin'"):
+        norm(32, sm_margin=0, device="cpu")

@@ -3,6 +3,7 @@ frameworks ask for the state of fp8, and set it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from te_lite.autocast import current
 from te_lite.compat.alias.names import NotThere
 from te_lite.compat.callers import CallerQuantizer, Float8Quantizer, for_callers
 from te_lite.modules.base import UNPLANNED, TeLiteModule
+from te_lite.modules.norm import _Norm
 from te_lite.ops.registry import makes_data
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.quantizer import Quantizer
@@ -203,6 +205,22 @@ def _refusing(name: str, remedy: str) -> Callable[..., Any]:
     return refuse
 
 
+def _with_dtype(init: Callable[..., None]) -> Callable[..., None]:
+    """A norm's constructor that takes `dtype`, another name of params_dtype. ValueError where both are given."""
+
+    @functools.wraps(init)
+    def taking_dtype(norm: _Norm, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        if dtype is not None and kwargs.setdefault("params_dtype", dtype) is not dtype:
+            raise ValueError(
+                f"{type(norm).__name__}(params_dtype={kwargs['params_dtype']}, dtype={dtype}): both mean the "
+                "parameters' dtype; pass one"
+            )
+        init(norm, *args, **kwargs)
+
+    return taking_dtype
+
+
+_Norm.__init__ = _with_dtype(_Norm.__init__)  # type: ignore[method-assign]
 _OWN = "te_lite's modules do not run by it: derive from one of them, or build on te.all_gather_linear and its like"
 _BY_AUTOCAST = "call module.init_fp8_metadata() in te.autocast(recipe=...), which makes the scales of that recipe"
 _REFUSED = {
