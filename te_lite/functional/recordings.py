@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_lite import epoch
 from te_lite._C import described
 from te_lite.functional.saved import Item, Shells, taken_apart
 from te_lite.ops.gemm import reduces_low
-from te_lite.ops.recorder import Recorder, Recording
+from te_lite.ops.recorder import Recorder
+from te_lite.ops.recording import NoRoom, Recording
 from te_lite.ops.registry import capturing, unwatched
 from te_lite.overlap.exchange import Note, Place
 from te_lite.overlap.group import Group
@@ -60,7 +62,7 @@ class Recordings:
         self._known: dict[tuple, Known | int] = {}  # the int: it has run so often, and none of these was recorded
         self._forms: dict[tuple, int] = {}
         self._asks: dict[tuple, int] = {}  # bytes that the first run has allocated, those given back included
-        self._places, self._group = places, group
+        self._places, self._group, self._epoch = places, group, epoch.number
         most = MOST_FLOPS_BETWEEN_RANKS if places else MOST_FLOPS
         self._most_tokens = most // (2 * max(1, largest_weight))
 
@@ -71,13 +73,14 @@ class Recordings:
         decided: all that the body depends on beside shapes, dtypes and addresses of `inputs`. inputs: all tensors that
         it reads or writes. The first is [..., features] of all tokens."""
         # In a checkpoint the scales come from its first run, not from where a recording fetches them.
-        if not unwatched() or CHECKPOINTS.frames:
+        # And what collectives are announced to is what there was when they were recorded.
+        if not unwatched() or CHECKPOINTS.frames or self._epoch != epoch.number:
             return None, None
         description, addresses = described(inputs)
         key: tuple = decided, reduces_low(), description
         group = self._group
         if group is not None:
-            if group.closed or capturing():
+            if capturing():
                 return None, None
             key += (group.next_slots(),)
         known: Any = self._known.get(key, 0)
@@ -89,9 +92,11 @@ class Recordings:
             return None, None
         try:
             results = known.recording.run(inputs, addresses)
+        except NoRoom:
+            return None, None
         except BaseException as error:
-            labels = dict.fromkeys(place.label for place in self._places if place.group is not None)
-            if group is not None and labels:
+            if group is not None:
+                labels = dict.fromkeys(place.label or "a linear without overlap" for place in self._places)
                 group.failed(f"a recorded pass over {', '.join(labels)}", error)
             raise
         for place, note in known.notes:

@@ -254,8 +254,8 @@ class Recorder(TorchDispatchMode):
         return Recording(parts, device, self._fetches, list(kept.values()), block, given, counters)
 
     def _as_view(self, t: Tensor, places: dict[int, Address]) -> tuple[int, View]:
-        if t.untyped_storage()._cdata not in self._made and self._is_fixed(t):
-            self.refuse("a collective moves what lies in userbuffers")
+        if not t.numel() or (t.untyped_storage()._cdata not in self._made and self._is_fixed(t)):
+            self.refuse("Python calls something for an empty tensor, or for what lies in userbuffers")
             return 0, view_of(t, None)
         slot, offset = self._address(t, places, 0)
         return slot, View(t.dtype, t.shape, t.stride(), offset // t.element_size())

@@ -17,6 +17,10 @@ _ALIGNED = 512  # bytes: as torch's own allocations
 Fetch = Callable[[], tuple[Tensor | None, ...]]
 
 
+class NoRoom(torch.OutOfMemoryError):
+    """A replay has begun nothing: it asks for its memory in one piece and at once, where a body may do with less."""
+
+
 class Called(NamedTuple):
     """What Python calls between two sequences. tensors: (slot, how it lies there)."""
 
@@ -46,13 +50,19 @@ class Recording:
         self._made = [like_of(shape, dtype, device) for shape, dtype in allocations]
 
     def run(self, inputs: tuple[Tensor | None, ...], addresses: bytes | None = None) -> list[Tensor]:
-        """The body's results for inputs of the same description. addresses: with which described() gave that."""
+        """The body's results for inputs of the same description. addresses: with which described() gave that. Raises
+        NoRoom before it has begun anything."""
         addresses = described(inputs)[1] if addresses is None else addresses
         more: list[Any] = []
+        made: list[Tensor] = []
+        try:
+            for like in self._made:
+                made.append(torch.empty_like(like))
+        except torch.OutOfMemoryError as error:
+            raise NoRoom(*error.args) from None
         for fetch in self._fetches:
             more += fetch()
-        for like in self._made:
-            more.append(torch.empty_like(like))
+        more += made
         epochs = [counter.turn() for counter in self._counters]
         slots: Any = (*inputs, *more)
         for part in self._parts:

@@ -60,21 +60,24 @@ def make(kind: str, size: int, flags: dict[str, bool], device: torch.device, **m
     return (te.LayerNormLinear if kind == "LayerNormLinear" else te.Linear)(HIDDEN, 64 * size, **common, **taken)
 
 
-def one_step(module: Any, recipe: str | None, xs: list[torch.Tensor], dys: Any, last: bool) -> dict[str, torch.Tensor]:
+def one_step(
+    module: Any, recipe: str | None, xs: list[torch.Tensor], dys: Any, last: bool, residual: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Every tensor that a step leaves. xs: of micro-batches, whose forwards come before their backwards. last: an
-    evaluation follows."""
+    evaluation follows. residual: is added to each y."""
+    more = {} if residual is None else {"residual": residual}
     xs, ys = [x.clone().requires_grad_() for x in xs], []
     module.zero_grad(set_to_none=True)
     for x in xs:
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            ys.append(module(x))
+            ys.append(module(x, **more))
     got: dict[str, Any] = {}
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         y.backward(dys(y.shape))
         got |= {f"y {i}": y.detach(), f"dx {i}": x.grad}
     if last:
         with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
-            got["evaluated"] = module(xs[0])
+            got["evaluated"] = module(xs[0], **more)
     got |= {name: p.grad for name, p in module.named_parameters()}
     got |= {f"{name}.main_grad": getattr(p, "main_grad", None) for name, p in module.named_parameters()}
     got |= {name: t for name, t in module.state_dict().items() if "extra" in name and t.numel()}
@@ -117,11 +120,13 @@ def check(
         count = 1 if step % 3 else 4  # of micro-batches
         xs = [torch.randn(m, features, device=device, dtype=BF16, generator=draw) for _ in range(count)]
         xs = [x * 2.0 ** (step % 3) for x in xs]  # scales move
+        rows = m if whole else m // size
+        residual = xs[0][:rows].flip(0) if kind == "row" and flags is COLLECTIVE else None
 
         def dys(shape: torch.Size, draw: torch.Generator = draw) -> torch.Tensor:
             return torch.randn(shape, device=device, dtype=BF16, generator=draw.manual_seed(7))
 
-        want = one_step(twin, recipe, xs, dys, step % 5 == 2)
+        want = one_step(twin, recipe, xs, dys, step % 5 == 2, residual)
         if step == 4 and flags is not COLLECTIVE:  # something else takes a turn
             te.all_gather(xs[0], dist.group.WORLD).wait()
         with pytest.MonkeyPatch.context() as patch:
@@ -129,7 +134,7 @@ def check(
                 record_on_cpu(patch)
             if rank == 1 and step == 2:
                 module._planned[1][0].recordings._known.clear()
-            got = one_step(module, recipe, xs, dys, step % 5 == 2)
+            got = one_step(module, recipe, xs, dys, step % 5 == 2, residual)
         assert got.keys() == want.keys()
         for name, value in want.items():
             assert_bitwise_equal(f"{kind} {recipe} {flags} step {step}: {name}", got[name], value)
@@ -137,6 +142,29 @@ def check(
         assert rows[: len(rows) // 2] == rows[len(rows) // 2 :], rows
     if replays(module) < LEAST:
         TOO_FEW.append(f"{kind} {recipe} {flags}: {replays(module)} replays of at least {LEAST}; {REFUSALS}")
+
+
+def others_come_between(device: torch.device) -> None:
+    """Userbuffers that come between a forward and its backward, which one rank has recorded and the other has not."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = make("column", size, COLLECTIVE, device)
+    x = torch.randn(TOKENS, HIDDEN, device=device, dtype=BF16)
+    with pytest.MonkeyPatch.context() as patch:
+        if device.type == "cpu":
+            record_on_cpu(patch)
+        for _ in range(6):
+            module(x.clone().requires_grad_()).sum().backward()
+        assert replays(module) >= LEAST
+        if rank == 1:
+            module._planned[1][0].recordings._known.clear()
+        y = module(x.clone().requires_grad_())
+        begin(TOKENS * size, 64 * size, dist.group.WORLD, device, dtype=BF16)
+        y.sum().backward()
+        for _ in range(3):
+            module(x.clone().requires_grad_()).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    te.destroy_ub()
 
 
 def failing(device: torch.device) -> None:
@@ -190,6 +218,7 @@ def main() -> int:
         for kind, recipe in itertools.product(KINDS, recipes[:3]):
             check(kind, recipe, COLLECTIVE, device, main_grads=recipe is None)
         te.destroy_ub()
+        others_come_between(device)
         assert not TOO_FEW, "\n".join(TOO_FEW)
         if rank == 0:
             print("collectives: ok", flush=True)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_lite as te
 from te_lite.functional.recordings import Recordings
-from te_lite.ops.recording import like_of
+from te_lite.ops.recording import Recording, like_of
 from te_lite.ops.source import plain
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.quantizer import Quantizer
@@ -159,6 +159,30 @@ def test_a_body_is_not_recorded_where_its_memory_has_no_room_twice(monkeypatch):
             taken = found or recordings.run(key, (x,), lambda: (x * 2,))
             assert torch.equal(taken.tensors[0], x * 2)
         assert (found is not None) == replayed
+
+
+def test_the_body_runs_where_a_replay_has_no_room(monkeypatch):
+    """A replay asks for all its memory before it does anything."""
+    record_on_cpu(monkeypatch)
+    recordings, x, fetched = Recordings(1), torch.randn(4, 4), []
+    for _ in range(3):
+        key, found = recordings.try_replay(("body",), (x,))
+        if found is None:
+            recordings.run(key, (x,), lambda: (x * 2,))
+    assert found is not None
+    recording = Recording(
+        [], torch.device("cpu"), [lambda: fetched.append(True) or ()], [(x.shape, x.dtype)], 0, [(1, None)]
+    )
+    (known,) = [key for key, value in recordings._known.items() if not isinstance(value, int)]
+    recordings._known[known] = recordings._known[known]._replace(recording=recording)
+    monkeypatch.setattr(recording, "device", None)
+    assert recordings.try_replay(("body",), (x,))[1].tensors[0].shape == x.shape and len(fetched) == 1
+
+    def none_left(like):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty_like", none_left)
+    assert recordings.try_replay(("body",), (x,)) == (None, None) and len(fetched) == 1
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])

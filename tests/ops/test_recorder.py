@@ -247,5 +247,8 @@ def test_what_python_must_not_call():
     assert torch.equal(memory[:4], x) and recorder.finish([x]) is None
     assert "userbuffers" in recorder.why_not
     recorder = Recorder([x])
+    recorder.run(lambda: called(lambda a, b: None, x, x[4:]))
+    assert recorder.finish([x]) is None and "an empty tensor" in recorder.why_not
+    recorder = Recorder([x])
     recorder.run(lambda: called(lambda: x.add_(1)))
     assert recorder.finish([x]) is None and "does not name its memory" in recorder.why_not
