@@ -24,7 +24,8 @@ On several ranks each process becomes as many, by torchrun, with sequence parall
 same --overlap are compared. With --seeds 1 there is no noise, and so no loss_ratio. A pipeline has 4 micro-batches.
 
     speedup, wall_speedup = tokens a second with overlap over those without, of the same candidate
-    tokens_s              = of all ranks, by the time of rank 0's GPU; wall_tokens_s: by the slowest rank's clock
+    tokens_s              = of all ranks, by the time of rank 0's GPU; wall_tokens_s: by the slowest rank's clock.
+                            Medians of steps after those whose losses are compared, once the host has settled
 
 Exit status 1 where a process failed, a loss is not finite, or loss_ratio is too large.
 """
@@ -165,7 +166,8 @@ def measure(
     for name in ("tp", "pp", "ranks", "micro_batches"):
         command += [f"--{name.replace('_', '-')}", str(getattr(layout, name))]
     command += ["--distributed-optimizer"] if layout.distributed_optimizer else []
-    command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--lr", str(args.lr), "--json", str(report)]
+    command += ["--steps", str(args.steps), "--timed", str(args.timed), "--settle", str(args.settle)]
+    command += ["--lr", str(args.lr), "--json", str(report)]
     command += ["--seeds", *map(str, args.seeds), "--seed-is", args.seed_is, "--device", args.device]
     variables = {"PYTHONPATH": in_front(args.te_pythonpath)} if candidate == "te" else {}
     if layout.tp > 1:
@@ -271,7 +273,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--distributed-optimizer", action="store_true", help="Megatron's")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--warmup", type=int, default=10, help="steps that are not timed")
+    parser.add_argument("--timed", type=int, help="further steps, which are timed; default 30, on the CPU 2")
+    parser.add_argument("--settle", type=float, help="seconds of training before them; default 8, on the CPU 0")
     parser.add_argument("--rounds", type=int, default=0, help="as --steps, where it is not 0")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=(1, 2), help="1: no loss_ratio, less time")
@@ -289,6 +292,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.seeds = SEEDS[: args.seeds]
     args.end = time.monotonic() + args.total_limit
     cpu = torch.device(args.device).type == "cpu"
+    args.timed = (2 if cpu else 30) if args.timed is None else args.timed
+    args.settle = (0.0 if cpu else 8.0) if args.settle is None else args.settle
     args.sizes = Sizes(
         **{name: getattr(args, name) or value for name, value in asdict(SMOKE if cpu else Sizes()).items()}
     )
@@ -332,7 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     result_files.write_results(
         args.out / layout.file, "megatron" if layout.ranks == 1 else "megatron_ranks", rows, tree=tree,
         device=args.device, left_out=left_out, peers={"transformer_engine": version} if version else {},
-        bars=bars(rows), seed=MEANING[args.seed_is], steps=args.steps, warmup=args.warmup, lr=args.lr, window=WINDOW,
+        bars=bars(rows), seed=MEANING[args.seed_is], steps=args.steps, timed=args.timed, settle=args.settle,
+        lr=args.lr, window=WINDOW,
         ranks=layout.ranks, **asdict(layout), **asdict(sizes),
     )  # fmt: skip
     said = [f"{'holds' if holds else 'FAILS'}  {name}" for name, holds in bars(rows).items()]

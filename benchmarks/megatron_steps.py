@@ -1,26 +1,21 @@
 """One rank of benchmarks/megatron_gpt.py: Megatron-core's GPT over one Transformer Engine, under one recipe.
 
-The seeds train one after the other. What they share: initial weights in fp32, drawn by the parameter's name; the data
-of each step. What a seed draws: which way each weight is rounded to bf16 (--seed-is rounding), or the weights
-themselves (--seed-is weights).
-
-Several ranks are started by torchrun. Each weight is drawn as a whole on every rank, and a rank keeps its shard: the
-model is the same on any number of ranks. Each data parallel rank has micro-batches of its own.
+The seeds train one after the other; megatron_data.py says what they share and what they draw. Several ranks are started
+by torchrun. Each data parallel rank has micro-batches of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import math
 import os
-import re
 import statistics
 import sys
 import time
 import warnings
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,87 +26,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.megatron_data import Shard, fill, tokens_of
+
 FP8 = {  # of Megatron's config
     "bf16": {},
     "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
     "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
-DEVIATION = 0.02  # of the initial weights, as Megatron's
-
-
-def local_name(name: str) -> str:
-    """Of a parameter of the TE spec in the local spec."""
-    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-
-
-def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
-    """fp32 -> bf16, up or down at random: by chance to the nearer one more often, so that the mean is right."""
-    noise = torch.randint(1 << 16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
-    return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The part of the model that a rank holds: all of it by default."""
-
-    rank: int = 0  # among the tensor parallel ranks
-    tp: int = 1
-    first_layer: int = 0  # the number of layers in the pipeline stages before
-
-    def whole_name(self, name: str) -> str:
-        """The name in the model of one rank. A pipeline stage counts its layers from 0."""
-        return re.sub(r"layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + self.first_layer}.", name)
-
-    def whole_shape(self, name: str, shape: torch.Size) -> list[int]:
-        """Of a weight [out, in] of which this rank has `shape`."""
-        whole = list(shape)
-        whole[split_dimension(name)] *= self.tp
-        return whole
-
-    def part_of(self, name: str, values: Tensor) -> Tensor:
-        """This rank's rows or columns. Those of linear_fc1, [gate; up], are its rows of gate and of up."""
-        if "linear_fc1" in name:
-            return values.unflatten(0, (2, self.tp, -1))[:, self.rank].flatten(0, 1)
-        return values.chunk(self.tp, split_dimension(name))[self.rank]
-
-
-WHOLE = Shard()
-
-
-def split_dimension(name: str) -> int:
-    """The dimension along which tensor parallelism splits a weight [out, in]."""
-    return 1 if "linear_proj" in name or "linear_fc2" in name else 0
-
-
-@torch.no_grad()
-def fill(model: torch.nn.Module, seed: int, seed_is: str, shard: Shard = WHOLE) -> None:
-    """Draws the weights of a seed. Those of norms are 1."""
-    for name, param in model.named_parameters():
-        if param.dim() == 1:
-            param.fill_(1.0)
-            continue
-        own = zlib.crc32(shard.whole_name(local_name(name)).encode())
-        draw = torch.Generator(param.device).manual_seed(own + (seed if seed_is == "weights" else 0))
-        values = torch.empty(shard.whole_shape(name, param.shape), device=param.device)
-        values.normal_(0.0, DEVIATION, generator=draw)
-        param.copy_(shard.part_of(name, rounded(values, draw.manual_seed(own + 7919 * (seed + 1)))))
-
-
-def tokens_of(step: int, args: argparse.Namespace, batch: int = 0) -> Tensor:
-    """[micro batch, sequence + 1]: each token is followed by its successor in half of the cases, else by one of few
-    frequent ones (their number falls as 1/rank), so that there is something to learn, and losses stay above 0.
-    batch: counts the micro-batches of a step over all data parallel ranks."""
-    draw = torch.Generator().manual_seed(17 + step + 1_000_003 * batch)
-    shape = args.micro_batch, args.sequence + 1
-    rank = torch.rand(shape, generator=draw).mul_(torch.log(torch.tensor(float(args.vocabulary)))).exp_()
-    own = (rank.long() * 7919) % args.vocabulary
-    follows = torch.rand(shape, generator=draw) < 0.5
-    follows[:, 0] = False
-    place = torch.arange(shape[1]).expand(shape)
-    start = place.masked_fill(follows, 0).cummax(1).values  # of the run of successors that a token is in
-    return (own.gather(1, start) + place - start) % args.vocabulary
 
 
 def over_te(args: argparse.Namespace) -> bool:
@@ -217,17 +139,33 @@ def of_all_ranks(losses: list[Tensor], wall_us: list[float], peak: float) -> tup
     return [round(loss, 6) for loss in mean.tolist()], wall_us, peak
 
 
+def of_every_rank(steps: float, device: torch.device) -> int:
+    """The most that any rank asks for."""
+    most = torch.tensor([steps], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return math.ceil(most.item())
+
+
 def train(args: argparse.Namespace, device: torch.device, data: list[list[Tensor]]) -> dict:
-    """losses of each step; medians of the steps after the warm-up: wall_us of the slowest rank, gpu_us of this one."""
-    training, cuda = Training(args, device), device.type == "cuda"
+    """losses of each step of `data`; then medians of further steps, once the process has trained for --settle seconds,
+    for so long its host may take twice its time: wall_us of the slowest rank, gpu_us of this one."""
+    training, cuda, start = Training(args, device), device.type == "cuda", time.perf_counter()
+    args.began = args.began or start
     losses, gpu_us, wall_us = [], [], []
     for batches in data:
+        line_up(device)
+        losses.append(training.step(batches))
+    line_up(device)
+    now, more = time.perf_counter(), itertools.cycle(data)
+    for _ in range(of_every_rank(max(0.0, args.began + args.settle - now) * len(data) / (now - start), device)):
+        training.step(next(more))
+    for _ in range(args.timed):
         line_up(device)
         if cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
         began = time.perf_counter()
-        losses.append(training.step(batches))
+        training.step(next(more))
         if cuda:
             end.record()
             torch.cuda.synchronize()
@@ -235,10 +173,9 @@ def train(args: argparse.Namespace, device: torch.device, data: list[list[Tensor
         gpu_us.append(1e3 * begin.elapsed_time(end) if cuda else wall_us[-1])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     said, wall_us, peak = of_all_ranks(losses, wall_us, peak)
-    warm = min(args.warmup, len(data) - 1)
-    quarters = statistics.quantiles(gpu_us[warm:], n=4) if len(data) - warm > 1 else [0.0, 0.0, 0.0]
-    gpu = statistics.median(gpu_us[warm:])
-    found = {"losses": said, "gpu_us": gpu, "wall_us": statistics.median(wall_us[warm:])}
+    quarters = statistics.quantiles(gpu_us, n=4) if len(gpu_us) > 1 else [0.0, 0.0, 0.0]
+    gpu = statistics.median(gpu_us)
+    found = {"losses": said, "gpu_us": gpu, "wall_us": statistics.median(wall_us)}
     return found | {
         "spread": (quarters[2] - quarters[0]) / gpu,
         "peak_gib": peak if cuda else None,
@@ -275,9 +212,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--json", type=Path, required=True)
     sizes = ("layers", "hidden", "ffn", "heads", "groups", "vocabulary", "sequence", "micro-batch")
-    for name in (*sizes, "micro-batches", "steps", "warmup", "tp", "pp", "ranks"):
+    for name in (*sizes, "micro-batches", "steps", "timed", "tp", "pp", "ranks"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--settle", type=float, required=True)
     parser.add_argument("--device", required=True)
+    parser.set_defaults(began=0.0)
     return parser.parse_args()
 
 

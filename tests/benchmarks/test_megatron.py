@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_lite.compat
-from benchmarks import megatron_gpt, megatron_steps, report
+from benchmarks import megatron_data, megatron_gpt, report
 
 SITE = Path(te_lite.compat.__file__).parent / "alias" / "site"
 
@@ -115,24 +115,24 @@ def test_ranks_hold_parts_of_one_model():
 
     def drawn(layers, shard):
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)}).bfloat16()
-        megatron_steps.fill(model, 1, "rounding", shard)
+        megatron_data.fill(model, 1, "rounding", shard)
         return model["layers"][-1]
 
-    whole = drawn([Layer(), Layer()], megatron_steps.Shard())
-    parts = [drawn([Layer(2)], megatron_steps.Shard(rank, 2, 1)) for rank in range(2)]
+    whole = drawn([Layer(), Layer()], megatron_data.Shard())
+    parts = [drawn([Layer(2)], megatron_data.Shard(rank, 2, 1)) for rank in range(2)]
     for name, dim in (("linear_qkv", 0), ("linear_proj", 1), ("linear_fc2", 1)):
         weights = [getattr(part, name).weight for part in parts]
         assert torch.equal(torch.cat(weights, dim), getattr(whole, name).weight), name
     gate, up = whole.linear_fc1.weight.chunk(2)
     for rank, part in enumerate(parts):
         assert torch.equal(part.linear_fc1.weight, torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]))
-    first = drawn([Layer(2)], megatron_steps.Shard(0, 2, 0))
+    first = drawn([Layer(2)], megatron_data.Shard(0, 2, 0))
     assert not torch.equal(first.linear_qkv.weight, parts[0].linear_qkv.weight), "another layer"
 
 
 def test_batches_of_ranks_differ():
     args = Namespace(micro_batch=2, sequence=64, vocabulary=50)
-    found = [megatron_steps.tokens_of(3, args, batch) for batch in range(3)]
+    found = [megatron_data.tokens_of(3, args, batch) for batch in range(3)]
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
     follows = (found[0][:, 1:] == (found[0][:, :-1] + 1) % 50).float().mean()
     assert 0.4 < float(follows) < 0.65 and int(found[0].max()) < 50
@@ -142,14 +142,14 @@ def test_seeds_round_the_same_weights():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)).bfloat16()
     drawn = []
     for seed, seed_is in ((0, "rounding"), (1, "rounding"), (0, "rounding"), (1, "weights")):
-        megatron_steps.fill(model, seed, seed_is)
+        megatron_data.fill(model, seed, seed_is)
         drawn.append(model[0].weight.detach().float().clone())
     assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
     step = (drawn[0] - drawn[1]).abs() / drawn[0].abs()
     assert bool((step <= 2.0**-7).all()), "neighbours in bf16"
-    assert (drawn[0] - drawn[3]).std() > megatron_steps.DEVIATION
+    assert (drawn[0] - drawn[3]).std() > megatron_data.DEVIATION
     values = torch.full((40_000,), 1.0 + 2.0**-9)  # a quarter of the way to the next one
-    mean = megatron_steps.rounded(values, torch.Generator().manual_seed(0)).double().mean()
+    mean = megatron_data.rounded(values, torch.Generator().manual_seed(0)).double().mean()
     assert abs(float(mean) - float(values[0])) < 5 * 2.0**-7 * 0.44 / 200, "5 standard errors"
 
 
