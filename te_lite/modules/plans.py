@@ -100,6 +100,8 @@ def _build_plan(
     native = operands.wgrad.a.format.multiplies(operands.wgrad.b.format)
     if gathered is not None and native and gathered.format.shard_multiple > 1:
         reasons.append(f"{short} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}")
+    if isinstance(weight, QuantizedTensor) and weight.q.format != operands.fprop.b.format:
+        reasons.append(f"the weight is kept in {weight.q.format.label}, another format than that of its GEMMs")
     name, reason = short if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
     info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)
     parallel = parallel_linear(tp, exchanges)

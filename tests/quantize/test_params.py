@@ -310,6 +310,15 @@ def test_a_write_between_forward_and_backward_is_noticed():
         y.backward(dy)
 
 
+@pytest.mark.parametrize("other, said", [("current", ""), ("mxfp8", "kept in e4m3"), (None, "kept in e4m3")])
+def test_the_report_says_where_another_recipe_wants_another_format(other, said):
+    module = make(LINEAR, "current", name=f"kept for {other}")
+    with under(other):
+        module(batch(LINEAR)[0])
+    (reason,) = {row["reason"] for row in te.overlap_report() if row["module"] == module.name}
+    assert said in reason if said else not reason
+
+
 @recipes
 def test_free_caches(recipe):
     """Drops kept weights and what can be made again, in children too; the results stay what they are."""
