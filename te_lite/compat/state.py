@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections import OrderedDict
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -33,42 +33,106 @@ class _Inert:
         return made
 
 
-def _storage(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Tensor:
+    """torch._utils._rebuild_tensor_v2, which would let a storage grow to what the file asks for."""
+    if type(storage) is not torch.storage.TypedStorage:
+        raise pickle.UnpicklingError(f"it makes a tensor of {type(storage).__name__}")
+    return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage).as_strided(size, stride, offset)
 
 
-class _Reader(pickle.Unpickler):
-    """Makes tensors, plain values and _Inert alone, so that no code of the file's runs."""
+# Opcodes of protocols 3 to 5 that tensors and plain values need, by the names of pickle's constants.
+_NEEDED = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
+    "SHORT_BINBYTES BINBYTES EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS MEMOIZE "
+    "BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE"
+)
 
-    _KNOWN: ClassVar[dict[str, Any]] = {
-        "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
-        "torch.storage._load_from_bytes": _storage,
-        "collections.OrderedDict": OrderedDict,
-    }
+
+class _Reader(pickle._Unpickler):
+    """Makes tensors, plain values and _Inert alone, so that no code of the file's runs and nothing else changes.
+
+    The unpickler in Python: that in C does not let BUILD be replaced, and makes room for as many values as a file says.
+    """
+
+    stack: list[Any]
+    pop_mark: Any  # () -> what was put on the stack since the last MARK
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._storages: dict[bytes, Any] = {}  # each once, however often a small file asks for it
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("transformer_engine."):
+        full = f"{module}.{name}"
+        if module.startswith("transformer_engine.") or full == "collections.OrderedDict":  # of a tensor's hooks
             return _Inert
-        if (known := self._KNOWN.get(f"{module}.{name}")) is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return known
+        known = {"torch._utils._rebuild_tensor_v2": _tensor, "torch.storage._load_from_bytes": self._storage}
+        if full not in known:
+            raise pickle.UnpicklingError(f"it names {full}")
+        return known[full]
+
+    def _storage(self, data: bytes) -> Any:
+        if type(data) is not bytes:
+            raise pickle.UnpicklingError(f"it reads a storage from {type(data).__name__}")
+        if data not in self._storages:
+            self._storages[data] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return self._storages[data]
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("it has what no pickle of tensors and plain values has")
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is not _Inert or type(state) is not dict:
+            raise pickle.UnpicklingError(f"it sets what {type(made).__name__} holds")
+        vars(made).update(state)
+
+    def _set(self, items: list[Any]) -> None:
+        made = self.stack[-1]
+        if type(made) is not dict or not all([type(key) is str for key in items[::2]]):  # a tuple's hash may take years
+            raise pickle.UnpicklingError("it has a key that is no string")
+        made.update(zip(items[::2], items[1::2], strict=True))
+
+    def _set_one(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _set_many(self) -> None:
+        self._set(self.pop_mark())
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **dict.fromkeys(range(256), _refuse),
+        **{op: pickle._Unpickler.dispatch[op] for op in [getattr(pickle, name)[0] for name in _NEEDED.split()]},
+        pickle.NEWOBJ[0]: pickle._Unpickler.dispatch[pickle.REDUCE[0]],  # a call, which _Inert alone takes
+        pickle.BUILD[0]: _build, pickle.SETITEM[0]: _set_one, pickle.SETITEMS[0]: _set_many,
+    }  # fmt: skip
 
 
-def _from_pickle(data: bytes) -> Tensor:
-    """Transformer Engine's histories and scales as the tensor that te_lite writes; empty where it has none, as under
-    other recipes than delayed scaling. ValueError for what Transformer Engine does not write."""
+def _scales(data: bytes, load: Callable[[bytes], Any]) -> Tensor | None:
+    """Transformer Engine's histories and scales as the tensor that te_lite writes; empty or None where it has none, as
+    under other recipes than delayed scaling. load: what `data` says. ValueError for what Transformer Engine does not
+    write."""
     try:
-        said = _Reader(io.BytesIO(data)).load() or {}
-        if "scale_fwd" not in dict(said):
-            return torch.empty(0)
-        extra = said["extra_fp8_variables"]
+        said = load(data)
+        if said is None:
+            return None
+        if type(said) is not dict or (said and not said.keys() & {"recipe", "scale_fwd"}):
+            raise ValueError("it is no dict with a recipe or scales")
         margin = vars(said["recipe"]).get("margin", 0) if "recipe" in said else 0  # before 2.0 the default recipe
+        if "scale_fwd" not in said:
+            return torch.empty(0)
+        extra, length = said["extra_fp8_variables"], len(said["amax_history_fwd"])
         largest = [float(extra[f"fp8_max_{way}"]) * 2.0**-margin for way in ("fwd", "bwd")]
-        forward, backward = ([said[f"amax_history_{way}"], said[f"scale_{way}"]] for way in ("fwd", "bwd"))
-        sizes = [part.numel() for _, part in (forward, backward)]
-        header = torch.tensor([VERSION, forward[0].shape[0], *sizes, *largest], dtype=torch.float32)
-        return torch.cat([header, *[part.reshape(-1).float() for part in (*forward, *backward)]])
-    except Exception as error:  # as many kinds as there are ways to be no such pickle
+        parts: list[Tensor] = []
+        for way in ("fwd", "bwd"):
+            history, scale = said[f"amax_history_{way}"], said[f"scale_{way}"]
+            if scale.dim() != 1 or history.shape != (length, *scale.shape):
+                raise ValueError(f"history_{way} {tuple(history.shape)}, scale_{way} {tuple(scale.shape)}")
+            parts += history, scale
+        if not all([part.is_floating_point() and part.nbytes <= len(data) for part in parts]):
+            raise ValueError("a history or scale is not of floating-point numbers that lie in the file")
+        header = torch.tensor([VERSION, length, len(parts[1]), len(parts[3]), *largest], dtype=torch.float32)
+        return torch.cat([header, *[part.reshape(-1).float() for part in parts]])
+    except Exception as error:  # as many kinds as there are ways to be no such state
         raise ValueError(
             f"extra state is no pickle of Transformer Engine's scales ({error}); drop the *_extra_state keys from the "
             "state dict: a new module then starts with fresh scales"
@@ -78,7 +142,8 @@ def _from_pickle(data: bytes) -> Tensor:
 def _read(state: Any) -> Any:
     """Transformer Engine's extra state as te_lite's: bytes, BytesIO or uint8 tensor; anything else as it is.
 
-    One that says that there is none is compared, not unpickled, which could run code. Others are read with ALLOWED.
+    torch reads torch.save's files, as versions before 2.0 wrote them, and runs no code of theirs. A pickle that says
+    that there is no state is compared, not unpickled, which could run code. Others are read with ALLOWED.
     """
     if isinstance(state, Tensor):
         if state.dtype != torch.uint8 or state.is_meta or isinstance(state, FakeTensor):
@@ -91,10 +156,12 @@ def _read(state: Any) -> Any:
     if data in _NOTHING:
         return None
     if data.startswith(b"PK"):  # torch.save's file
-        with suppress(Exception):  # as many kinds as there are ways to be no such file
-            return None if torch.load(io.BytesIO(data), weights_only=True) is None else state
-        return state
-    return _from_pickle(data) if os.environ.get(ALLOWED) == "1" else state
+        try:
+            said = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception:  # as many kinds as there are ways to be no such file
+            return state
+        return _scales(data, lambda _: said)
+    return _scales(data, lambda data: _Reader(data).load()) if os.environ.get(ALLOWED) == "1" else state
 
 
 READERS.append(_read)

@@ -2,9 +2,11 @@
 its names, as its modules write them."""
 
 import enum
-import os
+import io
 import pickle
+import struct
 import sys
+import tracemalloc
 from collections import namedtuple
 from dataclasses import dataclass
 from types import ModuleType
@@ -110,14 +112,13 @@ def test_other_recipes_have_no_scales(allowed, recipes):
 
 
 def test_an_older_state_without_a_recipe(allowed):
-    module, gemms = module_of("Linear")
-    state = written(None, gemms)
-    del state["recipe"]
-    module.load_state_dict(module.state_dict() | {"_extra_state": as_uint8(state)})
+    module, _ = module_of("Linear")
+    module.load_state_dict(module.state_dict() | {"_extra_state": as_uint8(stated())})
     assert module.get_extra_state()[4:6].tolist() == [448.0, 57344.0]
 
 
-def test_it_is_refused_where_it_is_not_allowed(recipes):
+def test_it_is_refused_where_it_is_not_allowed(recipes, monkeypatch):
+    monkeypatch.delenv("TE_LITE_PICKLED_STATE", raising=False)
     module, gemms = module_of("Linear")
     with pytest.raises(TypeError, match=r"TE_LITE_PICKLED_STATE=1 alone\); drop"):
         module.load_state_dict(
@@ -128,21 +129,108 @@ def test_it_is_refused_where_it_is_not_allowed(recipes):
 class Runs:
     """Unpickled, it would be noticed."""
 
+    ran = False
+
     def __reduce__(self):
-        return os.putenv, ("TE_LITE_TEST_RAN", "1")
+        return _run, ()
 
 
-@pytest.mark.parametrize("state", [
-    as_uint8(Runs()), as_uint8({"scale_fwd": Runs()}), as_uint8({"scale_fwd": torch.ones(3)}), as_uint8([1]),
-    torch.arange(40, dtype=torch.uint8), as_uint8({"scale_fwd": torch.optim.SGD}),
-], ids=["code", "code in a state", "half a state", "a list", "no pickle", "a class"])  # fmt: skip
-def test_what_transformer_engine_does_not_write_is_refused_and_never_run(state, allowed, monkeypatch):
-    ran = []
-    monkeypatch.setattr(os, "putenv", lambda *args: ran.append(args))
+def _run():
+    Runs.ran = True
+
+
+def bad(**other: object) -> torch.Tensor:
+    """A state that is right but for these."""
+    return as_uint8({name: value for name, value in (stated() | other).items() if value is not None})
+
+
+def stated() -> dict:
+    state = written(None, 1)
+    del state["recipe"]
+    return state
+
+
+class Spread:
+    """A tensor of many values in a storage of one."""
+
+    def __init__(self, *shape: int, stride: int = 0) -> None:
+        self.shape, self.strides = shape, (stride,) * len(shape)
+
+    def __reduce__(self):
+        storage = torch.ones(1)._typed_storage()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, self.strides, False, None)
+
+
+def named(module: str, name: str) -> bytes:
+    return b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name)) + b"\x93"
+
+
+REBUILD = named("torch._utils", "_rebuild_tensor_v2")
+SET_DEFAULTS = b"N}\x8c\x0c__defaults__)s\x86b0}."
+REFUSED = {
+    "code": (as_uint8(Runs()), "it names tests"),
+    "code in a state": (as_uint8({"scale_fwd": Runs()}), "it names tests"),
+    "a class": (as_uint8({"scale_fwd": torch.optim.SGD}), "it names torch.optim"),
+    "a function's defaults": (b"\x80\x04" + REBUILD + SET_DEFAULTS, "it sets what function holds"),
+    "a class' attributes": (
+        b"\x80\x04" + named("transformer_engine.x", "Y") + SET_DEFAULTS,
+        "it sets what type holds",
+    ),
+    "no storage": (b"\x80\x04" + named("torch.storage", "_load_from_bytes") + b"N\x85R.", "a storage from NoneType"),
+    "a tensor of no storage": (b"\x80\x04" + REBUILD + b"(K\x01K\x01))tR.", "a tensor of int"),
+    "many values of one": (bad(scale_fwd=Spread(10**8), amax_history_fwd=Spread(LENGTH, 10**8)), "lie in the file"),
+    "values outside of a storage": (bad(scale_fwd=Spread(3, stride=1)), "out of bounds"),
+    "a key that takes years": (b"\x80\x04}K\x01" + b"2\x86" * 20 + b"K\x01s.", "has what no pickle"),
+    "no string as a key": (b"\x80\x04}K\x01" + b"\x85" * 20 + b"K\x01s.", "key that is no string"),
+    "half a state": (as_uint8({"scale_fwd": torch.ones(3)}), "extra_fp8_variables"),
+    "a list": (as_uint8([1]), "no dict"),
+    "an empty list": (as_uint8([]), "no dict"),
+    "a number": (as_uint8(0), "no dict"),
+    "False": (as_uint8(False), "no dict"),
+    "pairs": (as_uint8([["a", 1]]), "no dict"),
+    "a state dict": (as_uint8({"weight": torch.ones(3)}), "no dict with a recipe"),
+    "no recipe": (as_uint8({"recipe": 1}), "__dict__"),
+    "a backward history of another shape": (bad(amax_history_bwd=torch.zeros(2 * LENGTH, 1)), r"\(16, 1\)"),
+    "complex scales": (bad(scale_fwd=torch.ones(3, dtype=torch.complex64)), "floating-point"),
+    "no pickle": (torch.arange(40, dtype=torch.uint8), "no pickle"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_transformer_engine_does_not_write_is_refused_and_never_run(name, allowed):
+    state, why = REFUSED[name]
+    before = torch._utils._rebuild_tensor_v2.__defaults__
     module, _ = module_of("Linear")
-    with pytest.raises(ValueError, match="no pickle of Transformer Engine's scales.*drop the"):
+    with pytest.raises(ValueError, match=f"no pickle of Transformer Engine's scales.*{why}.*drop the"):
         module.set_extra_state(state)
-    assert not ran
+    assert not Runs.ran and torch._utils._rebuild_tensor_v2.__defaults__ == before
+
+
+def test_a_memo_is_as_long_as_what_is_in_it(allowed):
+    """A pickle of seven bytes asks for 64 million entries."""
+    module, _ = module_of("Linear")
+    tracemalloc.start()
+    try:
+        module.set_extra_state(b"\x80\x04Nr" + struct.pack("<I", 1 << 26) + b".")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_before_2_0_torch_saved_it():
+    """Which torch reads by itself, so that it need not be allowed."""
+    module, _ = module_of("Linear")
+    state, file = stated(), io.BytesIO()
+    torch.save(state, file)
+    module.load_state_dict(module.state_dict() | {"_extra_state": file})
+    got = module.get_extra_state()
+    assert got[4:6].tolist() == [448.0, 57344.0]
+    assert_bitwise_equal("history", got[6:][: 3 * LENGTH], state["amax_history_fwd"].flatten())
+    assert_bitwise_equal("scales", got[-2:], state["scale_bwd"])
+    other = io.BytesIO()
+    torch.save({"weight": torch.ones(3)}, other)
+    with pytest.raises(ValueError, match="no dict with a recipe"):
+        module.set_extra_state(other)
 
 
 def test_a_state_of_another_module_is_refused(allowed, recipes):
