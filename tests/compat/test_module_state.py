@@ -106,6 +106,67 @@ def test_scales_go_from_one_module_to_another():
     assert_bitwise_equal("state", other.get_extra_state(), one.get_extra_state())
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_a_modules_own_scales_stay(key):
+    """Set again, and reset from the very tensors."""
+    module = linear()
+    step(module, DELAYED)
+    step(module, DELAYED, 2.0)
+    before = module.get_extra_state()
+    module.fp8_meta[key] = module.fp8_meta[key]
+    assert_bitwise_equal("set", module.get_extra_state(), before)
+    module.reset_fp8_meta_tensors(
+        {key: [module.fp8_meta[key].scale, module.fp8_meta[key].amax_history] for key in KEYS}
+    )
+    assert_bitwise_equal("reset", module.get_extra_state(), before)
+
+
+@pytest.mark.parametrize("change, why", [
+    (lambda scale, history: [scale[:1], history], r"scale \(1,\)"),
+    (lambda scale, history: [scale[:1], history[:, :1]], r"scale \(1,\), amax_history \(4, 1\)"),
+    (lambda scale, history: [scale, history[:, :1]], r"amax_history \(4, 1\): must be \[2\] and \[length, 2\]"),
+    (lambda scale, history: [history, scale], r"scale \(4, 2\)"),
+    (lambda scale, history: [scale, history[:0]], r"amax_history \(0, 2\)"),
+    (lambda scale, history: [scale.tolist(), history], r"scale \(\)"),
+    (lambda scale, history: [scale * torch.tensor([1.0, float("nan")]), history], "tensor 1 has the scale nan"),
+    (lambda scale, history: [0 * scale, history], "tensor 0 has the scale 0.0"),
+    (lambda scale, history: [scale, -1 - history], "amaxes .-"),
+    (lambda scale, history: [scale, history / 0], "finite"),
+])  # fmt: skip
+def test_scales_that_do_not_fit_change_nothing(change, why):
+    """Those of the other direction neither."""
+    module = linear()
+    step(module, DELAYED)
+    saved = get_fp8_meta_tensors(module)
+    saved["scaling_bwd"] = change(*saved["scaling_bwd"])
+    step(module, DELAYED, 3.0)
+    before = module.get_extra_state()
+    with pytest.raises(ValueError, match=f"Linear's backward scales.*{why}.*take those of a module like it"):
+        module.reset_fp8_meta_tensors(saved)
+    assert_bitwise_equal("state", module.get_extra_state(), before)
+
+
+def test_scales_of_another_module_that_do_not_fit_change_nothing():
+    one, other = linear(), mlp()
+    step(one, DELAYED)
+    step(other, DELAYED)
+    before = other.get_extra_state()
+    for key in KEYS:
+        with pytest.raises(ValueError, match="LayerNormMLP's .*take those of a module like it"):
+            other.fp8_meta[key] = one.fp8_meta[key]
+    assert_bitwise_equal("state", other.get_extra_state(), before)
+
+
+def test_a_recipe_that_is_set_is_one():
+    """As replays set it; scales that are left of another recipe's calls do not matter."""
+    module = linear()
+    for key, value in (("recipe", "nonsense"), ("fp8_group", "nonsense")):
+        with pytest.raises(TypeError, match="nonsense.*pass the autocast's"):
+            module.fp8_meta[key] = value
+    step(module, DELAYED)
+    module.fp8_meta["recipe"] = recipes.Float8CurrentScaling()
+
+
 def test_scales_made_ahead():
     """init_fp8_metadata in the autocast; then a call uses these, and writes to the very tensors."""
     module = mlp()

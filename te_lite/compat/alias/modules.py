@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_lite.autocast import current
@@ -19,6 +20,7 @@ from te_lite.ops.registry import makes_data
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.quantize.tensor import QuantizedTensor
+from te_lite.recipe import Recipe
 
 _DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 Scales = dict[str, list[Tensor]]  # (scale, amax history) of each direction, by its key
@@ -42,11 +44,37 @@ class Scaling:
         return self._state.scale
 
 
+def _take_over(module: TeLiteModule, given: dict[str, tuple[Any, Any, float]]) -> None:
+    """Copies (scale, history, the fp8_max that they were made for) by fp8_meta's keys into the scales that the module
+    has: all of them, or none where one raises ValueError."""
+    live = module._scales._live
+    loads = [(live[way], *given[key]) for key, way in _DIRECTIONS.items() if key in given and way in live]
+    for state, scale, history, _ in loads:
+        what, remedy = f"{type(module).__name__}'s {state.key.direction} scales", "take those of a module like it"
+        shapes = [tuple(getattr(part, "shape", ())) for part in (scale, history)]
+        if shapes[0] != (state.n,) or shapes[1][1:] != (state.n,) or not shapes[1][0]:
+            raise ValueError(
+                f"{what} got scale {shapes[0]}, amax_history {shapes[1]}: must be [{state.n}] and [length, {state.n}]; "
+                f"{remedy}"
+            )
+        past = history[1:]  # row 0 is inf where a value of this step was inf or nan
+        good = (scale > 0) & scale.isfinite() & (history >= 0).all(0) & past.isfinite().all(0)
+        if not good.all():
+            at = int((~good).nonzero()[0])
+            raise ValueError(
+                f"{what}: tensor {at} has the scale {scale[at].item()} and the amaxes {history[:, at].tolist()}: must "
+                f"be positive and at least 0, and finite; {remedy}"
+            )
+    for state, scale, history, fp8_max in loads:  # which may be the state's own
+        state.load(history.clone(), scale.clone(), fp8_max)
+
+
 class Fp8Meta(Mapping[str, Any]):
     """module.fp8_meta, as the module is now.
 
     recipe, fp8_group: of the last call. A replay may set them; neither is kept, for the graph has them.
-    scaling_fwd, scaling_bwd: Scaling, under delayed scaling, once the module has scales. Setting one copies numbers.
+    scaling_fwd, scaling_bwd: Scaling, under delayed scaling, once the module has scales. Setting one copies numbers;
+    ValueError where they do not fit.
     Other keys raise NotThere.
     """
 
@@ -82,20 +110,23 @@ class Fp8Meta(Mapping[str, Any]):
         return known[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        state = self.module._scales._live.get(_DIRECTIONS.get(key, ""))
-        if state is not None and isinstance(value, Scaling):
-            state.load(value.amax_history, value.scale, value._state.key.fp8_max)
+        if _DIRECTIONS.get(key) in self.module._scales._live and isinstance(value, Scaling):
+            _take_over(self.module, {key: (value.scale, value.amax_history, value._state.key.fp8_max)})
         elif key not in ("recipe", "fp8_group"):
             raise NotThere(
                 f"fp8_meta[{key!r}] = {type(value).__name__}: te_lite takes 'recipe', 'fp8_group' and, where the "
                 "module has scales, another module's scaling_fwd and scaling_bwd"
             )
+        elif not isinstance(value, Recipe if key == "recipe" else dist.ProcessGroup | None):
+            raise TypeError(f"fp8_meta[{key!r}] = {value!r}: must be what te.autocast takes; pass the autocast's")
         if key == "recipe":
-            for state in self.module._scales._live.values():
-                kind = self.module._scales._key(value, None, state.key.device, state.key.owner, state.key.direction)
-                if kind != state.key._replace(group=None):
+            scales, delayed = self.module._scales, value.delayed()
+            for state in scales._live.values() if delayed or scales.fixed() else ():
+                now = state.key
+                like = delayed and scales._key(value, None, now.device, now.owner, now.direction)
+                if like != now._replace(group=None):
                     raise RuntimeError(
-                        f"{type(self.module).__name__} was captured with {state.key}, and the te.autocast around the "
+                        f"{type(self.module).__name__} was captured with {now}, and the te.autocast around the "
                         f"replay says {value}: open it with the recipe of the capture, or capture anew"
                     )
 
@@ -184,17 +215,15 @@ def get_fp8_meta_tensors(module: TeLiteModule) -> Scales | None:
 def reset_fp8_meta_tensors(module: TeLiteModule, fp8_meta_tensors: Scales | None = None) -> None:
     """Scales and histories are again what get_fp8_meta_tensors gave; None: those of a new module.
 
-    KeyError for a dict that lacks a direction.
+    KeyError for a dict that lacks a direction, ValueError for numbers that do not fit; nothing changes then.
     """
     if fp8_meta_tensors is None:
         module.set_extra_state(None)
         return
-    given = {key: fp8_meta_tensors[key] for key in _DIRECTIONS}
+    given, live = {key: fp8_meta_tensors[key] for key in _DIRECTIONS}, module._scales._live
     module._graph_scales.settle()
-    for key, direction in _DIRECTIONS.items():
-        state, (scale, history) = module._scales._live.get(direction), given[key]
-        if state is not None:
-            state.load(history, scale, state.key.fp8_max)
+    made_for = {key: live[way].key.fp8_max for key, way in _DIRECTIONS.items() if way in live}
+    _take_over(module, {key: (given[key][0], given[key][1], fp8_max) for key, fp8_max in made_for.items()})
     module._planned = UNPLANNED
 
 
