@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,16 @@ class CallerQuantizer:
     """
 
     internal = False
+    _SETTABLE: ClassVar[tuple[str, ...]] = ("_value", "rowwise_usage", "columnwise_usage", "internal")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._SETTABLE:
+            can = ", ".join(self._SETTABLE[1:])
+            raise AttributeError(
+                f"{type(self).__name__}.{name} = {value!r}: a quantizer that is built keeps its numbers and rules, and "
+                f"only {can} can be set; build one with {name}, if its class takes that"
+            )
+        object.__setattr__(self, name, value)
 
     def __init__(self, value: Quantizer, rowwise: bool, columnwise: bool) -> None:
         self._value = value
@@ -89,6 +99,8 @@ class CallerQuantizer:
         None: the tensor's. It changes no number.
         """
         if out is not None:
+            if dtype not in (None, out.dtype):
+                raise ValueError(f"quantize(out=, dtype={dtype}): out stands for {out.dtype}; leave dtype out")
             return self.update_quantized(tensor, out)
         _check_tensor(type(self).__name__, "tensor", tensor)
 
@@ -123,7 +135,7 @@ class CallerQuantizer:
         layouts = {"row": dst.q.row is not None, "col": dst.q.col is not None}
         if noop_flag is None:
             return dst.quantize_(quantized(src.expand(dst.shape), self._value, **layouts))
-        _check_scalar("update_quantized(noop_flag)", "noop_flag", noop_flag)
+        check_scalar("update_quantized(noop_flag)", "noop_flag", noop_flag)
         written = [*dst.q.tensors[:4], *(getattr(self._value, name, None) for name in ("amax", "scale"))]
         # Of fp8 the bytes, for where() knows none.
         held = [t.view(torch.uint8) if t.element_size() == 1 else t for t in written if t is not None]
@@ -192,13 +204,13 @@ def _check_tensor(owner: str, name: str, value: Tensor) -> None:
         raise TypeError(f"{owner} got {name} of {value.dtype}: must be of a floating-point type; cast it first")
 
 
-def _check_scalar(owner: str, name: str, value: Tensor | None) -> None:
+def check_scalar(owner: str, name: str, value: Tensor | None) -> None:
     if not isinstance(value, Tensor) or (value.dtype, value.numel()) != (torch.float32, 1):
         given = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{owner}: {name} is {given}; must be a tensor of one fp32 element")
 
 
-def _check_dtype(owner: str, fp8_dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+def check_dtype(owner: str, fp8_dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
     if fp8_dtype not in allowed:
         raise TypeError(f"{owner}(fp8_dtype={fp8_dtype!r}): must be {' or '.join(map(str, allowed))}; pass one")
 
@@ -209,9 +221,9 @@ class Float8Quantizer(CallerQuantizer):
     def __init__(
         self, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True
     ) -> None:
-        _check_dtype("Float8Quantizer", fp8_dtype, tuple(FP8_MAX))
-        _check_scalar("Float8Quantizer(scale, amax)", "scale", scale)
-        _check_scalar("Float8Quantizer(scale, amax)", "amax", amax)
+        check_dtype("Float8Quantizer", fp8_dtype, tuple(FP8_MAX))
+        check_scalar("Float8Quantizer(scale, amax)", "scale", scale)
+        check_scalar("Float8Quantizer(scale, amax)", "amax", amax)
         super().__init__(Given(FORMATS[fp8_dtype], scale=scale, amax=amax), rowwise, columnwise)
 
     scale = property(lambda self: self._value.scale)
@@ -224,10 +236,10 @@ class Float8Quantizer(CallerQuantizer):
 
         fake_dtype: the high precision that it stands for. internal: accepted; te_lite has one class of tensors.
         """
-        if data.element_size() != 1 or not data.dim():
+        if data.dtype not in (torch.uint8, self.dtype) or not data.dim() or not data.is_contiguous():
             raise TypeError(
-                f"create_tensor_from_data got {tuple(data.shape)} {data.dtype}: must be bytes of at least one "
-                "dimension; pass data.view(torch.uint8)"
+                f"create_tensor_from_data got {tuple(data.shape)} {data.dtype}, strides {data.stride()}: must be "
+                f"contiguous bytes of torch.uint8 or {self.dtype}, of at least one dimension; pass such ones"
             )
         rows = data.detach().view(self.dtype).view(-1, data.shape[-1])
         q = QTensor(self._value.format, (rows.shape[0], rows.shape[1]), fake_dtype, rows, self.scale.reciprocal())
@@ -256,7 +268,7 @@ class Float8CurrentScalingQuantizer(CallerQuantizer):
         amax_reduction_group: dist.ProcessGroup | None = None, force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0, scale: Tensor | None = None, amax: Tensor | None = None,
     ) -> None:  # fmt: skip
-        _check_dtype("Float8CurrentScalingQuantizer", fp8_dtype, tuple(FP8_MAX))
+        check_dtype("Float8CurrentScalingQuantizer", fp8_dtype, tuple(FP8_MAX))
         if self._flag("with_amax_reduction", with_amax_reduction) and amax_reduction_group is None:
             raise ValueError(
                 "with_amax_reduction=True without amax_reduction_group: te_lite assumes no group; pass one"
@@ -270,7 +282,7 @@ class Float8CurrentScalingQuantizer(CallerQuantizer):
         if amax is not None or scale is not None:
             for name, given in (("amax", amax), ("scale", scale)):
                 if given is not None:
-                    _check_scalar("Float8CurrentScalingQuantizer(scale, amax)", name, given)
+                    check_scalar("Float8CurrentScalingQuantizer(scale, amax)", name, given)
             like: Any = scale if amax is None else amax
             amax, scale = (torch.zeros_like(like) if given is None else given for given in (amax, scale))
             value = Kept(FORMATS[fp8_dtype], **rule, amax=amax, scale=scale, existing=existing)
@@ -281,7 +293,7 @@ class MXFP8Quantizer(_InBlocks):
     """fp8 in blocks of 32 along a row and, columnwise, along a column; power-of-2 scales (OCP MX v1.0)."""
 
     def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
-        _check_dtype("MXFP8Quantizer", fp8_dtype, tuple(FP8_MAX))
+        check_dtype("MXFP8Quantizer", fp8_dtype, tuple(FP8_MAX))
         super().__init__(MX(MXFormat(dtype=fp8_dtype)), rowwise, columnwise)
 
 
@@ -292,7 +304,7 @@ class Float8BlockQuantizer(_InBlocks):
         self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, amax_epsilon: float = 0.0,
         force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
     ) -> None:  # fmt: skip
-        _check_dtype("Float8BlockQuantizer", fp8_dtype, tuple(FP8_MAX))
+        check_dtype("Float8BlockQuantizer", fp8_dtype, tuple(FP8_MAX))
         if block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim={block_scaling_dim!r}: must be 1 (1x128) or 2 (128x128); pass one")
         params = QParams(power_2_scale=self._flag("force_pow_2_scales", force_pow_2_scales), amax_epsilon=amax_epsilon)

@@ -1,5 +1,7 @@
 """The quantizers that make QuantizedTensors for a caller."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,5 +178,30 @@ def test_a_tensor_of_given_bytes():
     assert got.requires_grad and got.dtype == v.dtype
     data.zero_()
     assert not got.dequantize().any()
-    with pytest.raises(TypeError, match="bytes"):
-        quantizer.create_tensor_from_data(torch.ones(4, 4))
+    zeros = torch.zeros(4, 4, dtype=torch.uint8)
+    for wrong in (torch.ones(4, 4), zeros.view(torch.float8_e5m2), zeros.bool(), zeros.t()[:, :2], zeros[0, 0]):
+        with pytest.raises(TypeError, match="contiguous bytes of torch.uint8 or torch.float8_e4m3fn"):
+            quantizer.create_tensor_from_data(wrong)
+
+
+FIXED = (
+    "force_pow_2_scales amax_epsilon with_amax_reduction amax_reduction_group use_existing_amax scale amax dtype other"
+)
+
+
+@all_kinds
+def test_what_a_built_quantizer_does_not_follow_cannot_be_set(kind):
+    built = KINDS[kind][0]()
+    for quantizer in (built, built.copy(), copy.deepcopy(built), for_callers(built._value)):
+        quantizer.rowwise_usage, quantizer.columnwise_usage, quantizer.internal = True, False, False
+        for name in FIXED.split():
+            with pytest.raises(AttributeError, match=rf"Quantizer\.{name} = 1: .*build one with {name}"):
+                setattr(quantizer, name, 1)
+
+
+def test_the_precision_of_a_result_is_that_of_out():
+    quantizer = te.MXFP8Quantizer(E4M3)
+    out = quantizer.make_empty((32, 64), dtype=torch.bfloat16)
+    assert quantizer.quantize(values(32, 64), out=out, dtype=torch.bfloat16) is out
+    with pytest.raises(ValueError, match="out stands for torch.bfloat16; leave dtype out"):
+        quantizer.quantize(values(32, 64), out=out, dtype=torch.float16)

@@ -9,6 +9,7 @@ import te_lite as te
 from te_lite.compat.alias import tensors
 from te_lite.compat.alias.names import NotThere
 from te_lite.testing.numerics import assert_bitwise_equal
+from tests.quantize import formats
 from tests.quantize.kinds import COL_FROM_ROW, KINDS, all_kinds, made, same_bytes, values
 
 TENSORWISE = "e4m3", "e5m2", "pow2", "given"
@@ -82,6 +83,57 @@ def test_bytes_and_scales_that_are_set_are_those_of_the_tensor(kind):
             setattr(want, name, wrong)
 
 
+@all_kinds
+def test_bytes_of_another_kind_or_shape_are_refused(kind):
+    """They would be read as other numbers."""
+    x = made(kind, values(2, 16, 64))
+    before = copy.deepcopy(x)
+    other = torch.float8_e5m2 if x._fp8_dtype == torch.float8_e4m3fn else torch.float8_e4m3fn
+    columns = tuple(x._columnwise_data.shape)
+    for name, shapes in (("_rowwise_data", [(64, 32)]), ("_columnwise_data", [(32, 64), (64, 32)])):
+        own = torch.zeros_like(getattr(x, name))
+        flat = columns == (2, 16, 64)
+        wrong = [shape for shape in shapes if name == "_rowwise_data" or (shape == (32, 64)) != flat]
+        for bad in (
+            own.view(other), own.bool(), own.view(torch.int8), *[own.view(shape) for shape in wrong],
+            torch.zeros(own.numel(), 2, dtype=torch.uint8)[:, 0],
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=rf"{name} of .*: must be contiguous \(2048,\)"):
+                setattr(x, name, bad)
+    same_bytes("unchanged", x, before)
+
+
+@all_kinds
+def test_scales_of_another_order_are_refused(kind):
+    """Transformer Engine's 1x128 are (K/128, M), te_lite's (M, K/128), and as many."""
+    x = made(kind, values(256, 512))
+    before = copy.deepcopy(x)
+    for name in ("_rowwise_scale_inv", "_columnwise_scale_inv"):
+        scale = getattr(x, name)
+        if scale.numel() == 1:
+            setattr(x, name, scale.reshape(1, 1).clone())
+            continue
+        for wrong in (scale.reshape(-1), scale.t() if scale.dim() == 2 else scale[:, None]):
+            if wrong.shape != scale.shape:
+                with pytest.raises(ValueError, match=rf"{name} .*get_scale_shape.*transpose"):
+                    setattr(x, name, wrong)
+    same_bytes("unchanged", x, before)
+
+
+@pytest.mark.parametrize("kind", COL_FROM_ROW)
+@pytest.mark.parametrize("change", [lambda x: x, copy.deepcopy, torch.clone, lambda x: x.to("cpu", copy=True)])
+@pytest.mark.parametrize("name", ["_rowwise_scale_inv", "_columnwise_scale_inv", "_scale_inv"])
+def test_a_scale_is_of_both_layouts(kind, change, name):
+    """Of copies too, which hold it twice. Of 128x128 the scale of the rows; who sets that of columns sets both."""
+    x = change(made(kind, values(256, 512)))
+    if kind not in TENSORWISE and name != "_rowwise_scale_inv":
+        return
+    before = x.dequantize()
+    setattr(x, name, 2 * getattr(x, name))
+    assert_bitwise_equal("rows", x.dequantize(), 2 * before)
+    assert_bitwise_equal("columns", x.q.format.dequantize(x.q, "col"), 2 * before)
+
+
 @pytest.mark.parametrize("kind", COL_FROM_ROW)
 def test_columns_that_are_set_where_there_were_none(kind):
     want = made(kind, values(32, 64))
@@ -151,7 +203,11 @@ def test_a_likeness(kind):
     filled._rowwise_scale_inv = other._rowwise_scale_inv
     assert filled.shape == (32, 64) and torch.equal(filled._rowwise_data.flatten(), other._rowwise_data.flatten())
     assert_bitwise_equal("by row", filled.dequantize().view(2, 16, 64), other.dequantize())
-    assert x._columnwise_data is not None
+    assert x._columnwise_data is not None and filled._columnwise_data is None
+    both = te.QuantizedTensor.make_like(
+        x, shape=x.shape, data=other._rowwise_data.clone(), data_transpose=other._columnwise_data.clone()
+    )
+    assert torch.equal(both._columnwise_data, other._columnwise_data)
     assert x.to_dtype(torch.float16).dequantize().dtype == torch.float16
     for shape in ((64, 32), (16, 64), ()):
         with pytest.raises(ValueError, match="make_like"):
@@ -176,8 +232,16 @@ def test_a_tensor_is_built_of_bytes(kind):
     )  # fmt: skip
     assert turned._data is None and turned.quantizer is None
     assert_bitwise_equal("by column", turned.dequantize(), source.dequantize())
-    with pytest.raises(ValueError, match="data"):
-        tensors.Float8Tensor((4, 4), torch.bfloat16, fp8_scale_inv=torch.ones(1), fp8_dtype=torch.float8_e4m3fn)
+    right = {"data": torch.zeros(4, 4, dtype=torch.uint8), "fp8_scale_inv": torch.ones(1), "fp8_dtype": formats.E4M3}
+    for wrong, error, why in (
+        ({"data": None}, ValueError, "data"),
+        ({"fp8_scale_inv": torch.ones(1, dtype=torch.float64)}, TypeError, "fp8_scale_inv is .*float64"),
+        ({"fp8_scale_inv": torch.ones(2)}, TypeError, "one fp32 element"),
+        ({"fp8_dtype": torch.uint8}, TypeError, "fp8_dtype=torch.uint8"),
+        ({"quantizer": te.Float8CurrentScalingQuantizer(torch.float8_e5m2)}, TypeError, "quantizer of format e4m3"),
+    ):
+        with pytest.raises(error, match=why):
+            tensors.Float8Tensor((4, 4), torch.bfloat16, **right | wrong)
 
 
 @all_kinds
@@ -214,6 +278,15 @@ def test_flags_copies_and_what_is_let_go(kind):
     same_bytes("written", x, made(kind, v))
     before.copy_from_storage(x)
     same_bytes("copied", before, x)
+    for keys in ({"columnwise": False}, {"rowwise": False}):
+        less, both = made(kind, 2 * v, **keys), made(kind, v)
+        both.copy_from_storage(less)
+        assert both.get_usages() == less.get_usages(), "what it lacks is dropped"
+        assert_bitwise_equal("copied", both.dequantize(), less.dequantize())
+        with pytest.raises(ValueError, match="no data at all"):
+            less.copy_from_storage(
+                made(kind, v, **{name: False for name in ("rowwise", "columnwise") if name not in keys})
+            )
     with pytest.raises(TypeError, match="copy_from_storage"):
         before.copy_from_storage(v)
     with pytest.raises(RuntimeError, match="copy_from_storage"):
@@ -225,6 +298,10 @@ def test_flags_copies_and_what_is_let_go(kind):
         x.get_data_tensors(False, False)
     x.clear()
     assert x.get_usages() == {"rowwise": False, "columnwise": False} and "no data" in repr(x)
+    assert x._fp8_dtype == before._fp8_dtype
+    for name in ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"):
+        with pytest.raises(ValueError, match=f"{name} of .*quantize it anew"):
+            setattr(x, name, getattr(before, name))
 
 
 @all_kinds

@@ -15,6 +15,7 @@ from te_lite.compat.alias.names import NotThere
 from te_lite.compat.callers import CallerQuantizer, for_callers
 from te_lite.quantize.blockwise import BlockFormat
 from te_lite.quantize.flattened import Flattened
+from te_lite.quantize.per_tensor import PerTensorFormat
 from te_lite.quantize.tensor import QuantizedTensor
 
 _plain_quantize_ = QuantizedTensor.quantize_
@@ -26,7 +27,7 @@ def _quantizer(tensor: QuantizedTensor) -> CallerQuantizer | None:
     return None if tensor.quantizer is None else for_callers(tensor.quantizer, q.row is not None, q.col is not None)
 
 
-def _set_quantizer(tensor: QuantizedTensor, quantizer: CallerQuantizer | None) -> None:
+def set_quantizer(tensor: QuantizedTensor, quantizer: CallerQuantizer | None) -> None:
     """It writes to the tensor from now on; None: nothing does. TypeError for one of another format."""
     if quantizer is not None and getattr(getattr(quantizer, "_value", None), "format", None) != tensor.q.format:
         raise TypeError(
@@ -40,14 +41,14 @@ def _update_quantizer(tensor: QuantizedTensor, quantizer: CallerQuantizer) -> No
     """Another quantizer of the same format writes to the tensor. RuntimeError for a tensor that has none."""
     if tensor.quantizer is None:
         raise RuntimeError(f"{tensor._summary()} has no quantizer to replace; set _quantizer")
-    _set_quantizer(tensor, quantizer)
+    set_quantizer(tensor, quantizer)
 
 
 def _fp8_dtype(tensor: QuantizedTensor) -> torch.dtype:
     """Of its bytes, a member of DType."""
-    data = tensor.q.row if tensor.q.row is not None else tensor.q.col
-    assert data is not None
-    return data.dtype
+    q: Any = tensor.q
+    data = q.col if q.row is None else q.row
+    return q.format.dtype if data is None else data.dtype
 
 
 def _refuse(tensor: QuantizedTensor, name: str, given: Any, rule: str) -> ValueError:
@@ -55,12 +56,15 @@ def _refuse(tensor: QuantizedTensor, name: str, given: Any, rule: str) -> ValueE
     return ValueError(f"{name} of {tensor._summary()} got {said}: must be {rule}")
 
 
-def _bytes(tensor: QuantizedTensor, name: str, data: Any) -> Tensor:
-    """data, uint8 or fp8 of as many elements as the tensor, as fp8; ValueError for anything else."""
-    good = isinstance(data, Tensor) and data.element_size() == 1 and data.device == tensor.device
-    if not good or data.numel() != tensor.numel():
-        raise _refuse(tensor, name, data, "as many bytes on the same device, or None to drop them")
-    return data.detach().view(_fp8_dtype(tensor))
+def _bytes(tensor: QuantizedTensor, name: str, data: Any, *shapes: tuple[int, ...]) -> Tensor:
+    """data as fp8: uint8 or the tensor's own dtype, in one piece, of one of `shapes` or flat; else ValueError."""
+    dtype, allowed = _fp8_dtype(tensor), ((tensor.numel(),), *shapes)
+    good = isinstance(data, Tensor) and data.dtype in (torch.uint8, dtype) and data.device == tensor.device
+    if not good or tuple(data.shape) not in allowed or not data.is_contiguous():
+        either = " or ".join(map(str, dict.fromkeys(allowed)))
+        rule = f"contiguous {either} of torch.uint8 or {dtype} on {tensor.device}, or None to drop them"
+        raise _refuse(tensor, name, data, rule)
+    return data.detach().view(dtype)
 
 
 def set_rows(tensor: QuantizedTensor, data: Tensor | None) -> None:
@@ -73,7 +77,7 @@ def set_rows(tensor: QuantizedTensor, data: Tensor | None) -> None:
     elif data is None:
         tensor.update_usage(rowwise_usage=False)
     else:
-        q.row = _bytes(tensor, "_rowwise_data", data).view(q.row.shape)
+        q.row = _bytes(tensor, "_rowwise_data", data, tuple(q.shape), tuple(tensor.shape)).view(q.row.shape)
         tensor.free_caches()
 
 
@@ -88,9 +92,11 @@ def set_columns(tensor: QuantizedTensor, data: Tensor | None) -> None:
         if q.col is not None:
             tensor.update_usage(columnwise_usage=False)
         return
-    (m, k), data = q.shape, _bytes(tensor, "_columnwise_data", data)
-    if q.col is None and not q.format.col_from_row:
+    if q.col is None and (q.row is None or not q.format.col_from_row):
         raise _refuse(tensor, "_columnwise_data", data, "None, for it has no scales of columns; quantize it anew")
+    (m, k), lead = q.shape, tuple(tensor.shape[:-1])
+    flat = getattr(q.format, "flat", False)
+    data = _bytes(tensor, "_columnwise_data", data, *((m, k), (*lead, k)) if flat else ((k, m), (k, *lead)))
     shape = (k, -(-m // 16) * 16) if q.col is None else tuple(q.col.shape)
     if math.prod(shape) != data.numel():
         raise NotImplementedError(
@@ -103,30 +109,32 @@ def set_columns(tensor: QuantizedTensor, data: Tensor | None) -> None:
 
 
 def _set_scale(tensor: QuantizedTensor, name: str, part: str, scale: Tensor | None) -> None:
-    """`scale` in the place of the one that is held, of both layouts where it serves both. ValueError for another kind
-    of tensor than that, and for any where none is held."""
+    """`scale` in the place of the one that is held. One that serves both layouts is set for both, and columns that are
+    made from rows get theirs. ValueError for another kind of tensor than that, and for any where none is held."""
     q = tensor.q
     held = getattr(q, part)
-    if held is None and scale is None:
+    if held is None:
+        if scale is not None:
+            raise _refuse(tensor, name, scale, "None, for it holds none; quantize it anew")
         return
-    like = None if held is None else (held.numel(), held.dtype, held.device)
-    if scale is None or like is None or (scale.numel(), scale.dtype, scale.device) != like:
-        rule = "None" if held is None else f"{tuple(held.shape)} {held.dtype} on {held.device}"
+    like = isinstance(scale, Tensor) and (scale.dtype, scale.device) == (held.dtype, held.device)
+    if scale is None or not like or not (scale.shape == held.shape or scale.numel() == held.numel() == 1):
+        rule = f"{tuple(held.shape)} {held.dtype} on {held.device}"
+        if held.numel() > 1:
+            rule += " (get_scale_shape): transpose those of Transformer Engine, and leave their padding out"
         raise _refuse(tensor, name, scale, rule)
     scale = scale.detach().view(held.shape)
-    if q.row_scale is q.col_scale:
-        q.row_scale = q.col_scale = scale
-    else:
-        setattr(q, part, scale)
+    setattr(q, part, scale)
+    other = "col_scale" if part == "row_scale" else "row_scale"
+    if isinstance(q.format, PerTensorFormat) and scale.numel() == 1:
+        setattr(q, other, None if getattr(q, other) is None else scale)
+    elif part == "row_scale" and q.row is not None and q.col is not None and q.format.col_from_row:
+        q.col_scale = q.format.make_col(q)[1]
 
 
 def _set_scale_inv(tensor: QuantizedTensor, scale: Tensor | None) -> None:
-    q = tensor._per_tensor()
-    for part in ("row_scale", "col_scale"):
-        if getattr(q, part) is not None:
-            _set_scale(tensor, "_scale_inv", part, scale)
-    if q.row_scale is not None and q.col_scale is not None:
-        q.col_scale = q.row_scale
+    part = "col_scale" if tensor._per_tensor().row is None else "row_scale"
+    _set_scale(tensor, "_scale_inv", part, scale)
 
 
 def _scale_of(name: str, part: str) -> property:
@@ -173,8 +181,8 @@ def make_like(
     """Another tensor with the bytes, scales and quantizer of `tensor`, in the same memory, outside of its graph.
 
     shape: with as many elements and the same last dimension. dtype: the high precision that it stands for. data: bytes
-    in the place of the rows; columns that were made from those are left out. data_transpose: in the place of columns.
-    Raises ValueError for other shapes.
+    in the place of the rows; the columns are left out. data_transpose: in the place of columns. Raises ValueError for
+    other shapes.
     """
     asked = tuple(shape if shape is not None else tensor.shape if data is None else data.shape)
     if not asked or asked[-1] != tensor.shape[-1] or math.prod(asked) != tensor.numel():
@@ -185,6 +193,8 @@ def make_like(
     made = QuantizedTensor(q, asked, tensor.quantizer)
     if data is not None:
         set_rows(made, data)
+        if data_transpose is None:  # columns with scales of their own would keep the old numbers
+            made.update_usage(columnwise_usage=False)
     if data_transpose is not None:
         set_columns(made, data_transpose)
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -197,11 +207,13 @@ def _clear(tensor: QuantizedTensor) -> None:
 
 
 def _copy_from_storage(tensor: QuantizedTensor, src: QuantizedTensor) -> None:
-    """Copies bytes and scales in each layout that both hold. TypeError or RuntimeError for another kind of tensor."""
+    """Copies bytes and scales in each layout that both hold, and drops what `src` has not. TypeError or RuntimeError
+    for another kind of tensor, ValueError where no layout would be left."""
     if not isinstance(src, QuantizedTensor):
         raise TypeError(f"copy_from_storage got {type(src).__name__}: must be a QuantizedTensor; use quantize_")
     if src.q.format != tensor.q.format or src.q.shape != tensor.q.shape:
         raise RuntimeError(f"copy_from_storage: {src._summary()} has other bytes than {tensor._summary()}; use copy_")
+    tensor.update_usage(None if src.q.row is not None else False, None if src.q.col is not None else False)
     for held, given in zip(tensor.q.tensors[:4], src.q.tensors[:4], strict=True):
         if held is not None and given is not None:
             held.copy_(given)
@@ -237,7 +249,7 @@ def _set_transpose(tensor: QuantizedTensor, data: Tensor | None) -> None:
 _ROWS = property(Flattened._rowwise_data.fget, set_rows)  # type: ignore[attr-defined]
 _COLUMNS = property(Flattened._columnwise_data.fget, set_columns)  # type: ignore[attr-defined]
 _ADDED: Any = {
-    "_quantizer": property(_quantizer, _set_quantizer), "_get_quantizer": _quantizer,
+    "_quantizer": property(_quantizer, set_quantizer), "_get_quantizer": _quantizer,
     "update_quantizer": _update_quantizer, "_fp8_dtype": property(_fp8_dtype),
     "_dtype": property(lambda self: self.dtype),
     "_rowwise_data": _ROWS, "_columnwise_data": _COLUMNS,

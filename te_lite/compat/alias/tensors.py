@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_lite.compat.alias import tensor_attributes
-from te_lite.compat.callers import CallerQuantizer
+from te_lite.compat.callers import CallerQuantizer, check_dtype, check_scalar
 from te_lite.ops.block_cast import BLOCK
 from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref
 from te_lite.ops.source import plain
@@ -72,14 +72,17 @@ def _of_bytes(
 
     data: uint8 or fp8, as many as `shape` has; data_transpose: the same [K, ...]. One of them may be None. quantizer:
     writes to it; None: it is read only. dtype, fake_dtype: the high precision that it stands for; device: the data's.
-    Raises ValueError for bytes of another number.
+    Raises ValueError for bytes of another number or shape, TypeError for what is not fp8 or not of one format.
     """
+    check_dtype("Float8Tensor", fp8_dtype, tuple(FORMATS))
+    check_scalar("Float8Tensor", "fp8_scale_inv", fp8_scale_inv)
     given = data if data is not None else data_transpose
-    if given is None or not shape or fp8_scale_inv.numel() != 1:
-        raise ValueError("Float8Tensor: data or data_transpose, a shape of at least one dimension, and one scale")
+    if given is None or not shape:
+        raise ValueError("Float8Tensor: no data or no dimension; pass data or data_transpose, and a shape")
     q = QTensor(FORMATS[fp8_dtype], (math.prod(shape[:-1]), shape[-1]), dtype if fake_dtype is None else fake_dtype)
     q.row, q.row_scale = given.new_empty(q.shape, dtype=fp8_dtype), fp8_scale_inv.detach().view(1)
-    made = QuantizedTensor(q, shape, None if quantizer is None else quantizer._value)
+    made = QuantizedTensor(q, shape)
+    tensor_attributes.set_quantizer(made, quantizer)
     if data is not None:
         tensor_attributes.set_rows(made, data)
     if data_transpose is not None:
