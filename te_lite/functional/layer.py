@@ -186,7 +186,7 @@ class LayerFunction(torch.autograd.Function):
         grads: list[Any] = []
         found = key = None
         if call.parts:
-            saved = joined_again(call, saved, copies)
+            saved = joined_again(call, saved, copies, dy)
         plain = dy.__class__ is Tensor and dln is None and call.grad_input is None
         if recordings is not None and plain and form is not None:  # or nothing says which layouts were kept
             if answers:

@@ -227,8 +227,9 @@ class LinearPlan:
 
     def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None) -> bool:
         """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where
-        it takes no more than the bytes that were saved, and in graphs. cached: what is used in its place."""
-        return self.w_in_bytes and cached is None and (self.compiled or weight.numel() <= saved)
+        it takes no more than the bytes that were saved. Never in graphs, for any number of tokens. cached: what is used
+        in its place."""
+        return self.w_in_bytes and cached is None and not self.compiled and weight.numel() <= saved
 
 
 def one_read(before: LinearPlan, operands: GemmOperands, tp: TensorParallel) -> bool:

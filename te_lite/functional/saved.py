@@ -129,11 +129,19 @@ def check_parts(call: Any, needs: Iterable[bool]) -> None:
         )
 
 
-def joined_again(call: Any, saved: Sequence[Tensor], at: list[int]) -> Sequence[Tensor]:
+def after(event: Tensor, t: Tensor) -> Tensor:
+    """t, in a compiled graph's backward. event: one element of what follows from dy. A compiler would compute what does
+    not follow from dy in forward, and keep it."""
+    return torch.where(event > 0.0, t, t)
+
+
+def joined_again(call: Any, saved: Sequence[Tensor], at: list[int], dy: Tensor) -> Sequence[Tensor]:
     """The tensors of without_copy()."""
     if not at:
         return saved
     tensors, parts = list(saved[: -len(call.parts)]), saved[-len(call.parts) :]
+    if call.plans[0].compiled and dy.numel():
+        parts = [after(dy[(0,) * dy.dim()], part) for part in parts]
     whole = torch.cat(tuple(parts))
     for i in at:
         tensors.insert(i, whole)

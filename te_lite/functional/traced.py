@@ -39,7 +39,7 @@ class Kind:
     """What a compiled call is, but for its tensors: a value, so that modules that are alike share what is compiled.
 
     fits: of each linear, whether `recipe` quantizes it. keep_original: LinearPlan's. recomputes: the module's
-    _recomputes. norm, activation: None where there is none.
+    _recomputes. norm, activation: None where there is none. parts: of the first weight.
     """
 
     recipe: Recipe
@@ -49,6 +49,7 @@ class Kind:
     recomputes: tuple[bool, ...]
     norm: NormSpec | None
     activation: Activation | None
+    parts: int
 
     def plan(self, index: int, states: Mapping[str, InGraph], before: LinearPlan | None) -> LinearPlan:
         """Of the linear of that index, on one rank, its gradient autograd's. states: of delayed scaling. before: of the
@@ -81,10 +82,15 @@ def name_of(kind: Kind) -> str:
 
 @torch.compiler.allow_in_graph
 def linears(name: str, x: Tensor, *params: Tensor | None) -> list[Tensor]:
-    """[y], and norm(x) where the norm says so. params: those of the Function's forward; then, under delayed scaling,
-    scales and amaxes for forward, the same for backward."""
+    """[y], and norm(x) where the norm says so. params: those of the Function's forward, of the first weight the first
+    part; then, under delayed scaling, scales and amaxes for forward, the same for backward; then the other parts."""
     kind = _kinds[name]
     states: dict[str, InGraph] = {}
+    parts: Any = ()
+    if kind.parts > 1:
+        first = 0 if kind.norm is None else 2
+        parts, params = (params[first], *params[1 - kind.parts :]), params[: 1 - kind.parts]
+        params = *params[:first], torch.cat(parts), *params[first + 1 :]
     if kind.recipe.delayed():
         held: Any = params[-4:]  # tensors
         params, states = params[:-4], {"forward": InGraph(*held[:2]), "backward": InGraph(*held[2:])}
@@ -94,7 +100,8 @@ def linears(name: str, x: Tensor, *params: Tensor | None) -> list[Tensor]:
     weights: Any = params[0 if kind.norm is None else 2 :][: 2 * len(plans) : 2]
     grad = torch.is_grad_enabled()
     cached = [parameter_operand(w, plan.operands, grad, in_graph=True) for w, plan in zip(weights, plans, strict=True)]
-    call = Call(plans, weights, tuple(cached), grad)
+    versions = tuple([part._version for part in parts])
+    call = Call(plans, weights, tuple(cached), grad, parts=parts, versions=versions)
     layer: Any = LINEAR
     if kind.norm is not None:
         layer = NormLinearLayer(kind.norm) if kind.activation is None else MLPLayer(kind.norm, kind.activation)

@@ -69,13 +69,13 @@ def _made(value: Any) -> Any:
 
 
 @constant
-def _name(recipe: Any, dtype: Any, shapes: Any, options: Any, norm: Any, activation: Any) -> str:
-    """Of the Kind. shapes: of the weights. options: its keep_original and recomputes."""
+def _name(recipe: Any, dtype: Any, shapes: Any, options: Any, norm: Any, activation: Any, parts: int) -> str:
+    """Of the Kind. shapes: of the weights. options: its keep_original and recomputes. parts: of the first weight."""
     made = HighPrecision() if recipe is None else _made(recipe)
     fits = tuple([all(size % made.feature_multiple == 0 for size in shape) for shape in shapes])
     spec = None if norm is None else NormSpec(_made(norm[0]), *norm[1:])
     act = None if activation is None else built(activation[0], tuple([_made(one) for one in activation[1]]))
-    return name_of(Kind(made, dtype, fits, options[0], options[1], spec, act))
+    return name_of(Kind(made, dtype, fits, options[0], options[1], spec, act, parts))
 
 
 def problem(module: TeLiteModule, dtype: torch.dtype, device: torch.device, dims: int, recipe: Any) -> str:
@@ -151,8 +151,8 @@ def _amp_dtype(inp: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
 
 
-def _computed(module: Any, inp: Tensor, params: list, recipe: Any) -> list[Tensor]:
-    """[y], and norm(x) where it is an output. params: of the Function, but x."""
+def _computed(module: Any, inp: Tensor, params: list, parts: list, recipe: Any) -> list[Tensor]:
+    """[y], and norm(x) where it is an output. params, then parts: as `linears` takes them."""
     normed = hasattr(module, "normalization")
     norm = activation = None
     if normed:
@@ -161,9 +161,11 @@ def _computed(module: Any, inp: Tensor, params: list, recipe: Any) -> list[Tenso
     if len(module.gemm_names) == 2:
         activation = module._act.name, tuple([_value(one) for one in module._act.parameters])
     first, linears_here = 2 * normed, len(module.gemm_names)
-    shapes = tuple([tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]])
+    shapes = [tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]]
+    shapes[0] = sum([part.shape[0] for part in parts], shapes[0][0]), shapes[0][1]
     options = module.save_original_input, module._recomputes
-    return linears(_name(recipe, _amp_dtype(inp), shapes, options, norm, activation), inp, *params)
+    name = _name(recipe, _amp_dtype(inp), tuple(shapes), options, norm, activation, 1 + len(parts))
+    return linears(name, inp, *params, *parts)
 
 
 def _recomputed(state: State | None) -> str:
@@ -203,8 +205,11 @@ def call(
     params: list[Any] = []
     if hasattr(module, "normalization"):
         params += [module.layer_norm_weight, module.layer_norm_bias]
+    parts: list[Tensor] = []  # the first weight's but for the first of them
     for weights, biases in module._linear_names():
-        params += [_joined(module, weights), _joined(module, biases) if module.use_bias else None]
+        first_part, *others = [getattr(module, name) for name in weights]
+        params += [first_part, _joined(module, biases) if module.use_bias else None]
+        parts += others
     bias = params[-1]
     if module.return_bias:
         params[-1] = None
@@ -215,9 +220,9 @@ def call(
             raise RuntimeError("delayed scaling's states were not made ready for compiled code")
         params += [graph.forward_scales, graph.forward_amaxes, graph.backward_scales, graph.backward_amaxes]
     if getattr(module, "checkpoint", False) and torch.is_grad_enabled():
-        out = torch.utils.checkpoint.checkpoint(_computed, module, inp, params, recipe, use_reentrant=False)
+        out = torch.utils.checkpoint.checkpoint(_computed, module, inp, params, parts, recipe, use_reentrant=False)
     else:
-        out = _computed(module, inp, params, recipe)
+        out = _computed(module, inp, params, parts, recipe)
     return module._outputs(tuple(out) if len(out) == 2 else out[0], bias)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_lite.ops import cast_kernels as kernels
 from te_lite.ops.launch import launch, sm_count
-from te_lite.ops.registry import register
+from te_lite.ops.registry import PLAIN, register, returns_nothing
 from te_lite.ops.scalars import new_scalar
 from te_lite.ops.source import FLAT, WORDS, Source, SumDtype, of_source, produce_ref
 from te_lite.ops.sums import column_sums, partial_sums
@@ -92,30 +92,38 @@ def transform(
                 f"{kernels.MOST_PARTIALS} elements; reduce it first"
             )
     x, (m, n), act = source.x, source.x.shape, None
-    # A compiler takes two allocations with the same arguments for one, of which it makes copies where both are written,
-    # and makes in forward what follows from nothing of backward's. The scale does, where weights are cast again.
-    like = x if scale is None else scale
+    options: Any = scale, amax, row_scale, col_scale, act_scale, eps, pow2
+    if op is None and amax_out is None and type(x) not in PLAIN:
+        # A compiler takes two calls with the same arguments for one where they write to nothing that they are given.
+        flat = *source[:8], *source.activation[:2]
+        made = iter(_transformed_op(*flat, *options, hp_dtype, fp8_dtype, row, col, bias_grad or None, act_dtype))
+        scaled = scale is not None or amax is not None
+        there = hp_dtype, row, col, scaled, amax is not None, bias_grad, act_dtype, act_scale is not None
+        return Transformed(*[next(made) if one else None for one in there])
+    scalar = new_scalar if op is None else _new_scalar  # CUDA graphs of a compiler own what its ops return
     if act_dtype is not None:
         if source.kind != "dact":
             raise ValueError(f"act_dtype={act_dtype} for a source of kind {source.kind!r}: pass a gradient, by dact()")
         width = source.tile_cols
-        act = like.new_empty((m, width) if act_scale is None else (width, -(-m // PAD) * PAD), dtype=act_dtype)
+        act = x.new_empty((m, width) if act_scale is None else (width, -(-m // PAD) * PAD), dtype=act_dtype)
     elif source.kind == "act" and source.activation.glu:
         n //= 2
     out = Transformed(
-        None if hp_dtype is None else like.new_empty((m, n), dtype=hp_dtype),
-        like.new_empty((m, n), dtype=fp8_dtype) if row else None,
-        like.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None,
-        None if scale is None and amax is None else new_scalar(like),
-        None if amax is None else new_scalar(amax),
-        like.new_empty((n,), dtype=bias_grad) if bias_grad else None,
+        None if hp_dtype is None else x.new_empty((m, n), dtype=hp_dtype),
+        x.new_empty((m, n), dtype=fp8_dtype) if row else None,
+        x.new_empty((n, -(-m // PAD) * PAD), dtype=fp8_dtype) if col else None,
+        None if scale is None and amax is None else scalar(x),
+        None if amax is None else scalar(amax),
+        x.new_empty((n,), dtype=bias_grad) if bias_grad else None,
         act,
-        None if act_scale is None else new_scalar(act_scale),
+        None if act_scale is None else scalar(act_scale),
     )
-    (op or _transform_op)(
-        *source[:8], *source.activation[:2], scale, amax, row_scale, col_scale, act_scale, eps, pow2, *out, amax_out
-    )
+    (op or _transform_op)(*source[:8], *source.activation[:2], *options, *out, amax_out)
     return out
+
+
+def _new_scalar(like: Tensor) -> Tensor:
+    return like.new_empty((1,), dtype=torch.float32)
 
 
 def transform_ref(source: Source, **wanted: Any) -> Transformed:
@@ -192,14 +200,39 @@ def _transform_cuda(source, scale, amax, row_scale, col_scale, act_scale, eps, p
         column_sums(partial, bias_grad)
 
 
+_OPTIONS = "Tensor? scale, Tensor? amax, Tensor? row_scale, Tensor? col_scale, Tensor? act_scale, float eps, bool pow2"
 # Outputs are arguments: an absent one costs nothing, where returning an empty tensor in its place takes 3 us.
 _transform_op = register(
-    f"transform({FLAT}, Tensor? scale, Tensor? amax, Tensor? row_scale, Tensor? col_scale, Tensor? act_scale, "
-    "float eps, bool pow2, Tensor(a!)? hp, Tensor(b!)? row, Tensor(c!)? col, Tensor(d!)? scale_inv, "
+    f"transform({FLAT}, {_OPTIONS}, Tensor(a!)? hp, Tensor(b!)? row, Tensor(c!)? col, Tensor(d!)? scale_inv, "
     "Tensor(e!)? scale_out, Tensor(f!)? bias_grad, Tensor(g!)? act, Tensor(h!)? act_scale_inv, Tensor(i!)? amax_out) "
     "-> ()",
     cpu=cast_ref,
     cuda=_transform_cuda,
+)
+
+
+def _returning(op: Callable[..., None]) -> Callable[..., list[Tensor]]:
+    """transform() by `op`, as an op that returns what there is of a Transformed."""
+
+    @of_source
+    def run(source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp_dtype, fp8_dtype, row, col, bias_grad,
+            act_dtype):  # fmt: skip
+        out = transform(
+            source, hp_dtype=hp_dtype, fp8_dtype=fp8_dtype, row=row, col=col, scale=scale, amax=amax,
+            bias_grad=bias_grad, eps=eps, pow2=pow2, row_scale=row_scale, col_scale=col_scale, act_dtype=act_dtype,
+            act_scale=act_scale, op=op,
+        )  # fmt: skip
+        return [t for t in out if t is not None]
+
+    return run
+
+
+_transformed_op = register(
+    f"transformed({FLAT}, {_OPTIONS}, ScalarType? hp_dtype, ScalarType? fp8_dtype, bool row, bool col, "
+    "ScalarType? bias_grad, ScalarType? act_dtype) -> Tensor[]",
+    cpu=_returning(cast_ref),
+    cuda=_returning(_transform_cuda),
+    fake=_returning(returns_nothing),
 )
 
 
