@@ -140,6 +140,32 @@ def test_a_state_that_is_restored_before_the_exit():
     assert forward_history(layer)[-1, 0] > 0 and manager.get_autocast_state() == ()
 
 
+def test_autocasts_close_in_order():
+    """Else one would stay open for good."""
+    recipe, other = recipes.DelayedScaling(amax_history_len=4), recipes.Float8CurrentScaling()
+    manager.autocast_enter(True, fp8_recipe=recipe)
+    with contexts.autocast(recipe=other):
+        with pytest.raises(RuntimeError, match=r"autocast_exit\(\): another autocast .* close that first"):
+            manager.autocast_exit(True)
+        assert manager.get_fp8_recipe() == other
+    manager.autocast_exit(True)
+    assert manager.get_autocast_state() == ()
+    for leave in (lambda: manager.autocast_enter(True, fp8_recipe=recipe), lambda: manager.set_autocast_state(())):
+        opened = contexts.autocast(recipe=other)
+        opened.__enter__()
+        inside = manager.get_autocast_state()
+        leave()
+        with pytest.raises(RuntimeError, match=r"autocast\(recipe='current'\) ends.*autocast_exit\(\) for each"):
+            opened.__exit__(None, None, None)
+        manager.set_autocast_state(inside)
+        opened.__exit__(None, None, None)
+        assert manager.get_autocast_state() == ()
+    for enabled in (True, False):
+        with pytest.raises(KeyError, match="theirs"), contexts.autocast(enabled, recipe=other):
+            manager.set_autocast_state(())
+            raise KeyError("theirs")
+
+
 def test_a_state_that_is_set_later_is_followed():
     with contexts.autocast(recipe="mxfp8"):
         inside = manager.get_autocast_state()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from te_lite.autocast import OPEN
 from te_lite.autocast import autocast as _autocast
 from te_lite.autocast import quantized_model_init as _quantized_model_init
 from te_lite.compat.alias import recipes
@@ -21,6 +24,21 @@ class autocast(_autocast):
     ) -> None:  # fmt: skip
         recipe = recipes.settled(recipes.DelayedScaling() if recipe is None else recipe)
         super().__init__(enabled, calibrating, recipe, amax_reduction_group, strict=strict)
+
+    def __exit__(self, exc_type: Any, *rest: Any) -> None:
+        """Of the context that it opened, which FP8GlobalStateManager may have replaced, or covered: RuntimeError."""
+        if not torch.compiler.is_dynamo_compiling():
+            state = OPEN.stack[-1].state if OPEN.stack else None
+            own = state.recipe == self.recipe if state is not None else not (self.enabled or self.calibrating)
+            if exc_type is None and not (own and OPEN.stack):
+                raise RuntimeError(
+                    f"autocast(recipe={self.recipe.name!r}) ends, and another autocast or none is open: call "
+                    "autocast_exit() for each autocast_enter() inside, and set_autocast_state() with the state that "
+                    "get_autocast_state() gave inside; FP8GlobalStateManager.reset() closes all"
+                )
+            if not OPEN.stack:
+                return
+        super().__exit__(exc_type, *rest)
 
 
 def fp8_autocast(

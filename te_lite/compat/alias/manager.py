@@ -100,8 +100,9 @@ class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
 
     @staticmethod
     def get_unique_autocast_key(recipe: Recipe | None = None, group: dist.ProcessGroup | None = None) -> str:
-        """The same for equal recipes with the same group, and for no others."""
-        return f"recipe={recipe},group={None if group is None else id(group)}"
+        """The same for equal recipes with the same group. Others have other ones, but for CustomRecipes, which do not
+        print their factory."""
+        return f"{recipe} among {'no group' if group is None else id(group)}"
 
     # what is open
 
@@ -114,7 +115,8 @@ class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
     def set_autocast_state(cls, state: tuple[Context, ...]) -> None:
         """Modules follow from now on what was open when get_autocast_state gave `state`. No scale takes a step.
 
-        Inside of a `with autocast(...)`, set the state that it made again before it ends. TypeError for anything else.
+        Inside of a `with autocast(...)`, set the state that it made again before it ends, which raises otherwise.
+        TypeError for anything else.
         """
         if not isinstance(state, tuple) or not all(isinstance(one, Context) for one in state):
             raise TypeError(
@@ -127,7 +129,10 @@ class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
         cls, enabled: bool = False, calibrating: bool = False, fp8_recipe: Recipe | str | None = None,
         fp8_group: dist.ProcessGroup | None = None, _graph: bool = False,
     ) -> None:  # fmt: skip
-        """Opens autocast(enabled, calibrating, fp8_recipe, fp8_group) until autocast_exit, and raises what it does."""
+        """Opens autocast(enabled, calibrating, fp8_recipe, fp8_group) until autocast_exit, and raises what it does.
+
+        _graph: accepted; autocast_exit(_graph=True) and set_capture_start() say that a graph is captured.
+        """
         opened = autocast(enabled, calibrating, fp8_recipe, fp8_group)
         opened.__enter__()
         _ENTERED.stack.append((opened, OPEN.stack[-1]))
@@ -137,11 +142,17 @@ class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
         """Closes what the last autocast_enter opened. Forward scales take a step where it is the outermost.
 
         set_autocast_state may have restored what was open before. enabled: accepted; what was entered says it. _graph:
-        no scale takes a step. RuntimeError where nothing was entered.
+        no scale takes a step. RuntimeError where nothing was entered, or another autocast is open inside.
         """
         if not _ENTERED.stack:
             raise RuntimeError("autocast_exit() without autocast_enter(): nothing is open; call that first")
-        opened, context = _ENTERED.stack.pop()
+        opened, context = _ENTERED.stack[-1]
+        if any([one is context for one in OPEN.stack[:-1]]):
+            raise RuntimeError(
+                "autocast_exit(): another autocast was opened after that of autocast_enter() and is open yet; close "
+                "that first"
+            )
+        _ENTERED.stack.pop()
         if not (OPEN.stack and OPEN.stack[-1] is context):
             OPEN.stack.append(context)
         if _graph:
