@@ -18,7 +18,7 @@ from te_lite.modules.weights import SpecModule
 from te_lite.ops.registry import FakeTensor
 
 ALLOWED = "TE_LITE_PICKLED_STATE"  # 1: Transformer Engine's pickled scales are read
-# What Transformer Engine's versions wrote for no state, as bytes; before 2.0 it was torch.save's file of None.
+# What Transformer Engine's versions wrote for no state, as bytes; from 0.12 to 1.13 it was torch.save's file of None.
 _NOTHING = (b"", *(pickle.dumps(value, protocol) for value in (None, dict[str, Any]()) for protocol in range(6)))
 
 
@@ -142,7 +142,7 @@ def _scales(data: bytes, load: Callable[[bytes], Any]) -> Tensor | None:
 def _read(state: Any) -> Any:
     """Transformer Engine's extra state as te_lite's: bytes, BytesIO or uint8 tensor; anything else as it is.
 
-    torch reads torch.save's files, as versions before 2.0 wrote them, and runs no code of theirs. A pickle that says
+    torch reads torch.save's files, as 0.12 to 1.13 wrote them, and runs no code of theirs. A pickle that says
     that there is no state is compared, not unpickled, which could run code. Others are read with ALLOWED.
     """
     if isinstance(state, Tensor):

@@ -18,7 +18,7 @@ from te_lite.quantize.flattened import Flattened
 from te_lite.quantize.per_tensor import PerTensorFormat
 from te_lite.quantize.tensor import QuantizedTensor
 
-_plain_quantize_ = QuantizedTensor.quantize_
+_plain_quantize_, _plain_decoded = QuantizedTensor.quantize_, QuantizedTensor._decoded
 
 
 def _quantizer(tensor: QuantizedTensor) -> CallerQuantizer | None:
@@ -201,9 +201,15 @@ def make_like(
 
 
 def _clear(tensor: QuantizedTensor) -> None:
-    """Lets go of bytes and scales, also of its views. Only quantized data that is set elsewhere may follow."""
+    """Lets go of bytes and scales, also of its views. It has no numbers from then on, and can be given none."""
     q = tensor.q
     q.row = q.row_scale = q.col = q.col_scale = q.seed = None
+
+
+def _decoded(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    if tensor.q.row is None and tensor.q.col is None:
+        raise RuntimeError(f"{tensor._summary()} was cleared, so it has no numbers; quantize into a new tensor")
+    return _plain_decoded(tensor, dtype)
 
 
 def _copy_from_storage(tensor: QuantizedTensor, src: QuantizedTensor) -> None:
@@ -262,7 +268,7 @@ _ADDED: Any = {
     "_create_transpose": _per_tensor_only(remake_columns), "_create_columnwise": remake_columns,
     "_reset_caches": QuantizedTensor.free_caches, "remove_caches": QuantizedTensor.free_caches,
     "_is_2D_scaled": property(_is_2D_scaled), "make_like": staticmethod(make_like),
-    "to_dtype": lambda self, dtype: make_like(self, dtype=dtype), "clear": _clear,
+    "to_dtype": lambda self, dtype: make_like(self, dtype=dtype), "clear": _clear, "_decoded": _decoded,
     "copy_from_storage": _copy_from_storage, "quantize_": _quantize_, "get_data_tensors": _data_tensors,
     "get_usages": lambda self: {"rowwise": self.q.row is not None, "columnwise": self.q.col is not None},
 }  # fmt: skip
