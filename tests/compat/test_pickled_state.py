@@ -16,6 +16,7 @@ import torch
 
 import te_lite as te
 from te_lite.testing.numerics import assert_bitwise_equal
+from tests.compat.noticed import Runs
 
 MAKE = {"Linear": (te.Linear, 1), "LayerNormMLP": (te.LayerNormMLP, 2)}
 LENGTH, MARGIN = 8, 1
@@ -125,19 +126,6 @@ def test_it_is_refused_where_it_is_not_allowed(recipes, monkeypatch):
         module.load_state_dict(
             module.state_dict() | {"_extra_state": as_uint8(written(recipes.DelayedScaling(), gemms))}
         )
-
-
-class Runs:
-    """Unpickled, it would be noticed."""
-
-    ran = False
-
-    def __reduce__(self):
-        return _run, ()
-
-
-def _run():
-    Runs.ran = True
 
 
 def bad(**other: object) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import te_lite as te
 from te_lite.testing.numerics import assert_bitwise_equal
+from tests.compat.noticed import Runs
 from tests.harness import RECIPES, step, through_a_file, under
 
 BF16 = torch.bfloat16
@@ -139,19 +140,6 @@ def test_an_absent_extra_state_leaves_the_scales_alone(kind):
     module.load_state_dict(state)
     assert before.numel()
     assert_bitwise_equal("state", module.get_extra_state(), before)
-
-
-class Runs:
-    """Unpickled, it would be noticed."""
-
-    ran = False
-
-    def __reduce__(self):
-        return _run, ()
-
-
-def _run():
-    Runs.ran = True
 
 
 FOREIGN = {

@@ -61,7 +61,9 @@ CALLS = {
     "all_gather_linear": lambda **kw: te.all_gather_linear(torch.randn(4, 2), WEIGHT, dist.group.WORLD, **kw),
     "linear_reduce_scatter": lambda **kw: te.linear_reduce_scatter(torch.randn(4, 2), WEIGHT, dist.group.WORLD, **kw),
     "Float8Quantizer": lambda **kw: te.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3, **kw),
-    "Float8CurrentScalingQuantizer": lambda **kw: te.Float8CurrentScalingQuantizer(E4M3, amax=torch.ones(1), **kw),
+    "Float8CurrentScalingQuantizer": lambda **kw: te.Float8CurrentScalingQuantizer(
+        E4M3, **kw, **({"amax": torch.ones(1)} if "use_existing_amax" in kw else {})
+    ),
     "MXFP8Quantizer": lambda **kw: te.MXFP8Quantizer(E4M3, **kw),
     "Float8BlockQuantizer": lambda **kw: te.Float8BlockQuantizer(E4M3, **kw),
 }
