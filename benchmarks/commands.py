@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shlex
@@ -16,6 +17,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from benchmarks import result_files
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "TE_LITE_COMMAND"
@@ -144,3 +148,40 @@ def finished(
     status, seconds, lines = run
     tail = [portable(line, out) for line in lines[-TAIL_LINES:]]
     return Stage(name, outcome(status), seconds, portable(shlex.join(command), out), detail, tail)
+
+
+def earlier_rows(path: Path, tree: str, stages: Sequence[str], part: str) -> list[dict]:
+    """Rows of an earlier call on the same tree into the same file, of stages that are not run again. part: of the
+    tests that are run; other parts of as many stay.
+
+    So a machine with several GPUs need not be held for what one GPU can measure.
+    """
+    content = json.loads(path.read_text()) if path.exists() else {"tree": None}
+    if content["tree"] != tree:
+        return []
+
+    def again(stage: str) -> bool:
+        another = part and stage != f"tests {part}" and stage.endswith("/" + part.split("/")[1])
+        return stage.split()[0] in stages and not another
+
+    return [row for row in content["rows"] if not again(row["stage"])]
+
+
+def counts_of_tests(rows: Sequence[dict]) -> dict[str, Any] | None:
+    """What the stages of `tests` found, all parts together; None without one."""
+    found = [row["detail"] for row in rows if row["stage"].split()[0] == "tests"]
+    if not found:
+        return None
+    counts: dict[str, Any] = {
+        name: sum(one[name] for one in found) for name in ("passed", "failed", "errors", "skipped")
+    }
+    return counts | {"failures": [name for one in found for name in one.get("failures", [])]}
+
+
+def summary(stages: Sequence[Stage]) -> str:
+    lines = []
+    for stage in stages:
+        detail = ", ".join(f"{k} {v}" for k, v in stage.detail.items() if not isinstance(v, list))
+        lines.append((stage.stage, stage.status, f"{stage.seconds:.0f} s", detail))
+    failures = [f"FAILED {name}" for stage in stages for name in stage.detail.get("failures", [])]
+    return "\n".join([*failures[:40], result_files.text_table(("stage", "status", "time", "detail"), lines)])

@@ -5,7 +5,8 @@
     python benchmarks/gpu_check.py --stages tests modules --workers 4
     python benchmarks/gpu_check.py --tree-hash $(git rev-parse HEAD:te_lite) --out results
 
-Calls on the same tree add up: `--stages tests modules kernels gemms recipes` on one GPU, the others on four.
+Calls on the same tree add up: `--stages tests modules kernels gemms recipes` on one GPU, the others on four. So do
+parts of the tests, for where the time for one call ends before they do: `--stages tests --part 1/2`, then `--part 2/2`.
 
 Each stage is a process of its own with a limit; one that fails does not stop the next. Stages that time nothing run
 beside each other and `tests`, but `demo` comes last, by itself: beside them its runs reach their limit. On a GPU tests
@@ -19,8 +20,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -36,7 +37,7 @@ import torch
 
 from benchmarks import result_files
 from benchmarks.check_logs import demo_mistakes, demo_numbers, training_numbers
-from benchmarks.commands import Stage, finished, read_junit, run_command
+from benchmarks.commands import Stage, counts_of_tests, earlier_rows, finished, read_junit, run_command, summary
 from benchmarks.result_files import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,11 +87,15 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
     command += ["-m", mark]
     if workers and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers), "--dist", "loadgroup"]
+    variables = {}
+    if args.part and name == "tests":
+        name, variables = f"tests {args.part}", {"TE_LITE_PART": args.part}  # tests/conftest.py reads it
     # README's tables are made from what this run is about to write.
     command += ["--deselect", "tests/benchmarks/test_report.py::test_documents_match_the_committed_results"]
     command += shlex.split(args.pytest_args) or ["tests"]
-    spread = {"TE_LITE_SPREAD": gpus} if "not multigpu" in mark and (gpus := visible(args)) else {}
-    run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS, **spread)
+    if "not multigpu" in mark and (gpus := visible(args)):
+        variables["TE_LITE_SPREAD"] = gpus
+    run = run_command(command, limit(name.split()[0], args), echo=name not in BESIDE_TESTS, **variables)
     detail = read_junit(report) if report.exists() else {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     report.unlink(missing_ok=True)
     stage = finished(name, run, command, args.out, detail)
@@ -270,6 +275,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mark", help="pytest -m expression of `tests`")
+    parser.add_argument("--part", default="", help="of `tests`: 1/3 runs a third of them; parts of one tree add up")
     cores = os.cpu_count() or 1
     parser.add_argument(
         "--workers", type=int, default=max(1, cores * 7 // 16), help="pytest-xdist processes, where it is there"
@@ -283,32 +289,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, limit in LIMITS_S.items():
         parser.add_argument(f"--{name.replace('_', '-')}-limit", type=float, default=limit, help="seconds")
     args = parser.parse_args(argv)
+    part = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.part)
+    if args.part and not (part and int(part[1]) <= int(part[2])):
+        parser.error(f"--part {args.part}: must be I/N with I from 1 to N, such as 2/3")
     args.end = time.monotonic() + args.total_limit
     args.out = args.out.resolve()
     args.mark = args.mark or f"{'gpu and ' if args.device.startswith('cuda') else ''}not slow and not multigpu"
     args.tree_hash = args.tree_hash or result_files.tree_hash(ROOT / "te_lite")
     return args
-
-
-def summary(stages: Sequence[Stage]) -> str:
-    lines = []
-    for stage in stages:
-        detail = ", ".join(f"{k} {v}" for k, v in stage.detail.items() if not isinstance(v, list))
-        lines.append((stage.stage, stage.status, f"{stage.seconds:.0f} s", detail))
-    failures = [f"FAILED {name}" for stage in stages for name in stage.detail.get("failures", [])]
-    return "\n".join([*failures[:40], result_files.text_table(("stage", "status", "time", "detail"), lines)])
-
-
-def earlier_rows(args: argparse.Namespace) -> list[dict]:
-    """Rows of an earlier call on the same tree into the same folder, of stages that this call leaves out.
-
-    So a machine with several GPUs need not be held for what one GPU can measure.
-    """
-    path = args.out / "gpu_check.json"
-    content = json.loads(path.read_text()) if path.exists() else {"tree": None}
-    if content["tree"] != args.tree_hash:
-        return []
-    return [row for row in content["rows"] if row["stage"].split()[0] not in args.stages]
 
 
 def run_stages(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[Stage]]:
@@ -332,15 +320,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     stages: list[Stage] = []
-    earlier = earlier_rows(args)
+    earlier = earlier_rows(args.out / "gpu_check.json", args.tree_hash, args.stages, args.part)
     # The order of RUNNERS: tests and training are over before anything is timed.
     for done in run_stages([name for name in RUNNERS if name in args.stages], args):
         stages = sorted((*stages, *done), key=lambda stage: list(RUNNERS).index(stage.stage.split()[0]))
         # Written after every stage, so that a lost machine costs only what came after.
         rows = earlier + [{**asdict(stage), "gpus": gpu_count(args)} for stage in stages]
-        tests = next((row["detail"] for row in rows if row["stage"] == "tests"), None)
         path = args.out / "gpu_check.json"
-        result_files.write_results(path, "gpu_check", rows, tree=args.tree_hash, device=args.device, tests=tests)
+        found = {"tree": args.tree_hash, "device": args.device, "tests": counts_of_tests(rows)}
+        result_files.write_results(path, "gpu_check", rows, **found)
     print("\n" + summary(stages))
     return 0 if all(stage.status in ("passed", "skipped") for stage in stages) else 1
 

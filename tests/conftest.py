@@ -28,7 +28,12 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("te_lite")
 
 
+@pytest.hookimpl(trylast=True)  # after -m has left out what it leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := os.environ.get("TE_LITE_PART"):  # such as 2/3 (benchmarks/gpu_check.py)
+        which, parts = map(int, part.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != which - 1])
+        items[:] = items[which - 1 :: parts]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needs = {"gpu": 1, "multigpu": 2}
     for item in items:
