@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_lite.arguments import flag
 from te_lite.modules.weights import default_device
+from te_lite.ops.registry import makes_data
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -23,12 +26,9 @@ class RotaryPositionEmbedding(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        self.factor, self.pretrained, self.interleaved = (
-            seq_len_interpolation_factor, pretrained_max_position_embeddings,
-            flag("RotaryPositionEmbedding", "interleaved", interleaved),
-        )  # fmt: skip
-        device = default_device(None)
-        powers = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        self.factor, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        self.interleaved = flag("RotaryPositionEmbedding", "interleaved", interleaved)
+        powers = torch.arange(0, dim, 2, dtype=torch.float32, device=default_device(None)) / dim
         self.register_buffer("inv_freq", 1.0 / rotary_base**powers, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
@@ -48,22 +48,39 @@ def _rotated(t: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
 
 
-def _positions(t: Tensor, tensor_format: str, cu_seqlens: Tensor | None, padded: Tensor | None) -> Tensor:
+def _positions(t: Tensor, form: str, start: Tensor | None, cu_seqlens: Tensor | None, padded: Tensor | None) -> Tensor:
     """Of each token, in the shape of t without heads and channels; 0 between packed sequences."""
-    if tensor_format == "thd":
-        if cu_seqlens is None:
-            raise ValueError("apply_rotary_pos_emb(tensor_format='thd') without cu_seqlens: pass where sequences begin")
-        at = torch.arange(t.shape[0], device=t.device)
-        begins = (cu_seqlens if padded is None else padded).to(at)
-        own = torch.searchsorted(begins, at, right=True) - 1
-        position, lengths = at - begins[own], F.pad(cu_seqlens.to(at).diff(), (0, 1))
-        return torch.where(position < lengths[own], position, 0)
-    if tensor_format not in ("sbhd", "bshd"):
-        raise ValueError(f"tensor_format={tensor_format!r}: must be 'sbhd', 'bshd' or 'thd'; pass one")
-    sequence = int(tensor_format == "bshd")
-    shape = [1, 1]
-    shape[sequence] = -1
-    return torch.arange(t.shape[sequence], device=t.device).view(shape)
+    if form not in ("sbhd", "bshd", "thd"):
+        raise ValueError(f"tensor_format={form!r}: must be 'sbhd', 'bshd' or 'thd'; pass one")
+    at = torch.arange(t.shape[form == "bshd"], device=t.device)
+    if form != "thd":
+        positions = at[None] if start is None else at + start.to(at)[:, None]
+        return positions if form == "bshd" else positions.T
+    if cu_seqlens is None:
+        raise ValueError("apply_rotary_pos_emb(tensor_format='thd') without cu_seqlens: pass where sequences begin")
+    begins = (cu_seqlens if padded is None else padded).to(at)
+    own = torch.searchsorted(begins, at, right=True) - 1
+    position, lengths = at - begins[own], F.pad(cu_seqlens.to(at).diff(), (0, 1))
+    first = 0 if start is None else F.pad(start.to(at), (0, 1))[own]
+    return torch.where(position < lengths[own], position + first, 0)
+
+
+def _check_range(t: Tensor, count: int, start: Tensor | None, sizes: Any) -> None:
+    """ValueError where t's sequences need others than `count` positions. sizes: their length, or cu_seqlens. A tensor
+    that is on a GPU or traced is not read: it counts as zeros, the least that it may hold."""
+    read = not torch.compiler.is_compiling() and makes_data(t.device)
+    first, sizes = [
+        0 if value is None or isinstance(value, Tensor) and not (read and value.device.type == "cpu") else value
+        for value in (start, sizes)
+    ]
+    ends = first + (sizes.diff() if isinstance(sizes, Tensor) else sizes)
+    low = min(first.tolist(), default=0) if isinstance(first, Tensor) else first
+    high = max(ends.tolist(), default=0) if isinstance(ends, Tensor) else ends
+    if low < 0 or high > count:
+        raise ValueError(
+            f"apply_rotary_pos_emb of t {tuple(t.shape)} has positions from {low} to {high - 1}, freqs those from 0 to "
+            f"{count - 1}: must have them all; make freqs longer, or check start_positions and cu_seqlens"
+        )
 
 
 def apply_rotary_pos_emb(
@@ -76,17 +93,16 @@ def apply_rotary_pos_emb(
     The angles are those of a token's position in its sequence (plus start_positions [B]). cu_seqlens [B + 1]: where the
     sequences of thd end; cu_seqlens_padded: where they begin in memory, if there are gaps. The arithmetic is fp32,
     rounded once to t's dtype. fused: accepted; there is one way. Context parallelism raises NotImplementedError.
+
+    Positions that freqs does not have raise ValueError. start_positions and cu_seqlens on a GPU are not read for that,
+    so that nothing waits: there a position beyond freqs ends in torch's device-side assert of an index, and a negative
+    one counts from the end. Under torch.compile they are not read either.
     """
     if cp_size != 1:
         raise NotImplementedError(f"apply_rotary_pos_emb(cp_size={cp_size}): te_lite has no context parallelism")
-    positions = _positions(t, tensor_format, cu_seqlens, cu_seqlens_padded)
-    if start_positions is not None:
-        start = start_positions.to(positions)
-        positions = positions + (start[None, :] if tensor_format == "sbhd" else start[:, None])
-    elif tensor_format != "thd" and positions.numel() > len(freqs):
-        raise ValueError(
-            f"freqs has {len(freqs)} positions and t {tuple(t.shape)} more; make it as long as the sequence"
-        )
+    positions = _positions(t, tensor_format, start_positions, cu_seqlens, cu_seqlens_padded)
+    sizes = cu_seqlens if tensor_format == "thd" else t.shape[tensor_format == "bshd"]
+    _check_range(t, len(freqs), start_positions, sizes)
     angles = freqs.float()[:, 0, 0][positions][..., None, :]
     turned, rest = t[..., : angles.shape[-1]].float(), t[..., angles.shape[-1] :]
     turned = turned * angles.cos() + _rotated(turned, interleaved) * angles.sin()
