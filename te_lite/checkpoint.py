@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from te_lite.arguments import flag
 from te_lite.autocast import restored, snapshot
+from te_lite.overlap.collective import all_gather
 from te_lite.quantize.replay import Frame
 
 
@@ -53,19 +55,22 @@ def checkpoint(
     """function(*args, **kwargs), keeping only its inputs; backward computes it again, bit for bit.
 
     get_rng_state_tracker: returns the CudaRNGStatesTracker whose states are rewound for the second run; torch's own
-    generators always are. tp_group is accepted and not needed. Other keywords go to `function`, except those of
-    torch.utils.checkpoint (context_fn, determinism_check, debug, early_stop), which go there.
+    generators always are. distribute_saved_activations: each rank of tp_group keeps its part of the first input, which
+    must be the same on all of them, and backward gathers it; tp_group is not needed otherwise. Other keywords go to
+    `function`, except torch.utils.checkpoint's (context_fn, determinism_check, debug, early_stop), which go there.
+
+    Raises TypeError, ValueError for distribute_saved_activations without a plain tensor first or without tp_group.
     """
     if torch.compiler.is_dynamo_compiling():
         from te_lite.modules.compiled import checkpointed
 
+        if distribute_saved_activations:
+            kwargs |= {"distribute_saved_activations": True, "tp_group": tp_group}
         return checkpointed(checkpoint, function, args, use_reentrant, get_rng_state_tracker, kwargs)
     use_reentrant = flag("checkpoint", "use_reentrant", use_reentrant)
+    keep: AbstractContextManager[Any] = nullcontext()
     if flag("checkpoint", "distribute_saved_activations", distribute_saved_activations):
-        raise NotImplementedError(
-            "distribute_saved_activations=True: te_lite keeps a checkpoint's inputs whole; use sequence_parallel=True, "
-            "which shards them by construction"
-        )
+        keep = keeps_parts(args[0] if args else None, tp_group)
     own = {"determinism_check", "debug", "early_stop", "context_fn", "preserve_rng_state"}
     options = {name: kwargs.pop(name) for name in own & kwargs.keys()}
     call = CheckpointedCall(get_rng_state_tracker)
@@ -77,4 +82,45 @@ def checkpoint(
         # A reentrant checkpoint makes what it returns its own, the very tensor: no parameter.
         return outputs if torch.is_grad_enabled() else tree_map_only(torch.nn.Parameter, torch.Tensor.detach, outputs)
 
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)
+    with keep:
+        return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)
+
+
+class Part(NamedTuple):
+    """What a rank keeps of a tensor [shape] that is the same on all ranks, padded to equal parts."""
+
+    mine: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def keeps_parts(first: Any, group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
+    """Where `first` is saved for backward inside, each rank of the group keeps a part; backward gathers it."""
+    if type(first) not in (Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"distribute_saved_activations=True: the first input is a {type(first).__name__}, must be a plain tensor; "
+            "leave distribute_saved_activations out"
+        )
+    if group is None:
+        raise ValueError("distribute_saved_activations=True got tp_group=None: pass the ranks that share the input")
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    place = first.data_ptr(), first.shape, first.stride()
+
+    def pack(saved: Tensor) -> Tensor | Part:
+        if (saved.data_ptr(), saved.shape, saved.stride()) != place or not saved.numel():
+            return saved
+        flat = saved.detach().reshape(-1)
+        part = -(-flat.numel() // size)
+        own = flat[part * rank : part * (rank + 1)]
+        mine = flat.new_zeros(part)
+        mine[: own.numel()] = own
+        return Part(mine, *place[1:])
+
+    def unpack(kept: Tensor | Part) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        whole = all_gather(kept.mine, group, "all-gather of a checkpoint's input")[: kept.shape.numel()]
+        made = torch.empty_strided(kept.shape, kept.stride, dtype=whole.dtype, device=whole.device)
+        return made.copy_(whole.view(kept.shape))
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

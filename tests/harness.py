@@ -226,18 +226,25 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+def has_scales(state: Tensor) -> bool:
+    """Whether an extra state holds scales; else all of it but its header's counts is zero. Norms have an empty one."""
+    assert not state.numel() or state[1] or not state[4:].any()
+    return bool(state.numel() and state[1])
+
+
 def delayed_state(module: torch.nn.Module) -> dict[str, Tensor]:
     """{"history_fwd" [L, 3n], "scale_fwd" [3n], "history_bwd" [L, 2n], "scale_bwd" [2n]} of n linears.
 
-    Columns of a linear: input, weight, output forward; grad_output, grad_input backward. Read from the extra
-    state, one fp32 tensor [version, L, 3n, 2n, history_fwd, scale_fwd, history_bwd, scale_bwd]; {} when empty.
+    Columns of a linear: input, weight, output forward; grad_output, grad_input backward. Read from the extra state,
+    one fp32 tensor [version, L, 3n, 2n, 2 maxima, history_fwd, scale_fwd, history_bwd, scale_bwd, zeros]; {} without
+    one.
     """
     flat = module.get_extra_state().detach().cpu()
-    if not flat.numel():
+    if not has_scales(flat):
         return {}
     version, length, nf, nb = (int(v) for v in flat[:4])
     assert version == 1, version
     sizes = (length * nf, nf, length * nb, nb)
-    hf, sf, hb, sb = flat[6:].split(sizes)
+    hf, sf, hb, sb = flat[6 : 6 + sum(sizes)].split(sizes)
     views = {"history_fwd": hf.view(length, nf), "scale_fwd": sf, "history_bwd": hb.view(length, nb), "scale_bwd": sb}
     return {name: value.clone() for name, value in views.items()}

@@ -294,7 +294,7 @@ class TeLiteModule(SpecModule):
     # state
 
     def get_extra_state(self) -> Tensor:
-        """Delayed scaling's state as one fp32 tensor (empty when there is none); see modules/scale_state.py."""
+        """Delayed scaling's state as one fp32 tensor; see modules/scale_state.py."""
         self._graph_scales.settle()
         return self._scales.dump()
 

@@ -254,8 +254,12 @@ def close_autocast(opened: Any, exc_type: Any) -> None:
 def checkpointed(eager: Any, function: Any, args: tuple, use_reentrant: bool, tracker: Any, kwargs: dict) -> Any:
     """te.checkpoint, traced: a graph computes again from values that it has, so scales need no memory of their own.
     eager: itself."""
+    why = ""
     if tracker is not None:
         why = "te.checkpoint(get_rng_state_tracker=...) rewinds generators that graphs do not see"
+    elif "distribute_saved_activations" in kwargs:
+        why = "te.checkpoint(distribute_saved_activations=True) gathers its input in backward"
+    if why:
         return untraced(
             why, eager, function, *args, use_reentrant=use_reentrant, get_rng_state_tracker=tracker, **kwargs
         )

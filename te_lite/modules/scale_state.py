@@ -1,8 +1,10 @@
 """A module's delayed-scaling state: made when a recipe needs it, kept in checkpoints as one plain tensor.
 
 Layout of the tensor (fp32, 1-D): [VERSION, history length, forward tensors nf, backward tensors nb, forward fp8_max,
-backward fp8_max], then forward history [L, nf], forward scale [nf], backward history [L, nb], backward scale [nb].
-Empty where there is no state. fp8_max is what the scales were made for, 2^-margin included.
+backward fp8_max], then forward history [L, nf], forward scale [nf], backward history [L, nb], backward scale [nb], then
+zeros up to the size that ROWS of history take. fp8_max is what the scales were made for, 2^-margin included. Without a
+state the length and all after nb are 0. So a distributed checkpoint finds a tensor of the size to read into, also in a
+module that has not run. Tensors without the zeros, which older versions wrote, and empty ones are read too.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from te_lite.recipe import DelayedScaling
 # is None, no state, so they load this one strictly and begin with fresh scales. Little endian, as GPUs' hosts are.
 VERSION = struct.unpack("<f", b"N.\x80?")[0]
 HEADER = 6
+ROWS = DelayedScaling().amax_history_len
 # Each reads what another library wrote as what te_lite writes, and gives anything else as it is. compat/ knows
 # Transformer Engine's.
 READERS: list[Callable[[Any], Any]] = []
@@ -59,6 +62,8 @@ def as_tensor(state: Any) -> Tensor:
             f"extra state of {state.numel()} numbers has version {float(state[0])}: this te_lite reads version "
             f"{int(VERSION)}, of at least {HEADER} numbers; update te_lite"
         )
+    if not state[1] and not state[HEADER - 2 :].any():
+        return torch.empty(0, device="cpu")
     for name, value in zip(_NAMES, state[1:HEADER], strict=False):
         whole = (value == value.floor()) | ("fp8_max" in name)
         _check(name, value, (value > 0) & value.isfinite() & whole, "positive and finite, a count a whole number")
@@ -120,6 +125,20 @@ class ScaleStates:
         return state
 
     def dump(self) -> Tensor:
+        """What load() takes, of the same size before a module has run and after."""
+        compact = self._compact()
+        if not compact.numel():
+            compact = torch.tensor([VERSION, 0.0, *self.sizes.values(), 0.0, 0.0], dtype=torch.float32, device="cpu")
+        whole = compact.new_zeros(max(self._numbers(ROWS), compact.numel()))
+        whole[: compact.numel()] = compact
+        return whole
+
+    def _numbers(self, length: int) -> int:
+        """In the tensor of a state with histories of this length."""
+        return HEADER + (length + 1) * sum(self.sizes.values())
+
+    def _compact(self) -> Tensor:
+        """dump() without the zeros at its end; empty where there is no state."""
         if len(self._live) < len(self.sizes):
             return self._loaded.clone()
         states = [self._live[direction] for direction in self.sizes]
@@ -144,13 +163,14 @@ class ScaleStates:
         """(history, scale, the fp8_max they were made for)."""
         length, *sizes = (int(value) for value in tensor[1 : HEADER - 2].tolist())
         expected = list(self.sizes.values())
-        if sizes != expected or tensor.numel() != HEADER + (length + 1) * sum(sizes):
+        numbers = self._numbers(length)
+        if sizes != expected or tensor.numel() not in (numbers, self._numbers(max(length, ROWS))):
             raise ValueError(
                 f"extra state holds {sizes} forward and backward tensors in {tensor.numel()} numbers, this module has "
                 f"{expected}; load it into a module of the class that wrote it"
             )
         index = list(self.sizes).index(direction)
-        parts = tensor[HEADER:].split([n for size in sizes for n in (length * size, size)])
+        parts = tensor[HEADER:numbers].split([n for size in sizes for n in (length * size, size)])
         history, scale = parts[2 * index : 2 * index + 2]
         history = history.view(length, sizes[index])
         now, past = history[0], history[1:]
@@ -166,4 +186,4 @@ class ScaleStates:
 
     def __getstate__(self) -> dict[str, Any]:
         """The numbers without the live states, for copying and pickling."""
-        return {"sizes": self.sizes, "_live": {}, "_loaded": self.dump()}
+        return {"sizes": self.sizes, "_live": {}, "_loaded": self._compact()}

@@ -8,12 +8,13 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import te_lite as te
 from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
-from tests.harness import RECIPES, build, delayed_state, step, through_a_file
+from tests.harness import RECIPES, build, delayed_state, has_scales, step, through_a_file
 from tests.reference import LINEAR, LN_LINEAR, LN_MLP, Spec
 
 KINDS = (LINEAR, LN_LINEAR, LN_MLP)
@@ -62,18 +63,16 @@ def test_state_keys(kind):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_extra_state_is_plain_and_of_constant_size(kind, recipe):
-    """A tensor (or tensors) that weights_only=True loads; empty without state; the same size at every
-    step.
-    """
-    sizes = []
+    """A tensor that weights_only=True loads, of the same size before a module has run and at every step."""
     module = make(kind)
+    sizes = [module.get_extra_state().numel()]
     for i in range(3):
         step(module, tokens(i), tokens(i + 20), recipe_of(recipe))
         state = through_a_file(module.state_dict())["_extra_state"]
         assert isinstance(state, torch.Tensor)
         sizes.append(state.numel())
     assert len(set(sizes)) == 1
-    assert (sizes[0] > 0) == (recipe == "delayed")
+    assert has_scales(state) == (recipe == "delayed")
 
 
 @pytest.mark.parametrize("saved", RECIPES)
@@ -132,6 +131,38 @@ def test_state_waits_for_the_recipe(kind):
         assert_bitwise_equal(name, got[name], want[name])
 
 
+SAVED = None, "delayed", "mxfp8", te.recipe.DelayedScaling(), te.recipe.DelayedScaling(amax_history_len=1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("loaded", SAVED)
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributed_checkpoints_load_in_place_whatever_has_run(kind, saved, loaded, tmp_path):
+    """torch.distributed.checkpoint reads into tensors of the target, which may not have run, or with another recipe."""
+    source, target = (make(kind) if one is None else trained(kind, one) for one in (saved, loaded))
+    dcp.save(source.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    state = target.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    target.load_state_dict(state)
+    assert_bitwise_equal("state", target.get_extra_state(), source.get_extra_state())
+    recipe = recipe_of("delayed" if saved is None else saved)
+    for i in range(2):
+        want, got = (step(m, tokens(30 + i), tokens(40 + i), recipe) for m in (source, target))
+        for name in want:
+            assert_bitwise_equal(name, got[name], want[name])
+
+
+def test_states_of_older_versions_load():
+    """They ended with the last scale, and were empty where there was none."""
+    source, target = trained(LINEAR, "delayed"), make(LINEAR)
+    state = source.get_extra_state()
+    target.set_extra_state(state[: 6 + 5 * (DELAYED.amax_history_len + 1)])
+    assert_bitwise_equal("state", target.get_extra_state(), state)
+    target.set_extra_state(torch.empty(0))
+    assert not has_scales(target.get_extra_state())
+
+
 def test_another_history_length_keeps_the_scales():
     """Longer and shorter histories load; scales are taken over as they are."""
     source = trained(LINEAR, "delayed", steps=5)
@@ -163,6 +194,7 @@ WRONG = {
     "uint8": lambda s: torch.zeros(100, dtype=torch.uint8),
     "dict": lambda s: {"recipe": "delayed"},
     "cut short": lambda s: s[:-1],
+    "numbers without a history": lambda s: s * (torch.arange(s.numel()) != 1),
     "another version": lambda s: torch.cat([torch.tensor([99.0]), s[1:]]),
     "another class": lambda s: trained(LN_MLP, "delayed").get_extra_state(),
 }
