@@ -1,5 +1,8 @@
 """What modules have under the alias for frameworks that ask for fp8's state: fp8_meta, quantizers, fp8_initialized."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -253,9 +256,70 @@ def test_groups():
     with te.autocast(recipe=DELAYED):
         module(torch.randn(16, 32, dtype=torch.bfloat16), [8, 8])
     module.fp8_meta["fp8_group"], module.fp8_meta["recipe"] = None, DELAYED
-    assert module.fp8_meta["scaling_fwd"].amax_history.shape == (4, 6) and not hasattr(module, "quantizers")
+    assert module.fp8_meta["scaling_fwd"].amax_history.shape == (4, 6)
     with pytest.raises(RuntimeError, match="was captured with"):
         module.fp8_meta["recipe"] = recipes.DelayedScaling(amax_history_len=5)
+
+
+@pytest.mark.parametrize("kind", [te.GroupedLinear, grouped.GroupedLinear])
+def test_quantizers_of_groups_say_why_they_are_not_there(kind):
+    """nn.Module would answer with words of its own. Other names that are missing have those."""
+    module = kind(2, 32, 48, params_dtype=torch.bfloat16, device="cpu")
+    assert module.quantizers == {}
+    with te.autocast(recipe="current"):
+        module(torch.randn(32, 32, dtype=torch.bfloat16), [16, 16])
+    assert not hasattr(module, "quantizers") and getattr(module, "quantizers", None) is None
+    with pytest.raises(NotImplementedError, match=r"GroupedLinear\.quantizers: .* groups together.*; make a quantizer"):
+        module.quantizers  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
+        module.no_such_thing  # noqa: B018
+    assert module.weight1.shape == (48, 32)
+
+
+class OnlyTheBase(TeLiteModule):
+    """As callers of Transformer Engine derive a module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[call-arg]
+
+
+class WithoutTheBasesInit(TeLiteModule):
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+
+class Made:
+    """Whose own __new__ is still called."""
+
+    def __new__(cls, *args, **kwargs):
+        made = super().__new__(cls)
+        made.arguments = len(args)
+        return made
+
+
+class Derived(te.Linear):
+    pass
+
+
+class DerivedTwice(Derived, Made):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OnlyTheBase, WithoutTheBasesInit, TeLiteModule])
+def test_modules_on_the_base_alone_are_refused(kind):
+    """Here TransformerEngineBaseModule is TeLiteModule."""
+    with pytest.raises(
+        NotImplementedError, match=rf"{kind.__name__} is built on .*derive from torch\.nn\.Module and hold"
+    ):
+        kind()
+    assert issubclass(kind, TeLiteModule) and issubclass(te.Linear, TeLiteModule)
+
+
+def test_modules_on_te_lites_own_are_built():
+    for kind in (Derived, DerivedTwice):
+        made = kind(32, 48, device="cpu")
+        assert isinstance(made, TeLiteModule) and getattr(made, "arguments", 2) == 2
+        assert type(copy.deepcopy(made)) is kind and type(pickle.loads(pickle.dumps(made))) is kind
 
 
 @pytest.mark.parametrize("norm", [te.LayerNorm, te.RMSNorm])

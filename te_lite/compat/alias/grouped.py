@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_lite.compat.alias.modules import Fp8Meta
+from torch import nn
+
+from te_lite.compat.alias.modules import Fp8Meta, quantizers
 from te_lite.modules import grouped_linear
 
 
@@ -13,6 +15,14 @@ class GroupedFp8Meta(Fp8Meta):
 
     def _known(self) -> dict[str, Any]:
         return {"fp8_checkpoint": False} | super()._known()
+
+
+def _named(module: grouped_linear.GroupedLinear, name: str) -> Any:
+    """Where a property raises an AttributeError, Python asks here, and nn.Module would answer without its words."""
+    return quantizers(module) if name == "quantizers" else nn.Module.__getattr__(module, name)
+
+
+grouped_linear.GroupedLinear.__getattr__ = _named  # type: ignore[method-assign, assignment]
 
 
 class GroupedLinear(grouped_linear.GroupedLinear):

@@ -147,7 +147,7 @@ def _for_callers(value: Quantizer | None) -> CallerQuantizer | None:
     return for_callers(value) if getattr(value, "state", None) is None else _Slot(value)
 
 
-def _quantizers(module: TeLiteModule) -> dict[str, list[CallerQuantizer | None]]:
+def quantizers(module: TeLiteModule) -> dict[str, list[CallerQuantizer | None]]:
     """Of the last call, by fp8_meta's keys, in the order of its scales; None: high precision. Empty where that call was
     not by an fp8 recipe. They quantize as the module does, and under delayed scaling record the amax as it does."""
     if not _said(module, True):
@@ -155,7 +155,8 @@ def _quantizers(module: TeLiteModule) -> dict[str, list[CallerQuantizer | None]]
     operands = [plan.operands for plan in module._planned[1]]
     if not operands:
         raise NotThere(
-            f"{type(module).__name__}.quantizers: te_lite quantizes its groups together, by none for callers"
+            f"{type(module).__name__}.quantizers: te_lite quantizes its groups together, by none for callers; make a "
+            "quantizer, such as te.Float8CurrentScalingQuantizer"
         )
     forward = [value for each in operands for value in (each.fprop.a, each.fprop.b, each.output)]
     backward = [value for each in operands for value in (each.dgrad.a, each.grad_input)]
@@ -250,6 +251,26 @@ def _with_dtype(init: Callable[..., None]) -> Callable[..., None]:
 
 
 _Norm.__init__ = _with_dtype(_Norm.__init__)  # type: ignore[method-assign]
+
+
+def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """TeLiteModule.__new__: NotImplementedError for TransformerEngineBaseModule and for what is derived from it alone.
+
+    That name is TeLiteModule itself, so that isinstance, issubclass and what is assigned to it reach te_lite's modules.
+    """
+    ours = "te_lite", "transformer_engine"
+    if not any([
+        base is not TeLiteModule and issubclass(base, TeLiteModule) and base.__module__.partition(".")[0] in ours
+        for base in cls.__mro__
+    ]):  # fmt: skip
+        raise NotImplementedError(
+            f"{cls.__name__} is built on TransformerEngineBaseModule, which runs te_lite's own modules alone; derive "
+            "from torch.nn.Module and hold te.Linear and its like, or derive from one of them"
+        )
+    following = super(TeLiteModule, cls).__new__
+    return following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
+
+
 _OWN = "te_lite's modules do not run by it: derive from one of them, or build on te.all_gather_linear and its like"
 _BY_AUTOCAST = "call module.init_fp8_metadata() in te.autocast(recipe=...), which makes the scales of that recipe"
 _REFUSED = {
@@ -259,8 +280,9 @@ _REFUSED = {
     "adjust_amax_history_length": "use a recipe with another amax_history_len: modules take their histories over",
 }
 _ADDED: dict[str, Any] = {
+    "__new__": staticmethod(_new),
     "fp8_meta": property(Fp8Meta),
-    "quantizers": property(_quantizers),
+    "quantizers": property(quantizers),
     "fp8": property(lambda self: _said(self, True)),
     "fp8_calibration": property(lambda self: _said(self, False)),
     "fp8_initialized": property(lambda self: bool(self._planned[0] and self._planned[0][0]), _set_initialized),
