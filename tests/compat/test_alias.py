@@ -20,7 +20,9 @@ import te_lite.compat.transformer_engine
 from te_lite.compat.alias.names import MODULES
 assert sum(type(finder).__name__ == "AliasFinder" for finder in sys.meta_path) == 1
 version = importlib.metadata.version("transformer-engine")
-assert version == importlib.metadata.version("transformer_engine") and version.startswith("2.")
+assert version.startswith("2.")
+for name in ("transformer_engine", "Transformer.Engine", "TRANSFORMER-_.engine"):
+    assert version == importlib.metadata.version(name)
 assert "transformer-engine" in {d.metadata["Name"] for d in importlib.metadata.distributions()}
 assert importlib.util.find_spec("transformer_engine.pytorch.fp8") is not None
 assert importlib.util.find_spec("transformer_engine.jax") is None
@@ -74,14 +76,24 @@ assert Layer(32)(torch.randn(4, 2, 32), None, rotary_pos_emb=RotaryPositionEmbed
 class Mine(tep.ops.Sequential):
     def __init__(self):
         super().__init__()
-for build in (tep.ops.FusibleOperation, Mine, tep.attention.InferenceParams, tep.ops.Sequential):
+from transformer_engine.common import recipe
+class Own(tep.module.base.TransformerEngineBaseModule):
+    def __init__(self):
+        super().__init__()
+for build, said in (
+    (tep.ops.FusibleOperation, "transformer_engine.pytorch.ops.FusibleOperation:"),
+    (tep.ops.Sequential, "transformer_engine.pytorch.ops.Sequential:"), (Mine, "transformer_engine.pytorch.ops.Seq"),
+    (tep.attention.InferenceParams, "transformer_engine.pytorch.attention.InferenceParams:"),
+    (recipe.NVFP4BlockScaling, "transformer_engine.common.recipe.NVFP4BlockScaling:"), (Own, "Own is built on"),
+):
     try:
         build()
     except NotImplementedError as error:
-        assert "transformer_engine.pytorch" in str(error)
+        assert str(error).startswith(said), error
     else:
         raise AssertionError(build)
 layer = tep.Linear(16, 16, device="cpu")
+assert isinstance(layer, Own.__base__) and issubclass(tep.GroupedLinear, Own.__base__) and not isinstance(layer, Own)
 assert not isinstance(layer, tep.TransformerLayer) and layer.__module__ == "transformer_engine.pytorch"
 assert type(pickle.loads(pickle.dumps(layer))) is te.Linear  # by that name
 assert not isinstance(te.Linear(16, 16, device="cpu"), tep.ops.FusibleOperation)

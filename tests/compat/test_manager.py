@@ -29,6 +29,8 @@ MISSING = {
     "copy_forward_fp8_meta_tensors_for_recompute": "te.checkpoint",
     "get_old_fp8_meta_tensors_for_recompute": "te.checkpoint",
     "restore_fp8_meta_tensors": "te.checkpoint",
+    "fp8_autocast_enter": "use autocast_enter",
+    "fp8_autocast_exit": "use autocast_exit",
     "quantization_state": "is_fp8_enabled",
     "no_such_thing": "leave it out",
 }

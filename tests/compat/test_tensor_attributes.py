@@ -313,3 +313,11 @@ def test_names_that_quantizers_do_not_have(kind):
         assert not hasattr(one, "onnx_quantize") and one.get_usages() == {"rowwise": True, "columnwise": True}
         with pytest.raises(NotThere, match=rf"{type(quantizer).__name__}\.onnx_quantize"):
             one.onnx_quantize(values(16, 64))
+
+
+def test_classes_answer_for_what_is_of_them():
+    for kind in (tensors.Float8Tensor, tensors.MXFP8Tensor, tensors.Float8BlockwiseQTensor):
+        assert issubclass(kind, te.QuantizedTensor) and not issubclass(te.QuantizedTensor, kind)
+    members = [value for name, value in vars(tensors.DType).items() if name.startswith("k")]
+    assert len(members) == 9 and all(isinstance(one, tensors.DType) for one in members)
+    assert not any(isinstance(one, tensors.DType) for one in (torch.complex64, tensors.DType, "kByte", None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib.abc import Loader, MetaPathFinder
@@ -54,7 +55,7 @@ class AliasFinder(MetaPathFinder, Loader):
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         name = getattr(context, "name", None)
-        if (name is None or name.lower().replace("_", "-") == "transformer-engine") and not _hidden():
+        if (name is None or re.sub("[-_.]+", "-", name).lower() == "transformer-engine") and not _hidden():
             yield AliasDistribution()
 
 

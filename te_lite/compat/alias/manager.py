@@ -25,6 +25,8 @@ _INSTEAD = {
     "copy_forward_fp8_meta_tensors_for_recompute": _RECOMPUTE,
     "get_old_fp8_meta_tensors_for_recompute": _RECOMPUTE,
     "restore_fp8_meta_tensors": _RECOMPUTE,
+    "fp8_autocast_enter": "use autocast_enter",
+    "fp8_autocast_exit": "use autocast_exit",
     "quantization_state": "ask is_fp8_enabled, get_fp8_recipe and their like",
 }
 

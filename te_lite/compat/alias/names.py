@@ -167,7 +167,7 @@ def fill(module: ModuleType) -> None:
         if where:
             values[name] = getattr(import_module(where), own or name)
         else:
-            values[name] = _no_class(f"{full if full.endswith('recipe') else 'transformer_engine.pytorch'}.{name}")
+            values[name] = _no_class(f"{full}.{name}")
     vars(module).update(values, __all__=sorted(values), __getattr__=functools.partial(_missing, full))
     if full == "transformer_engine.pytorch":
         # Lightning knows Transformer Engine's modules by this name, which pickles of whole modules hold too.

@@ -27,7 +27,14 @@ from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.tensor import QuantizedTensor
 
 
-class DType:
+class _Members(type):
+    """isinstance(x, cls): x is the value of one of cls's members."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return any([instance is member for name, member in vars(cls).items() if name[0] == "k"])
+
+
+class DType(metaclass=_Members):
     """transformer_engine_torch.DType: each member is the torch dtype itself, which te_lite's quantizers take."""
 
     kByte = torch.uint8
@@ -45,7 +52,7 @@ TE_DType_To_Torch = {value: value for name, value in vars(DType).items() if name
 TE_DType = TE_DType_To_Torch
 
 
-class _ByFormat(type):
+class _ByFormat(type(QuantizedTensor)):  # type: ignore[misc]  # torch.Tensor's own metaclass, which has no public name
     """isinstance(x, cls): x is a QuantizedTensor of one of cls.formats. cls(...) is cls.build(...)."""
 
     formats: tuple[type, ...]
@@ -92,20 +99,20 @@ def _of_bytes(
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-class Float8Tensor(metaclass=_ByFormat):
+class Float8Tensor(QuantizedTensor, metaclass=_ByFormat):
     """One scale a tensor."""
 
     formats = PerTensorFormat, PerShardFormat
     build = staticmethod(_of_bytes)
 
 
-class MXFP8Tensor(metaclass=_ByFormat):
+class MXFP8Tensor(QuantizedTensor, metaclass=_ByFormat):
     """A scale for 32 values."""
 
     formats = (MXFormat,)
 
 
-class Float8BlockwiseQTensor(metaclass=_ByFormat):
+class Float8BlockwiseQTensor(QuantizedTensor, metaclass=_ByFormat):
     """A scale for 1x128 or 128x128 values."""
 
     formats = (BlockFormat,)
