@@ -35,7 +35,9 @@ from te_lite.compat.names import missing as _missing
 from te_lite.compat.padding import Fp8Padding as Fp8Padding
 from te_lite.compat.padding import Fp8Unpadding as Fp8Unpadding
 from te_lite.compat.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
+from te_lite.compat.state import load_scales_state_dict as load_scales_state_dict
 from te_lite.compat.state import plain_state_dict as plain_state_dict
+from te_lite.compat.state import scales_state_dict as scales_state_dict
 from te_lite.diagnostics.report import format_report as format_report
 from te_lite.diagnostics.report import overlap_report as overlap_report
 from te_lite.diagnostics.statistics import collect_statistics as collect_statistics

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.arguments import flag
+from te_lite.modules.base import TeLiteModule
 from te_lite.modules.scale_state import READERS, VERSION
 from te_lite.modules.weights import SpecModule
 from te_lite.ops.registry import FakeTensor
@@ -183,3 +184,32 @@ def plain_state_dict(module: nn.Module, *, prefix: str = "", keep_vars: bool = F
         for child in {child for child in module.modules() if isinstance(child, SpecModule)}:
             hooks.callback(child.register_state_dict_post_hook(_drop).remove)
         return module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+
+def scales_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Delayed scaling's histories and scales of the linear modules of te_lite, by their names in `module`.
+
+    For models of convert_to_float8_training and fuse, whose state_dict() has no key for them, so that it loads where it
+    came from. Each is a 1-D fp32 tensor of constant size, which torch.distributed.checkpoint reads into.
+    """
+    return {name: TeLiteModule.get_extra_state(child) for name, child in _scaled(module).items()}
+
+
+def load_scales_state_dict(module: nn.Module, state_dict: dict[str, Tensor]) -> None:
+    """Takes what scales_state_dict() of the same model gave: a resumed step has the bits of the next one.
+
+    Raises ValueError, before it changes anything, where the names are not those of the model's modules.
+    """
+    found = _scaled(module)
+    if found.keys() != state_dict.keys():
+        missing, unknown = sorted(found.keys() - state_dict.keys()), sorted(state_dict.keys() - found.keys())
+        raise ValueError(
+            f"load_scales_state_dict: missing {missing}, unknown {unknown}; must be the names of the model's modules: "
+            "convert or fuse it as the one that was saved"
+        )
+    for name, child in found.items():
+        TeLiteModule.set_extra_state(child, state_dict[name])
+
+
+def _scaled(module: nn.Module) -> dict[str, TeLiteModule]:
+    return {name: child for name, child in module.named_modules() if isinstance(child, TeLiteModule)}

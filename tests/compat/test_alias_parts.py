@@ -134,7 +134,7 @@ def test_checkpoint_in_its_old_order():
         distributed.checkpoint(function, *args).backward()
         assert len(calls) == 2
         torch.testing.assert_close(w.grad, 2.0 * x.detach().sum(0)[:, None].expand(8, 8))
-    with pytest.raises(NotImplementedError, match="distribute_saved_activations"):
+    with pytest.raises(ValueError, match="distribute_saved_activations=True got tp_group=None"):
         distributed.checkpoint(function, True, None, None, x, 2.0)
     flags = distributed.is_fp8_activation_recompute_enabled, distributed.in_fp8_activation_recompute_phase
     with distributed.activation_recompute_forward(True, recompute_phase=True):

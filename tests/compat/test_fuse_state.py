@@ -2,11 +2,13 @@
 
 import copy
 import io
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import te_lite as te
 from te_lite.compat.convert import ConvertedLinear
@@ -31,6 +33,44 @@ def test_checkpoints_move_both_ways(tmp_path):
     torch.save(made.state_dict(), tmp_path / "state.pt")
     assert_same(torch.load(tmp_path / "state.pt", weights_only=True), plain.state_dict())
     assert run(made, ids := draw(2, 8))["loss"] == run(fused(plain, "current"), ids)["loss"]
+
+
+@pytest.mark.parametrize("how", ["fuse", "convert"])
+def test_scales_resume_beside_the_state_dict(how, tmp_path):
+    """The model that resumes has not run. Its next step has the bits of the other's."""
+
+    def made(model):
+        if how == "fuse":
+            return fused(model)
+        te.convert_to_float8_training(model, "current", lambda _, name: "lm_head" not in name, tokens=None)
+        return model
+
+    def step(model, ids):
+        with te.autocast(recipe="delayed"):
+            return run(model, ids)
+
+    first = made(build("llama", BF16))
+    for _ in range(2):
+        step(first, draw(2, 32))
+    dcp.save({"model": first.state_dict(), "scales": te.scales_state_dict(first)}, checkpoint_id=tmp_path, no_dist=True)
+    second, unlike = made(build("llama", BF16)), made(build("llama", BF16))
+    state = {"model": second.state_dict(), "scales": te.scales_state_dict(second)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    for one in (second, unlike):
+        one.load_state_dict(state["model"])
+    te.load_scales_state_dict(second, state["scales"])
+    assert_same(te.scales_state_dict(second), te.scales_state_dict(first))
+    ids = draw(2, 32)
+    want, fresh = step(first, ids), step(unlike, ids)
+    assert not torch.equal(fresh["logits"], want["logits"])
+    assert_same(step(second, ids), want)
+    assert_same(te.scales_state_dict(second), te.scales_state_dict(first))
+    before = te.scales_state_dict(second)
+    name = next(iter(before))
+    for wrong in ({**before, "other": before[name]}, {key: value for key, value in before.items() if key != name}):
+        with pytest.raises(ValueError, match="other|" + re.escape(name)):
+            te.load_scales_state_dict(second, wrong)
+    assert_same(te.scales_state_dict(second), before)
 
 
 def test_a_model_on_meta_is_fused_and_then_loaded():
