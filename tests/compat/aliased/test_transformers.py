@@ -37,7 +37,8 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As `accelerate launch --mixed_precision fp8 --fp8_backend te` starts a script."""
+    """As `ACCELERATE_FP8_BACKEND=TE accelerate launch --mixed_precision fp8` starts a script: tests/compat/
+    test_frameworks.py starts one so."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
     return monkeypatch
