@@ -1,6 +1,7 @@
 """`transformer_engine` as a name for te_lite: the import hook, the distribution, `python -m te_lite.compat`."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,12 @@ try:
     from transformer_engine.pytorch.cpu_offload import get_cpu_offload_context
 except ImportError as error:
     assert "transformer_engine.pytorch.cpu_offload" in str(error)
+try:
+    import transformer_engine.pytorch.cpu_offload
+except ModuleNotFoundError as error:
+    assert "transformer_engine.pytorch.cpu_offload" in str(error)
+else:
+    raise AssertionError("te_lite has no such module")
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 assert tep.TransformerLayer is te.TransformerLayer and MultiheadAttention is te.MultiheadAttention
@@ -155,6 +162,20 @@ def test_a_script_and_the_processes_that_it_starts(tmp_path):
     assert said[1].startswith("child ['y'] 2.") and said[1].endswith(" transformer_engine.pytorch te_lite")
     failed = run("-m", "te_lite.compat", "-c", "raise SystemExit(7)")
     assert failed.returncode == 7
+
+
+def test_children_without_the_alias():
+    """Those of the options that docs/how-to/alias.md names, and no others."""
+    page = (ROOT / "docs" / "how-to" / "alias.md").read_text()
+    named = set(re.findall(r"-\w", page[page.index("Children started with") : page.index("do not have the alias")]))
+    has = "import sys; sys.exit('AliasFinder' not in [type(one).__name__ for one in sys.meta_path])"
+    code = (
+        "import subprocess, sys\n"
+        "for option in '-I -E -S -s -B -u'.split():\n"
+        f"    print(option, subprocess.run([sys.executable, option, '-c', {has!r}]).returncode)\n"
+    )
+    done = run("-m", "te_lite.compat", "-c", code)
+    assert {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" 1")} == named, done
 
 
 def test_a_real_transformer_engine_is_not_hidden(tmp_path):

@@ -42,8 +42,12 @@ def test_precision_aware_optimizer() -> None:
 @pytest.mark.parametrize("more", [(), ("--experts", "4")], ids=" ".join)
 def test_example_learns(more: tuple[str, ...]) -> None:
     args = "--recipe", "delayed", "--steps", "12", "--lr", "0.01", *more
-    found = losses(launch(EXAMPLE, *args, ranks=1, timeout=200, env={"CUDA_VISIBLE_DEVICES": ""}))
+    out = launch(EXAMPLE, *args, ranks=1, timeout=200, env={"CUDA_VISIBLE_DEVICES": ""})
+    found = losses(out)
     assert len(found) == 12 and found[-1] < 0.95 * found[0], found
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "megatron.md").read_text()
+    assert "With `--experts` that is attention's alone" in page  # two linears, without the two of the MLP
+    assert out.count(" wgrad ") == (2 if more else 4), out
 
 
 @pytest.mark.gpu
