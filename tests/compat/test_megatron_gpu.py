@@ -37,14 +37,21 @@ GRAPHS = {
     for impl in ("local", "transformer_engine") for recipe in ("bf16", "delayed", "tensorwise", "blockwise")
 }  # fmt: skip
 SHARDED = "--recipe tensorwise --fp8-param --distributed-optimizer"
+QUANTIZED_WEIGHTS = {
+    f"{how} {recipe}": Case(f"--recipe {recipe} --fp8-param {more}", f"--recipe {recipe}", QUANTIZED, 4)
+    for how, more, recipes in (
+        ("fp8 parameters,", "", ("delayed", "tensorwise", "mxfp8", "blockwise")),
+        ("sharded fp8 parameters,", "--distributed-optimizer", ("mxfp8", "blockwise")),
+    )
+    for recipe in recipes
+}
 CASES = {
     **GRAPHS,
     "local fp8 parameters": Case(f"{SHARDED} --cuda-graphs local", SHARDED),
     "te spec": Case("--recipe bf16", "--recipe bf16 --spec local", NEAR, 2),
     "delayed": Case("--recipe delayed", "--recipe bf16", QUANTIZED, 4),
     "tensorwise": Case("--recipe tensorwise", "--recipe bf16", QUANTIZED, 4),
-    "fp8 parameters, delayed": Case("--recipe delayed --fp8-param", "--recipe delayed", QUANTIZED, 4),
-    "fp8 parameters, tensorwise": Case("--recipe tensorwise --fp8-param", "--recipe tensorwise", QUANTIZED, 4),
+    **QUANTIZED_WEIGHTS,
     "distributed optimizer": Case("--recipe delayed --distributed-optimizer", "--recipe delayed", NEAR),
     "recompute": Case("--recipe delayed --recompute full", "--recipe delayed"),
     "selective recompute": Case("--recipe tensorwise --recompute selective", "--recipe tensorwise"),
@@ -60,6 +67,7 @@ def test_losses(name: str) -> None:
     assert "all is well" in launch(SCRIPT, json.dumps(asdict(CASES[name])), ranks=1, timeout=240)
 
 
-def test_the_script_runs_on_a_cpu() -> None:
-    case = json.dumps(asdict(CASES["selective recompute"]))
+@pytest.mark.parametrize("name", ["selective recompute", "fp8 parameters, mxfp8", "fp8 parameters, blockwise"])
+def test_the_script_runs_on_a_cpu(name: str) -> None:
+    case = json.dumps(asdict(CASES[name]))
     assert "all is well" in launch(SCRIPT, case, ranks=1, timeout=240, env={"CUDA_VISIBLE_DEVICES": ""})
