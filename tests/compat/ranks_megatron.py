@@ -201,8 +201,8 @@ def check_swapped(run: Run, case: Case) -> None:
     assert ({"ring", "bulk"} <= schedules) == case.overlap, schedules
     assert tp == 1 or case.overlap or "collective" in schedules, schedules
     state = layer.mlp.linear_fc1.get_extra_state()
-    assert (state.numel() > 0) == (case.recipe == "delayed")
-    if state.numel():
+    assert (state[1] > 0) == (case.recipe == "delayed"), "the length of the histories"
+    if state[1]:
         length, count = int(state[1]), int(state[2])
         assert length == HISTORY, f"{length} rows of history"
         history, scale = state[6 : 6 + length * count].view(length, count), state[6 + length * count :][:count]
