@@ -19,6 +19,7 @@ from torch import Tensor
 
 from te_lite.ops.registry import FakeTensor, makes_data
 from te_lite.quantize.delayed import PoolKey, Pools, ScaleState
+from te_lite.quantize.graph_scales import changed
 from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
 from te_lite.recipe import DelayedScaling
 
@@ -122,6 +123,7 @@ class ScaleStates:
             if state is None and self._loaded.numel():
                 made.load(*self._parse(self._loaded, direction))
             state = self._live[direction] = made
+            changed()
         return state
 
     def dump(self) -> Tensor:

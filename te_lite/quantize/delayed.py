@@ -58,6 +58,7 @@ class ScaleState:
             self.history = torch.zeros(key.length, n, dtype=torch.float32, device=key.device)
             self._scale = torch.ones(n, dtype=torch.float32, device=key.device)
         self.offset: int | None = None  # among the pool's columns, once they hold this state's
+        self.sizes, self.place = [n], 0  # place: among the states there; else as of a pool of this one
         self._amax: list[Tensor] | None = None
         self.join()
         if like is not None:
@@ -71,6 +72,7 @@ class ScaleState:
             free = (pool for pool in owner.pools if pool.key == self.key and not pool.fixed)
             self.pool = next(free, None) or Pool(self.key)
             self.pool.members[self], self.pool.merged = None, 0
+        graph_scales.changed()
 
     def fix(self) -> None:
         """Before a CUDA graph captures a use."""
@@ -129,7 +131,8 @@ class ScaleState:
             self.scale.copy_(self._scale)
         elif self.offset is not None:
             self.history = self.history.clone()
-            self.offset, self._amax, self.pool.merged = None, None, 0
+            self.offset, self.place, self._amax, self.pool.merged = None, 0, None, 0
+        graph_scales.changed()
 
 
 class Pool:
@@ -140,6 +143,7 @@ class Pool:
         self.scale = self._history = torch.empty(0)
         self.touched = False  # a member was used since the last update
         self.merged = 0  # so many members lie in `scale` and `_history`
+        self.sizes: list[int] = []  # of the states that lie there
         self.fixed = False
         self.copies: tuple[Tensor, ...] = ()  # of `scale`, each apart, in Pools.recording()
         self.members: weakref.WeakKeyDictionary[ScaleState, None] = weakref.WeakKeyDictionary()  # in order
@@ -166,11 +170,13 @@ class Pool:
     def hold(self, states: list[ScaleState], history: Tensor, scale: Tensor) -> None:
         """history[length, total], scale[total] are those of the states, side by side, from now on."""
         self.scale, self._history, self._launch, self.merged, offset = scale, history, 0, len(states), 0
-        for state in states:
+        self.sizes = [state.n for state in states]
+        for place, state in enumerate(states):
             state.pool.members.pop(state, None)
             self.members[state] = None
             state.pool, state.history, state._amax = self, history[:, offset : offset + state.n], None
-            state.offset, offset = offset, offset + state.n
+            state.place, state.offset, offset = place, offset, offset + state.n
+        graph_scales.changed()
 
     def update(self) -> None:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
@@ -218,6 +224,8 @@ class Pools:
         self.held = self.one_graph = False  # in recording()
         self._pending = False  # a module ran backward and its pass' first one did not, since the last step
         self._end: Callable[[], Any] = lambda: None  # a weak reference: the engine drops what it queued, on errors
+        self.followed: graph_scales.Followed | None = None  # by the newest outermost autocast
+        self.maxima: graph_scales.Maxima | None = None
         _owners.add(self)
 
     def update(self, direction: str) -> None:
@@ -298,7 +306,7 @@ _fixed: set[Pool] = set()  # graphs replay on when thread and modules are gone
 def reset() -> None:
     """Forgets all pools; states that still live keep their numbers and are not updated any more."""
     for owner in list(_owners):
-        owner.pools = []
+        owner.pools, owner.followed, owner.maxima = [], None, None
     _fixed.clear()
 
 

@@ -5,6 +5,9 @@ takes maxima into amaxes[n], in place; both are a module's own and found again u
 it does the rest, for all modules of the process: the outermost autocast brings their scales up to date where it begins,
 and the forward maxima into the histories where it ends. Backward maxima get there, and backward scales take their step,
 where the next one begins, or where somebody asks for the state. A step without maxima changes nothing.
+
+This goes through all modules at each step. What is the same at the next step is worked out once and kept in the Pools:
+Followed for the scales, Maxima for the maxima. changed() makes both stale, for all threads.
 """
 
 from __future__ import annotations
@@ -24,6 +27,14 @@ if TYPE_CHECKING:
 active = False  # code was compiled under delayed scaling: from then on autocasts come here
 _all: weakref.WeakSet[GraphScales] = weakref.WeakSet()
 _lock = threading.Lock()  # of _all: a thread may add to it while another goes through it
+_now = object()  # another one after each change
+_CPU = torch.device("cpu")
+
+
+def changed() -> None:
+    """To be called after a change of which modules there are, which states they have, or where these lie."""
+    global _now
+    _now = object()
 
 
 def _awaits_backward(amaxes: Any) -> bool:
@@ -68,6 +79,7 @@ class GraphScales:
                 setattr(self, f"{direction}_amaxes", torch.zeros(n, dtype=torch.float32, device=device))
         with _lock:
             _all.add(self)
+        changed()
 
     def has_data(self) -> bool:
         """Now, and where it was made."""
@@ -88,20 +100,22 @@ class GraphScales:
             if not self.ready:
                 return False
             self.states_now = tuple([states.state(*given) for given in asked])
-        self.user = user
+            self.user = user
+            changed()
         return True
 
-    def left(self, direction: str) -> tuple[ScaleState, list[Tensor]]:
-        """(the state, all maxima that compiled code may have left for it)."""
-        if direction == "forward":
-            return self.states_now[0], [self.forward_amaxes]
+    def left(self) -> Tensor:
+        """All maxima that compiled code has left for backward. The caller reads and clears them."""
         now, held = self.backward_amaxes, self._held
         if held or _awaits_backward(now):
             self._held = [amaxes for amaxes in (now, *held) if _awaits_backward(amaxes)]
             if _awaits_backward(now):
                 with torch.inference_mode(False):
                     self.backward_amaxes = torch.zeros_like(now)
-        return self.states_now[1], [now, *held]
+            for amaxes in [amaxes.data for amaxes in held]:
+                torch.maximum(now.data, amaxes, out=now.data)
+                amaxes.zero_()
+        return now.data  # not `now`: a backward that comes later finds what it saved
 
     def settle(self) -> None:
         """Before somebody reads the state: what compiled code has left, and the step of the backward scales."""
@@ -110,50 +124,106 @@ class GraphScales:
             collect(self.user.one_pass.pools, "forward")
 
 
+class Followed:
+    """The modules that follow an autocast and those that do not, and where the scales lie. It holds for later autocasts
+    that are like it. Keeps no module alive."""
+
+    def __init__(self, user: Any, those: list[GraphScales], using: bool = False) -> None:
+        """user: the autocast's State. using: code is being compiled for those under it."""
+        self.user, self._since, self._laid_out = user, _now, object()
+        asked = [(weakref.ref(one), one.follow(user, using)) for one in those if one.has_data()]
+        self._ready, self._others = [ref for ref, yes in asked if yes], [ref for ref, yes in asked if not yes]
+
+    def fits(self, user: Any) -> bool:
+        """Whether Followed(user, all modules) would be the same."""
+        mine = self.user
+        return self._since is _now and mine.recipe == user.recipe and mine.group is user.group
+
+    def _lay_out(self) -> None:
+        """Sources are pools, and states that lie in none yet. Each is split into parts, counted through all of them."""
+        self._laid_out, first, parts, places = _now, dict[Any, int](), 0, list[int]()
+        those = [one for ref in self._ready if (one := ref()) is not None]
+        for state in [state for one in those for state in one.states_now]:
+            source = state if state.offset is None else state.pool
+            if source not in first:
+                first[source], parts = parts, parts + len(source.sizes)
+            places.append(first[source] + state.place)
+        self._sources, forward, backward = list(first), places[::2], places[1::2]
+        self._places = list(zip(map(weakref.ref, those), forward, backward, strict=True))
+
+    @torch.inference_mode(False)  # training may follow
+    def bring(self) -> None:
+        """Gives the modules the scales of now. They are copies: what a graph holds stays what it was, and begins where
+        its memory does, which graphs are compiled for."""
+        with self.user.one_pass.pools.lock:  # another thread's update may move states
+            if self._laid_out is not _now:
+                self._lay_out()
+            places = self._places
+            parts = [part for source in self._sources for part in source.scale.split(source.sizes)]
+        copies = torch._foreach_maximum(parts, parts) if parts else []  # max(x, x) is a copy; one kernel for many
+        for ref, forward, backward in places:
+            if (one := ref()) is not None:
+                one.ready, one.forward_scales, one.backward_scales = True, copies[forward], copies[backward]
+        for ref in self._others:
+            if (one := ref()) is not None:
+                one.ready = False
+
+
+class Maxima:
+    """Where compiled code leaves maxima for these pools, and the rows of the histories that take them. Keeps no module
+    and no state alive."""
+
+    @torch.inference_mode(False)  # training may follow
+    def __init__(self, pools: Pools) -> None:
+        self.since = _now
+        those = [one for one in _known() if one.user is not None and one.user.one_pass.pools is pools]
+        self._those, self._forward = list(map(weakref.ref, those)), [one.forward_amaxes.data for one in those]
+        states = {"forward": [one.states_now[0] for one in those], "backward": [one.states_now[1] for one in those]}
+        self._pools = {way: {state.pool for state in found} for way, found in states.items()}
+        self._rows = {way: [state.history[0] for state in found] for way, found in states.items()}
+
+    def collect(self, direction: str) -> None:
+        """Takes what is there now, and leaves zeros."""
+        rows, maxima = self._rows[direction], self._forward
+        if direction == "backward":
+            alive = [(row, one) for row, ref in zip(rows, self._those, strict=True) if (one := ref()) is not None]
+            rows, maxima = [row for row, _ in alive], [one.left() for _, one in alive]
+        for pool in self._pools[direction]:
+            pool.touched = True
+        if rows:
+            torch._foreach_maximum_(rows, maxima)
+            torch._foreach_zero_(maxima)
+
+
 def compiling(scales: GraphScales, user: Any) -> None:
     """Code that uses `scales` is being compiled under `user`, a State of delayed scaling."""
     global active
     if not active:
         active = True
-        _follow(user, _known())
-    _follow(user, [scales], using=True)
+        Followed(user, _known()).bring()
+    Followed(user, [scales], using=True).bring()
+    changed()
 
 
 def begin(user: Any) -> None:
     """An outermost autocast of delayed scaling begins: `user` is its State."""
-    user.one_pass.pools.update("backward")
-    _follow(user, _known())
+    pools = user.one_pass.pools
+    pools.update("backward")
+    if makes_data(_CPU):  # no FakeTensorMode is open
+        if pools.followed is None or not pools.followed.fits(user):
+            pools.followed = Followed(user, _known())
+        pools.followed.bring()
 
 
-def _follow(user: Any, those: list[GraphScales], using: bool = False) -> None:
-    those = [one for one in those if one.has_data() and one.follow(user, using)]
-    if not those:
-        return
-    with torch.inference_mode(False):  # training may follow
-        # Copies: what a graph holds stays what it was, and begins where its memory does, which graphs are compiled for.
-        scales = torch._foreach_mul([state.scale for one in those for state in one.states_now], 1.0)
-    for one, forward, backward in zip(those, scales[::2], scales[1::2], strict=True):
-        one.forward_scales, one.backward_scales = forward, backward
+def collect(pools: Pools, direction: str) -> None:
+    """Brings the maxima that compiled code has left into the histories of these pools."""
+    if makes_data(_CPU):
+        with pools.lock:  # another thread's update may move states
+            if pools.maxima is None or pools.maxima.since is not _now:
+                pools.maxima = Maxima(pools)
+            pools.maxima.collect(direction)
 
 
 def _known() -> list[GraphScales]:
     with _lock:
         return list(_all)
-
-
-def collect(pools: Pools, direction: str) -> None:
-    """Brings the maxima that compiled code has left into the histories of these pools."""
-    rows, maxima, read = list[Tensor](), list[Tensor](), list[Tensor]()
-    for one in _known():
-        if one.user is not None and one.user.one_pass.pools is pools and one.has_data():
-            state, left = one.left(direction)
-            state.pool.touched = True
-            left = [amaxes.data for amaxes in left]  # .data: a backward that comes later finds what it saved
-            for amaxes in left[1:]:
-                torch.maximum(left[0], amaxes, out=left[0])
-            rows.append(state.history[0])
-            maxima.append(left[0])
-            read += left
-    if rows:
-        torch._foreach_maximum_(rows, maxima)
-        torch._foreach_zero_(read)
