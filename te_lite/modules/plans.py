@@ -87,9 +87,10 @@ def _build_plan(
     used: Recipe = recipe if fits else HighPrecision()
     reasons = [] if fits else [f"features {shape} are not multiples of {multiple}"]
     calibrating = state is not None and not state.enabled
+    what = f"{type(module).__name__}(name={module.name!r}){gemm_name and '.' + gemm_name}"
     if not (fits or calibrating):
-        what = f"{type(module).__name__}(name={module.name!r}){gemm_name and '.' + gemm_name} runs in {dtype}, not by"
-        warn_once(ref(module), f"{what} {recipe.name!r}: {reasons[0]}; pad them, or use te.autocast(enabled=False)")
+        said = f"{what} runs in {dtype}, not by {recipe.name!r}: {reasons[0]}"
+        warn_once(ref(module), f"{said}; pad them, or use te.autocast(enabled=False)")
     layer = module._ub_names[index] or ""
     exchanges, alone = exchanges_for(tp, module._ub_flags, layer, module.name, device, strict, str(used))
     operands = quantizers(used, state, index, dtype, tp, device, module._scales)
@@ -102,6 +103,9 @@ def _build_plan(
         reasons.append(f"{short} where a rank's tokens are not a multiple of {gathered.format.shard_multiple}")
     if isinstance(weight, QuantizedTensor) and weight.q.format != operands.fprop.b.format:
         reasons.append(f"the weight is kept in {weight.q.format.label}, another format than that of its GEMMs")
+        if used.is_fp8 and not calibrating:
+            said = f"{what} quantizes its weight anew in each call by {recipe.name!r}: {reasons[-1]}"
+            warn_once(ref(module), f"{said}; use the recipe of quantized_model_init")
     name, reason = short if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
     info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)
     parallel = parallel_linear(tp, exchanges)

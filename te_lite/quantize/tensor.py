@@ -76,7 +76,8 @@ class QuantizedTensor(Flattened):
     @staticmethod
     def __new__(cls, q: QTensor, shape: Sequence[int], quantizer: Quantizer | None = None) -> QuantizedTensor:
         data = q.col if q.row is None else q.row
-        assert data is not None
+        if data is None:
+            raise RuntimeError(f"a QuantizedTensor {tuple(shape)} was cleared: nothing to view or copy; quantize anew")
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=q.dtype, device=data.device)
         self.q, self.quantizer = q, quantizer
         return self

@@ -299,8 +299,9 @@ def test_flags_copies_and_what_is_let_go(kind):
     x.clear()
     assert x.get_usages() == {"rowwise": False, "columnwise": False} and "no data" in repr(x)
     assert x._fp8_dtype == before._fp8_dtype
-    with pytest.raises(RuntimeError, match="was cleared"):
-        x.dequantize()
+    for use in (x.dequantize, x.detach, x.clone):
+        with pytest.raises(RuntimeError, match="was cleared"):
+            use()
     for name in ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"):
         with pytest.raises(ValueError, match=f"{name} of .*quantize it anew"):
             setattr(x, name, getattr(before, name))
