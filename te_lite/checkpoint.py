@@ -56,7 +56,8 @@ def checkpoint(
 
     get_rng_state_tracker: returns the CudaRNGStatesTracker whose states are rewound for the second run; torch's own
     generators always are. distribute_saved_activations: each rank of tp_group keeps its part of the first input, which
-    must be the same on all of them, and backward gathers it; tp_group is not needed otherwise. Other keywords go to
+    must be the same on all of them, and backward gathers it; hooks of torch's saved_tensors_hooks outside see none of
+    the inputs then. tp_group is not needed otherwise. Other keywords go to
     `function`, except torch.utils.checkpoint's (context_fn, determinism_check, debug, early_stop), which go there.
 
     Raises TypeError, ValueError for distribute_saved_activations without a plain tensor first or without tp_group.
@@ -86,12 +87,12 @@ def checkpoint(
         return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)
 
 
-class Part(NamedTuple):
-    """What a rank keeps of a tensor [shape] that is the same on all ranks, padded to equal parts."""
+class Kept(NamedTuple):
+    """Of an input. version: as it was saved, since torch does not compare it for what goes through hooks; None: it is
+    this rank's part of a tensor that is the same on all ranks, padded to equal parts."""
 
-    mine: Tensor
-    shape: torch.Size
-    stride: tuple[int, ...]
+    saved: Tensor
+    version: int | None
 
 
 def keeps_parts(first: Any, group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
@@ -105,22 +106,29 @@ def keeps_parts(first: Any, group: dist.ProcessGroup | None) -> AbstractContextM
         raise ValueError("distribute_saved_activations=True got tp_group=None: pass the ranks that share the input")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     place = first.data_ptr(), first.shape, first.stride()
+    like = torch.empty_like(first, device="meta")  # with first's strides, unless its elements share memory
 
-    def pack(saved: Tensor) -> Tensor | Part:
+    def pack(saved: Tensor) -> Kept:
         if (saved.data_ptr(), saved.shape, saved.stride()) != place or not saved.numel():
-            return saved
+            return Kept(saved.detach(), saved._version)
         flat = saved.detach().reshape(-1)
         part = -(-flat.numel() // size)
         own = flat[part * rank : part * (rank + 1)]
         mine = flat.new_zeros(part)
         mine[: own.numel()] = own
-        return Part(mine, *place[1:])
+        return Kept(mine, None)
 
-    def unpack(kept: Tensor | Part) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        whole = all_gather(kept.mine, group, "all-gather of a checkpoint's input")[: kept.shape.numel()]
-        made = torch.empty_strided(kept.shape, kept.stride, dtype=whole.dtype, device=whole.device)
-        return made.copy_(whole.view(kept.shape))
+    def unpack(kept: Kept) -> Tensor:
+        if kept.version is not None:
+            if kept.saved._version != kept.version:
+                raise RuntimeError(
+                    f"an input {tuple(kept.saved.shape)} of te.checkpoint was modified by an inplace operation before "
+                    f"backward (version {kept.saved._version}, expected {kept.version}); pass a copy of it"
+                )
+            return kept.saved
+        mine, what = kept.saved.view(torch.uint8), "all-gather of a checkpoint's input"  # not every backend knows all
+        whole = all_gather(mine, group, what).view(like.dtype)[: like.numel()]
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=whole.device)
+        return made.copy_(whole.view(like.shape))
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

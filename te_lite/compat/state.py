@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
@@ -19,6 +20,7 @@ from te_lite.modules.weights import SpecModule
 from te_lite.ops.registry import FakeTensor
 
 ALLOWED = "TE_LITE_PICKLED_STATE"  # 1: Transformer Engine's pickled scales are read
+_WRAPPERS = "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"
 # What Transformer Engine's versions wrote for no state, as bytes; from 0.12 to 1.13 it was torch.save's file of None.
 _NOTHING = (b"", *(pickle.dumps(value, protocol) for value in (None, dict[str, Any]()) for protocol in range(6)))
 
@@ -190,7 +192,8 @@ def scales_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Delayed scaling's histories and scales of the linear modules of te_lite, by their names in `module`.
 
     For models of convert_to_float8_training and fuse, whose state_dict() has no key for them, so that it loads where it
-    came from. Each is a 1-D fp32 tensor of constant size, which torch.distributed.checkpoint reads into.
+    came from. Each is a 1-D fp32 tensor, of one size for histories of up to 1,024, which torch.distributed.checkpoint
+    reads into. Names are those without the wrappers of torch.compile, checkpoints and FSDP.
     """
     return {name: TeLiteModule.get_extra_state(child) for name, child in _scaled(module).items()}
 
@@ -198,7 +201,8 @@ def scales_state_dict(module: nn.Module) -> dict[str, Tensor]:
 def load_scales_state_dict(module: nn.Module, state_dict: dict[str, Tensor]) -> None:
     """Takes what scales_state_dict() of the same model gave: a resumed step has the bits of the next one.
 
-    Raises ValueError, before it changes anything, where the names are not those of the model's modules.
+    Raises ValueError or TypeError, before it changes anything, where the names are not those of the model's modules, or
+    a tensor is not what scales_state_dict() gives.
     """
     found = _scaled(module)
     if found.keys() != state_dict.keys():
@@ -208,8 +212,11 @@ def load_scales_state_dict(module: nn.Module, state_dict: dict[str, Tensor]) -> 
             "convert or fuse it as the one that was saved"
         )
     for name, child in found.items():
+        copy.copy(child._scales).load(state_dict[name])  # which raises, while nothing has changed
+    for name, child in found.items():
         TeLiteModule.set_extra_state(child, state_dict[name])
 
 
 def _scaled(module: nn.Module) -> dict[str, TeLiteModule]:
-    return {name: child for name, child in module.named_modules() if isinstance(child, TeLiteModule)}
+    found = [(name.split("."), child) for name, child in module.named_modules() if isinstance(child, TeLiteModule)]
+    return {".".join(part for part in parts if part not in _WRAPPERS): child for parts, child in found}

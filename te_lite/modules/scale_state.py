@@ -171,6 +171,8 @@ class ScaleStates:
                 f"extra state holds {sizes} forward and backward tensors in {tensor.numel()} numbers, this module has "
                 f"{expected}; load it into a module of the class that wrote it"
             )
+        rest = tensor[numbers:]  # of a state whose length was damaged it holds numbers
+        _check("number after the last scale", rest, rest == 0, "0")
         index = list(self.sizes).index(direction)
         parts = tensor[HEADER:numbers].split([n for size in sizes for n in (length * size, size)])
         history, scale = parts[2 * index : 2 * index + 2]

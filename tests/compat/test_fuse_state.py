@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import te_lite as te
 from te_lite.compat.convert import ConvertedLinear
@@ -70,7 +71,13 @@ def test_scales_resume_beside_the_state_dict(how, tmp_path):
     for wrong in ({**before, "other": before[name]}, {key: value for key, value in before.items() if key != name}):
         with pytest.raises(ValueError, match="other|" + re.escape(name)):
             te.load_scales_state_dict(second, wrong)
+    damaged = {**before, list(before)[-1]: before[name].index_fill(0, torch.tensor(6), -1.0)}
+    with pytest.raises(ValueError, match="extra state"):
+        te.load_scales_state_dict(second, {key: torch.zeros_like(value) for key, value in before.items()} | damaged)
     assert_same(te.scales_state_dict(second), before)
+    layers = second.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    assert te.scales_state_dict(second).keys() == before.keys()
 
 
 def test_a_model_on_meta_is_fused_and_then_loaded():

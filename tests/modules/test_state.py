@@ -194,6 +194,8 @@ WRONG = {
     "uint8": lambda s: torch.zeros(100, dtype=torch.uint8),
     "dict": lambda s: {"recipe": "delayed"},
     "cut short": lambda s: s[:-1],
+    "a shorter history": lambda s: s.index_fill(0, torch.tensor(1), 2.0),
+    "a number at the end": lambda s: s.index_fill(0, torch.tensor(s.numel() - 1), float("nan")),
     "numbers without a history": lambda s: s * (torch.arange(s.numel()) != 1),
     "another version": lambda s: torch.cat([torch.tensor([99.0]), s[1:]]),
     "another class": lambda s: trained(LN_MLP, "delayed").get_extra_state(),
