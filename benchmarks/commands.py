@@ -1,4 +1,5 @@
-"""One command with a time limit, as benchmarks/gpu_check.py starts its stages, and the row that comes of it."""
+"""One command with a time limit, as benchmarks/gpu_check.py starts its stages, and the row that comes of it; what the
+rows of several calls say together."""
 
 from __future__ import annotations
 

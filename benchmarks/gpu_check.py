@@ -327,8 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Written after every stage, so that a lost machine costs only what came after.
         rows = earlier + [{**asdict(stage), "gpus": gpu_count(args)} for stage in stages]
         path = args.out / "gpu_check.json"
-        found = {"tree": args.tree_hash, "device": args.device, "tests": counts_of_tests(rows)}
-        result_files.write_results(path, "gpu_check", rows, **found)
+        tests = counts_of_tests(rows)
+        result_files.write_results(path, "gpu_check", rows, tree=args.tree_hash, device=args.device, tests=tests)
     print("\n" + summary(stages))
     return 0 if all(stage.status in ("passed", "skipped") for stage in stages) else 1
 

@@ -16,6 +16,7 @@ if os.environ.get("TE_LITE_SPREAD") and (worker := os.environ.get("PYTEST_XDIST_
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 SEED = 1234
 MANY_CORES = 32  # every suite of ranks has at most 8 processes
@@ -70,3 +71,13 @@ def _nothing_compiled() -> Iterator[None]:
     yield
     if (scales := sys.modules.get("te_lite.quantize.graph_scales")) is not None:
         scales.active = False  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if (te := sys.modules.get("te_lite")) is not None:
+        te.destroy_ub()
+    dist.destroy_process_group()

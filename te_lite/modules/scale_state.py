@@ -140,7 +140,7 @@ class ScaleStates:
         return HEADER + (length + 1) * sum(self.sizes.values())
 
     def _compact(self) -> Tensor:
-        """dump() without the zeros at its end; empty where there is no state."""
+        """dump() without the zeros at its end, or what was loaded; empty where there is no state."""
         if len(self._live) < len(self.sizes):
             return self._loaded.clone()
         states = [self._live[direction] for direction in self.sizes]

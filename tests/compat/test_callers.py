@@ -13,13 +13,6 @@ from tests.quantize.formats import E4M3, Format
 from tests.quantize.kinds import KINDS, all_kinds, assert_holds, devices, made, oracle, same_bytes, values
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @devices
 def test_a_given_scale_is_used_and_the_amax_recorded(device):
     scale, amax = torch.tensor([3.0], device=device), torch.zeros(1, device=device)

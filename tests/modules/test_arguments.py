@@ -16,14 +16,6 @@ MX = te.recipe.MXFP8BlockScaling()
 E4M3 = torch.float8_e4m3fn
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    te.destroy_ub()
-    dist.destroy_process_group()
-
-
 def opened(context):
     with context:
         return context

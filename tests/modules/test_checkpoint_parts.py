@@ -1,6 +1,5 @@
 """te.checkpoint(distribute_saved_activations=True): each rank keeps a part of the input."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ from te_lite.testing.distributed import launch, rank_device_params
 SCRIPT = Path(__file__).with_name("ranks_checkpoint.py")
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("device", rank_device_params(2))
 def test_two_ranks(device: str) -> None:
     """The bits of a checkpoint that keeps it whole, and the input's memory is free after forward."""
@@ -27,7 +19,7 @@ def test_two_ranks(device: str) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_inputs_of_all_kinds(use_reentrant: bool, one_rank) -> None:
+def test_inputs_of_all_kinds(use_reentrant: bool, one_rank: dist.ProcessGroup) -> None:
     """Expanded and overlapping ones; one that was changed in place afterwards is noticed, the first is a copy."""
     options = {"use_reentrant": use_reentrant, "distribute_saved_activations": True, "tp_group": one_rank}
     for view in (lambda x: x.expand(4, 8), lambda x: x.as_strided((3, 4), (1, 1)), lambda x: x[:, ::2]):

@@ -266,13 +266,6 @@ def test_replaced_parameters_are_noticed():
         module(batch(LINEAR)[0])
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_ddp_trains_them_and_fsdp_is_refused(one_rank):
     from torch.distributed.fsdp import fully_shard
 

@@ -195,13 +195,6 @@ def test_plain_data_is_refused():
     assert x.q is y.q and x.dtype == torch.float32
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_collectives_do_not_lose_what_they_write(one_rank):
     x = made("e4m3", values(32, 32))
     other = values(32, 32, seed=1)
