@@ -35,6 +35,10 @@ def test_losses_are_compared_step_by_step():
     megatron_gpt.compare(found)
     assert found[0]["worst_step"] == 6 and "2.50 times as far" in found[0]["error"]
     assert not megatron_gpt.bars(found)["bf16: loss_ratio <= 2"]
+    third = [theirs[0], theirs[1], [loss - 0.1 for loss in theirs[0]]]
+    found = rows([[5.0, 4.0, 3.0, 2.0, 1.0, 0.9, 0.85], *third[1:]], third)
+    megatron_gpt.compare(found)
+    assert found[0]["loss_ratio"] == pytest.approx(0.05 / 0.12), "of three seeds the pair that is farthest apart"
     same = rows(theirs, [theirs[0]] * 2)
     megatron_gpt.compare(same)
     assert same[0]["loss_ratio"] == math.inf, "seeds that are one and the same are no measure"
@@ -84,6 +88,19 @@ def test_layouts_that_cannot_be(options, why, capsys):
     with pytest.raises(SystemExit):
         megatron_gpt.parse(["--device", "cpu", *options.split()])
     assert why in capsys.readouterr().err
+
+
+def test_recipes_on_gpus_of_their_own(monkeypatch):
+    """Not those of several ranks, which take all GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    one, two = megatron_gpt.Layout(), megatron_gpt.Layout(tp=2)
+    three = ["bf16", "delayed", "current"]
+    found = [Namespace(layout=layout, device=device, recipes=three) for layout, device in (
+        (one, "cuda"), (two, "cuda"), (one, "cpu"))]  # fmt: skip
+    assert [megatron_gpt.own_gpus(args) for args in found] == [["0", "1", "2"], [""], [""]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert megatron_gpt.own_gpus(found[0]) == ["3", "1"]
 
 
 def test_why_a_rank_failed():
