@@ -253,7 +253,6 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "overlap": ("overlap", render_overlap),
     "overlap_tp2": ("overlap_tp2", render_overlap),
     "check": ("gpu_check", render_check),
-    "check_ops": ("gpu_check_ops", render_check),
     "check_tp2": ("gpu_check_tp2", render_check),
     "check_tp4": ("gpu_check_tp4", render_check),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -128,8 +129,9 @@ def render_megatron(content: dict) -> str:
     for row in content["rows"]:
         cells = [number(row.get("tokens_s")), number(row.get("over_te"), 2), number(row.get("wall_over_te"), 2)]
         runs, mean = theirs.get(row["recipe"], ()), None
-        if row["candidate"] != "te" and row["losses"] and len(runs) == 2:
-            mean = losses_apart(row["losses"], runs) / losses_apart(runs[:1], runs[1:])
+        if row["candidate"] != "te" and row["losses"] and len(runs) > 1:
+            seeds = [losses_apart([a], [b]) ** 2 for a, b in itertools.combinations(runs, 2)]
+            mean = losses_apart(row["losses"], runs) / (sum(seeds) / len(seeds)) ** 0.5
         cells += [number(row.get("loss_ratio"), 2), number(mean, 2), number(row.get("peak_gib"), 1)]
         lines.append([row["candidate"], row["recipe"], *cells])
     header = ["candidate", "recipe", "tokens/s", "of TE", "of TE, wall", "losses", "losses, all steps", "peak GiB"]

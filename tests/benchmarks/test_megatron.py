@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_lite.compat
-from benchmarks import megatron_data, megatron_gpt, report
+from benchmarks import megatron_data, megatron_gpt, megatron_losses, report
 
 SITE = Path(te_lite.compat.__file__).parent / "alias" / "site"
 
@@ -26,21 +26,21 @@ def rows(ours, theirs, recipe="bf16", overlap="off"):
 def test_losses_are_compared_step_by_step():
     theirs = [[5.0, 4.0, 3.0, 2.0, 1.0, 0.9, 0.8], [5.0, 4.1, 3.0, 2.0, 1.0, 0.9, 0.82]]
     found = rows([[5.0, 4.0, 3.15, 2.0, 1.0, 0.9, 0.8], theirs[1]], theirs)
-    megatron_gpt.compare(found)
+    megatron_losses.compare(found)
     # Around step 2 the seeds are 0.1 apart, though not at it; at the end they are closer.
     assert found[0]["loss_ratio"] == pytest.approx(1.5) and found[0]["worst_step"] == 2 and not found[0]["error"]
     assert (found[0]["over_te"], found[0]["wall_over_te"]) == (1.1, 1.0)
-    assert megatron_gpt.bars(found) == {"bf16: loss_ratio <= 2": True, "bf16: over_te >= 1": True}
+    assert megatron_losses.bars(found) == {"bf16: loss_ratio <= 2": True, "bf16: over_te >= 1": True}
     found = rows([[5.0, 4.0, 3.0, 2.0, 1.0, 0.9, 0.85], theirs[1]], theirs)
-    megatron_gpt.compare(found)
+    megatron_losses.compare(found)
     assert found[0]["worst_step"] == 6 and "2.50 times as far" in found[0]["error"]
-    assert not megatron_gpt.bars(found)["bf16: loss_ratio <= 2"]
+    assert not megatron_losses.bars(found)["bf16: loss_ratio <= 2"]
     third = [theirs[0], theirs[1], [loss - 0.1 for loss in theirs[0]]]
     found = rows([[5.0, 4.0, 3.0, 2.0, 1.0, 0.9, 0.85], *third[1:]], third)
-    megatron_gpt.compare(found)
+    megatron_losses.compare(found)
     assert found[0]["loss_ratio"] == pytest.approx(0.05 / 0.12), "of three seeds the pair that is farthest apart"
     same = rows(theirs, [theirs[0]] * 2)
-    megatron_gpt.compare(same)
+    megatron_losses.compare(same)
     assert same[0]["loss_ratio"] == math.inf, "seeds that are one and the same are no measure"
 
 
@@ -49,14 +49,14 @@ def test_rows_of_one_overlap_are_compared():
     found = [*rows([[5.0, 4.0]], [[5.0, 4.25]]), *rows([[5.0, 4.0]], [[5.5, 4.0]], overlap="on")]
     for row in found[2:]:
         row["tokens_s"] *= 1.5 if row["candidate"] == "te_lite" else 1.2
-    megatron_gpt.compare(found)
+    megatron_losses.compare(found)
     assert [row.get("off") for row in found] == [[0.0, 0.25], None, [0.5, 0.0], None]
     assert "0.5000" in megatron_gpt.summary(found) and not any("loss_ratio" in row or row["error"] for row in found)
     assert [row.get("speedup") for row in found] == pytest.approx([None, None, 1.5, 1.2])
     assert found[2]["over_te"] == pytest.approx(1.1 * 1.5 / 1.2) and found[2]["wall_speedup"] == 1
-    assert megatron_gpt.bars(found) == {"bf16: over_te >= 1": True, "bf16, overlap: over_te >= 1": True}
+    assert megatron_losses.bars(found) == {"bf16: over_te >= 1": True, "bf16, overlap: over_te >= 1": True}
     found = rows([[5.0, 4.0]], [[5.0, 4.0]], overlap="on")
-    megatron_gpt.compare(found)
+    megatron_losses.compare(found)
     assert "speedup" not in found[0], "no row without overlap"
 
 

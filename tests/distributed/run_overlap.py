@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 # One thread a rank, decided before torch is imported.
@@ -35,7 +34,7 @@ from te_lite.overlap.config import LAYER_GEMMS, offered  # noqa: E402
 from te_lite.overlap.group import Group  # noqa: E402
 from te_lite.overlap.userbuffers import UB_FLAGS  # noqa: E402
 from te_lite.testing.distributed import init_ranks, leave_ranks  # noqa: E402
-from te_lite.testing.numerics import measure  # noqa: E402
+from tests.distributed.overlap_oracle import check_oracle, oracle_step  # noqa: E402
 from tests.distributed.overlapping import (  # noqa: E402
     LAYERS,
     METHODS,
@@ -47,8 +46,7 @@ from tests.distributed.overlapping import (  # noqa: E402
     poison,
     specified,
 )
-from tests.distributed.run_modules import shard_input, shard_output, shard_parameter  # noqa: E402
-from tests.harness import OPTIONS, RECIPES, Oracle  # noqa: E402
+from tests.harness import OPTIONS, RECIPES  # noqa: E402
 from tests.modules.cpu_recordings import record_on_cpu  # noqa: E402
 from tests.reference import LINEAR, LN_MLP  # noqa: E402
 
@@ -63,42 +61,6 @@ HYBRID = ("delayed", "current", "current_per_shard")
 # Recipes whose fprop the fused kernels take; of these bf16's dgrad too: an fp8 dgrad is summed in parts.
 FUSED = ("bf16", "delayed", "current", "current_per_shard", "rowwise", "rowwise_with_gw_hp")
 NAMES = {"column": ("qkv", "fc1"), "row": ("proj", "fc2"), None: ("fc1",)}
-_truths: dict[tuple, tuple[dict, dict]] = {}
-
-
-def oracle_step(pair: Pair, step: int, batch: tuple[Tensor, Tensor], oracles: dict) -> tuple[dict, dict]:
-    """(truth, low-precision reference), shared by the methods: they must all be within its bounds."""
-    key = (pair.spec, pair.recipe, pair.size, step)
-    if key not in _truths:
-        # One rank computes it for all of them: they share cores.
-        maker = list(LAYERS).index((pair.spec.kind, pair.spec.mode)) % pair.size
-        made = [None]
-        if pair.rank == maker:
-            oracle = oracles.setdefault(key[:3], Oracle(pair.spec, pair.full, pair.recipe, device=pair.device))
-            made = [oracle.step(*batch)]
-        dist.broadcast_object_list(made, dist.get_global_rank(pair.tp_group, maker), group=pair.tp_group)
-        _truths[key] = made[0]
-    return _truths[key]
-
-
-def check_oracle(pair: Pair, label: str, got: dict[str, Tensor], truth: dict, low: dict) -> None:
-    """Results within the bounds of the fp32 oracle of the unsharded module.
-
-    Those of all ranks together: of a rank's few tokens one value that is quantized the other way can double the error,
-    of the reference too."""
-    wrong, parameters = [], dict(pair.module.named_parameters())
-    for name, value in got.items():
-        if getattr(parameters.get(name), "sequence_parallel", False):
-            value = value.clone()
-            dist.all_reduce(value, group=pair.tp_group)
-        part = {"out": shard_output, "dx": shard_input}.get(name, partial(shard_parameter, name))
-        own = [part(t, pair.spec, pair.rank) for t in (truth[name], low[name])]
-        ranks: list = [None] * pair.size
-        mine = [t.reshape(-1).cpu() for t in (value.reshape(own[0].shape), *own)]
-        dist.all_gather_object(ranks, mine, group=pair.tp_group)
-        close = measure(f"{label}: {name}", *(torch.cat(parts) for parts in zip(*ranks, strict=True)))
-        wrong += [] if close.ok else [str(close)]
-    assert not wrong, "\n".join(wrong)
 
 
 def confirmed(pairs: Sequence[Pair], method: str, fused: Collection[str], ragged: bool) -> None:
