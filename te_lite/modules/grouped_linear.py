@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.grouped_mm import check_offs, fitting
+from te_lite.modules.grouped_params import all_quantized, read_as_they_are, together
+from te_lite.modules.grouped_params import operands as quantized_operands
 from te_lite.modules.weights import Init, ParamSpec, check_param, default_init, join
 from te_lite.ops.grouped_cast import group_amax
 from te_lite.ops.grouped_layout import MOST_GROUPS, group_layout
@@ -28,6 +31,7 @@ from te_lite.quantize import replay
 from te_lite.quantize.grouped import Given, Rule, rule_of, weights_for_both
 from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
 from te_lite.recipe import DelayedScaling, HighPrecision
+from te_lite.tables import warn_once
 
 # Of a gemm's tensors under delayed scaling: the direction and the slot.
 _SLOTS = {"x": ("forward", 0), "w": ("forward", 1), "dy": ("backward", 0)}
@@ -43,8 +47,8 @@ class GroupedLinear(TeLiteModule):
     splits N, "row" splits K over tp_size ranks; as in Transformer Engine nothing is gathered, scattered or reduced: the
     caller's token dispatcher does that. The other arguments are te.Linear's.
 
-    Raises NotImplementedError for ub_overlap_ag, ub_overlap_rs and under quantized_model_init, ValueError for sizes
-    that tp_size does not divide and more than 1,023 groups.
+    Raises NotImplementedError for ub_overlap_ag, ub_overlap_rs and a single weight under quantized_model_init,
+    ValueError for sizes that tp_size does not divide and more than 1,023 groups.
     """
 
     def __init__(
@@ -63,10 +67,10 @@ class GroupedLinear(TeLiteModule):
                 raise NotImplementedError(
                     f"GroupedLinear({option}=True): it has no communication to overlap; leave it out"
                 )
-        if model_init() is not None:
+        if single_grouped_weight and model_init() is not None:
             raise NotImplementedError(
-                "GroupedLinear under quantized_model_init: its weights are held in high precision alone; build it "
-                "outside, and use is_first_microbatch to quantize them once a step"
+                "GroupedLinear(single_grouped_weight=True) under quantized_model_init: experts have scales of their "
+                "own; leave it out, so that each has a weight of its own"
             )
         if type(num_gemms) is not int or not 0 < num_gemms <= MOST_GROUPS:
             raise ValueError(f"GroupedLinear(num_gemms={num_gemms!r}): must be an integer from 1 to {MOST_GROUPS}")
@@ -81,7 +85,7 @@ class GroupedLinear(TeLiteModule):
         elif parallel_mode == "row":
             in_features = shard(in_features, self.tp_size, "in_features")
         self.in_features, self.out_features = in_features, out_features
-        self._rule = Rule()
+        self._rule, self._own_bytes = Rule(), False  # whether the GEMMs read the bytes that the weights hold
         self._add_weights(init_method or default_init, single_grouped_weight, single_grouped_bias)
 
     def _add_weights(self, init: Init, one_weight: bool, one_bias: bool) -> None:
@@ -101,6 +105,9 @@ class GroupedLinear(TeLiteModule):
             True,
             late_grad=late,
         )
+        making = model_init()
+        if making is not None and not (n % making.multiple or k % making.multiple):
+            spec = replace(spec, quantizer=making.quantizer, preserve=making.preserve)
         self._add_params(dict.fromkeys(self.weight_names, spec), True)
         if self.use_bias:
             shape, lead = ((count, n), 1) if one_bias else ((n,), 0)
@@ -145,11 +152,12 @@ class GroupedLinear(TeLiteModule):
             backward_on_calling_thread()
         x = inp.reshape(-1, self.in_features).to(dtype).contiguous()
         offs, sizes = self._ends(m_splits, x)
-        w, bias = self._joined(weights, rule, dtype)
+        w, bias, cached = *self._joined(weights, rule, dtype), None
+        if self._own_bytes and all_quantized(weights):
+            cached, is_first_microbatch = quantized_operands(weights, rule, grad), None
         given, after = (
             self._delayed(state, recomputes, x, weights, w, offs) if state and state.delayed else (None, None)
         )
-        cached = None
         is_first_microbatch = None if OPEN.graphs else is_first_microbatch
         if is_first_microbatch is not None and rule.kind != "none":
             first = flag("GroupedLinear", "is_first_microbatch", is_first_microbatch)
@@ -184,7 +192,8 @@ class GroupedLinear(TeLiteModule):
         amp = checks.amp_dtype(inp)
         key = (
             None if state is None else state.key, inp.dtype, inp.device, inp.shape[-1:], inp.dim() > 1, amp,
-            weights[0].dtype, weights[0].device, epoch.number, tuple([weight.requires_grad for weight in weights]),
+            weights[0].dtype, weights[0].device, weights[0].__class__, epoch.number,
+            tuple([weight.requires_grad for weight in weights]),
         )  # fmt: skip
         if self._planned[0] != key:
             checks.check_input(self, inp, weights[0])
@@ -201,6 +210,14 @@ class GroupedLinear(TeLiteModule):
             self._rule = fitting(
                 f"GroupedLinear(name={self.name!r})", rule, recipe, self.out_features, self.in_features
             )
+            self._own_bytes = all_quantized(weights) and read_as_they_are(weights, self._rule, recipe)
+            if all_quantized(weights) and not self._own_bytes and self._rule.kind != "none":
+                held = weights[0].q.format.label
+                warn_once(
+                    self, f"{type(self).__name__}(name={self.name!r}) quantizes its weights anew in each call by "
+                    f"{recipe.name!r}: they are kept in {held}, another format than that of its GEMMs; use the recipe "
+                    "of quantized_model_init"
+                )  # fmt: skip
             Pass.any_module = True
             self._outstanding.start(state)
             self.clear_caches()
@@ -235,8 +252,11 @@ class GroupedLinear(TeLiteModule):
 
     def _joined(self, weights: tuple[Tensor, ...], rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """All weights [G, N, K], without a copy where they lie together, and biases [G, N]."""
-        w, bias = weights[0] if weights[0].dim() == 3 else join(weights), None
-        w = w.view(self.num_gemms, self.out_features, self.in_features)
+        if all_quantized(weights):
+            w = together(weights, not self._own_bytes)
+        else:
+            w = weights[0] if weights[0].dim() == 3 else join(weights)
+        bias, w = None, w.view(self.num_gemms, self.out_features, self.in_features)
         if self.use_bias and not self.return_bias:
             biases = tuple([getattr(self, name) for name in self.bias_names])
             bias = biases[0] if biases[0].dim() == 2 else join(biases).view(self.num_gemms, self.out_features)

@@ -111,7 +111,8 @@ class SpecModule(nn.Module):
         """New parameters. adjacent: of equal trailing shape, they share one block of memory, in order."""
         self._specs.update(specs)
         made = {name: spec.make(self.params_dtype, self._device, self._fork) for name, spec in specs.items()}
-        if adjacent and len(made) > 1 and not any(param.is_meta for param in made.values()):
+        plain_memory = not any(param.is_meta or isinstance(param, QuantizedTensor) for param in made.values())
+        if adjacent and len(made) > 1 and plain_memory:
             block = torch.cat([param.detach() for param in made.values()])
             for param, part in zip(made.values(), block.split([len(param) for param in made.values()]), strict=True):
                 param.data = part

@@ -43,6 +43,7 @@ CASES = {
         MoeCase("tensorwise", permute=True, pad=True),
         MoeCase("bf16", fuse=True, permute=True, steps=3),
         MoeCase("tensorwise", fuse=True, permute=True, steps=3),
+        *(MoeCase(recipe, permute=True, fp8_param=True, steps=3) for recipe in dense.RECIPES[1:]),
     ],
     "ep": [
         *(MoeCase(recipe, permute=True, fuse=recipe != "bf16") for recipe in RECIPES),
@@ -85,7 +86,10 @@ def check_swapped(run: MoeRun, case: MoeCase) -> None:
             if state[1]:
                 length, count = int(state[1]), int(state[2])
                 scale = state[6 + length * count :][:count].view(linear.num_gemms, 3)
-                assert bool((scale[:, :2] != 1.0).all()), "scales of x or w have taken no step"
+                stepping = 1 if case.fp8_param else 2  # of x and of w, unless that is quantized by its own amax
+                assert bool((scale[:, :stepping] != 1.0).all()), "scales of x or w have taken no step"
+            if case.fp8_param:
+                assert all(isinstance(getattr(linear, name), te.QuantizedTensor) for name in linear.weight_names)
 
 
 def check_state(run: MoeRun, case: MoeCase) -> None:
@@ -113,7 +117,7 @@ def check(case: MoeCase, truth: Any, reference: Any, weights: dict, known: dict[
     check_swapped(run, case)
     honest = reference
     if case.recipe != "bf16":
-        plain = MoeCase(case.recipe, grouped=False, pad=case.pad)
+        plain = MoeCase(case.recipe, grouped=False, pad=case.pad, fp8_param=case.fp8_param)
         if plain not in known:
             each = MoeRun(False, plain, weights)
             each.backward()

@@ -246,8 +246,6 @@ def test_what_is_refused():
         module(x[:, :16], SIZES)
     with pytest.raises(NotImplementedError, match="ub_overlap_ag"):
         made(ub_overlap_ag=True)
-    with pytest.raises(NotImplementedError, match="quantized_model_init"), te.quantized_model_init(recipe="current"):
-        made()
     with pytest.raises(ValueError, match="num_gemms=0"):
         te.GroupedLinear(0, K, N)
     with pytest.raises(ValueError, match="not divisible by tp_size=5"):

@@ -1,0 +1,74 @@
+"""Weights of a GroupedLinear that are kept quantized (te.quantized_model_init): one QuantizedTensor an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from te_lite.quantize.grouped import Operand, Rule, rule_of
+from te_lite.quantize.params import weight_quantizer
+from te_lite.quantize.qtensor import Layout, TensorFormat
+from te_lite.quantize.tensor import QuantizedTensor
+from te_lite.recipe import Recipe
+
+
+class _Together(torch.autograd.Function):
+    """[G, N, K] of G weights; backward hands each its gradient. Without `numbers` it has a shape alone, and takes no
+    memory."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: bool, *weights: QuantizedTensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count, first = len(weights), weights[0]
+        if numbers:
+            return torch.stack([weight.dequantize() for weight in weights])
+        return torch.empty((), dtype=first.dtype, device=first.device).expand(ctx.count, *first.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *((None,) * ctx.count if dw is None else dw.unbind())
+
+
+def all_quantized(weights: Sequence[Tensor]) -> TypeGuard[tuple[QuantizedTensor, ...]]:
+    """Whether these are weights kept quantized; all are or none."""
+    return isinstance(weights[0], QuantizedTensor)
+
+
+def read_as_they_are(weights: Sequence[QuantizedTensor], rule: Rule, recipe: Recipe) -> bool:
+    """Whether the GEMMs of this recipe, which run by `rule`, read the bytes that the weights hold."""
+    if rule.kind == "none" or rule != rule_of(recipe):  # sizes that fp8 does not take
+        return False
+    try:
+        format = weight_quantizer(recipe).format
+    except ValueError:  # scaled by row in fprop, by column in dgrad
+        return False
+    return all([weight.q.format == format for weight in weights])
+
+
+def together(weights: tuple[QuantizedTensor, ...], numbers: bool) -> Tensor:
+    """[G, N, K] in the weights' dtype, through which they get their gradients. numbers: what they are, for GEMMs that
+    quantize them anew or not at all; else it only stands for them."""
+    made: Any = _Together.apply(numbers, *weights)
+    return made
+
+
+def operands(weights: Sequence[QuantizedTensor], rule: Rule, grad: bool) -> tuple[Operand, Operand]:
+    """quantize/grouped.py's weights_for_both of what the weights hold: a copy of their bytes, expert behind expert.
+    grad: a backward may follow; else the second is empty."""
+    return _stacked(weights, rule, "row"), _stacked(weights, rule, "col") if grad else Operand(torch.empty(0))
+
+
+def _stacked(weights: Sequence[QuantizedTensor], rule: Rule, layout: Layout) -> Operand:
+    held = []
+    for weight in weights:
+        weight.update_usage(rowwise_usage=True, columnwise_usage=layout == "col" or None)
+        held.append(weight.q)
+    if rule.kind == "mx":  # multiplied in high precision
+        format: TensorFormat = held[0].format
+        return Operand(torch.stack([format.dequantize(q, layout) for q in held]))
+    data, scales = zip(*[q.operand(layout) for q in held], strict=True)
+    whole = torch.stack(data)
+    return Operand(whole, torch.stack(scales).flatten() if rule.kind == "group" else torch.stack(scales))
