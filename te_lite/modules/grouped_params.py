@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from te_lite.functional.saved import backward_method, forward_method, without_amp
 from te_lite.quantize.grouped import Operand, Rule, rule_of
 from te_lite.quantize.params import weight_quantizer
 from te_lite.quantize.qtensor import Layout, TensorFormat
@@ -19,7 +20,7 @@ class _Together(torch.autograd.Function):
     """[G, N, K] of G weights; backward hands each its gradient. Without `numbers` it has a shape alone, and takes no
     memory."""
 
-    @staticmethod
+    @forward_method
     def forward(ctx: Any, numbers: bool, *weights: QuantizedTensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.count, first = len(weights), weights[0]
@@ -27,7 +28,7 @@ class _Together(torch.autograd.Function):
             return torch.stack([weight.dequantize() for weight in weights])
         return torch.empty((), dtype=first.dtype, device=first.device).expand(ctx.count, *first.shape)
 
-    @staticmethod
+    @backward_method
     def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *((None,) * ctx.count if dw is None else dw.unbind())
 
@@ -55,6 +56,7 @@ def together(weights: tuple[QuantizedTensor, ...], numbers: bool) -> Tensor:
     return made
 
 
+@without_amp  # which would have stacked bytes in another dtype
 def operands(weights: Sequence[QuantizedTensor], rule: Rule, grad: bool) -> tuple[Operand, Operand]:
     """quantize/grouped.py's weights_for_both of what the weights hold: a copy of their bytes, expert behind expert.
     grad: a backward may follow; else the second is empty."""

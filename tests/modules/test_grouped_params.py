@@ -1,5 +1,7 @@
 """te.GroupedLinear whose weights are kept quantized."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -138,6 +140,18 @@ def test_recomputed():
         y = te.checkpoint(kept, leaf, SIZES, use_reentrant=False)
     y.backward(dy)
     assert_equal([y.detach(), leaf.grad, *[p.grad for p in kept.parameters()]], expected)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_amp(recipe):
+    """torch.amp.autocast has no say in how bytes are put together."""
+    kept, plain = pair("current", "cpu", dequantized=recipe == "rowwise")
+    x, dy = data()
+    found = []
+    for module in (kept, plain):
+        with torch.amp.autocast("cpu", BF16), warnings.catch_warnings(action="ignore"):
+            found.append(step(module, x, dy, recipe=recipe))
+    assert_equal(*found)
 
 
 def test_what_is_not_kept_quantized():
