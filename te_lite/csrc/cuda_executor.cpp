@@ -82,16 +82,16 @@ class CudaExecutor final : public Executor {
 
  private:
   struct Pending {
-    Step wait;
+    ProgramStep wait;
     Clock::time_point since;
   };
   using Batch = std::vector<CUstreamMemOp>;  // consecutive sets of one stream
-  using Waits = std::vector<Step>;           // consecutive waits for the same epoch
+  using Waits = std::vector<ProgramStep>;    // consecutive waits for the same epoch
 
   uint32_t* abort_word() const { return host_ + flag_bytes_ / sizeof *host_; }
   uint32_t& seen(const Pending& pending) { return host_[(pending.wait.to - flags_) / sizeof *host_]; }
 
-  void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) override {
+  void perform(std::vector<ProgramStep>& steps, uint64_t main_stream, uint64_t epoch_word) override {
     std::lock_guard<std::mutex> lock(issuing_);
     const PrimaryContext::Scope scope(context_);
     streams_[kMainStream] = reinterpret_cast<void*>(main_stream);
@@ -106,12 +106,12 @@ class CudaExecutor final : public Executor {
     Batch batch;
     Waits waits;
     int stream = kMainStream;  // of the batch
-    for (const Step& step : steps) {
-      if (step.kind == Step::kExpect) {
+    for (const ProgramStep& step : steps) {
+      if (step.kind == ProgramStep::kExpect) {
         if (!epoch_word) remember(step);
         continue;
       }
-      const bool batched = !epoch_word && step.kind == Step::kSet, waits_too = step.kind == Step::kWait;
+      const bool batched = !epoch_word && step.kind == ProgramStep::kSet, waits_too = step.kind == ProgramStep::kWait;
       if (!batched || step.stream != stream || batch.size() == kMostMemOps) flush(batch, stream);
       const bool joins = waits_too && !waits.empty() && step.delta == waits[0].delta;
       if (!joins) flush(waits, epoch_word);
@@ -129,7 +129,7 @@ class CudaExecutor final : public Executor {
   }
 
   // A wait is known to the watcher before it can block: also this thread may block, in a full queue.
-  void remember(const Step& wait) {
+  void remember(const ProgramStep& wait) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (wait.to < flags_ || wait.to + 4 > flags_ + flag_bytes_) {
       throw std::invalid_argument("a wait for the flag at " + std::to_string(wait.to) + ", outside of the " +
@@ -148,31 +148,31 @@ class CudaExecutor final : public Executor {
   // One launch for flags that lie a multiple of some stride apart, near each other; the others after it.
   void flush(Waits& waits, uint64_t epoch_word) {
     if (waits.empty()) return;
-    std::sort(waits.begin(), waits.end(), [](const Step& a, const Step& b) { return a.to < b.to; });
-    const Step* const end = waits.data() + waits.size();
-    for (const Step *first = waits.data(), *last = first; first != end; first = last) {
+    std::sort(waits.begin(), waits.end(), [](const ProgramStep& a, const ProgramStep& b) { return a.to < b.to; });
+    const ProgramStep* const end = waits.data() + waits.size();
+    for (const ProgramStep *first = waits.data(), *last = first; first != end; first = last) {
       uint64_t stride = 0;
       for (++last; last != end; ++last) {
         const uint64_t wider = std::gcd(stride, last->to - first->to);
         if (wider && (last->to - first->to) / wider >= kMostFlags) break;
         stride = wider;
       }
-      if (!epoch_word) std::for_each(first, last, [this](const Step& wait) { remember(wait); });
+      if (!epoch_word) std::for_each(first, last, [this](const ProgramStep& wait) { remember(wait); });
       launch_wait(first, last, stride, epoch_word);
     }
     waits.clear();
   }
 
-  void issue_one(const Step& step, uint64_t epoch_word) {
+  void issue_one(const ProgramStep& step, uint64_t epoch_word) {
     void* const stream = streams_[step.stream];
-    if (step.kind == Step::kCopy && step.rows == 1) {
+    if (step.kind == ProgramStep::kCopy && step.rows == 1) {
       TE_LITE_CHECK(cuMemcpyAsync, step.to, step.from, step.bytes, stream);
-    } else if (step.kind == Step::kCopy) {
+    } else if (step.kind == ProgramStep::kCopy) {
       const CUmemcpyPlace from{0, 0, kMemoryUnified, nullptr, step.from, nullptr, step.bytes};
       const CUmemcpyPlace to{0, 0, kMemoryUnified, nullptr, step.to, nullptr, step.pitch};
       const CUmemcpy2D rows{from, to, step.bytes, step.rows};
       TE_LITE_CHECK(cuMemcpy2DAsync, &rows, stream);
-    } else if (step.kind == Step::kAfter) {
+    } else if (step.kind == ProgramStep::kAfter) {
       const int other = step.stream == kMainStream ? kCopyStream : kMainStream;
       TE_LITE_CHECK(cuEventRecord, event_, streams_[other]);
       TE_LITE_CHECK(cuStreamWaitEvent, stream, event_, 0);
@@ -186,9 +186,9 @@ class CudaExecutor final : public Executor {
   }
 
   // stride: bytes of which every flag lies a multiple behind the first.
-  void launch_wait(const Step* first, const Step* last, uint64_t stride, uint64_t epoch_word) {
+  void launch_wait(const ProgramStep* first, const ProgramStep* last, uint64_t stride, uint64_t epoch_word) {
     uint32_t mask = 0;
-    for (const Step* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
+    for (const auto* wait = first; wait != last; ++wait) mask |= 1u << (stride ? (wait->to - first->to) / stride : 0);
     const uint32_t delta = epoch_word ? first->delta : first->value;
     uint64_t arguments[] = {first->to, epoch_word, stride / 4, mask, delta, abort_address()};
     wait_kernel_.launch(1, reinterpret_cast<uint64_t>(streams_[kMainStream]), arguments, 6);

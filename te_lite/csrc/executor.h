@@ -35,11 +35,11 @@ class Executor {
                                   std::to_string(segment) + " was issued with " + std::to_string(arguments.size()) +
                                   " arguments");
     }
-    std::vector<Step> steps;
+    std::vector<ProgramStep> steps;
     const uint64_t operation = control_.announced();
-    for (Step step : program.steps(segment)) {
+    for (ProgramStep step : program.steps(segment)) {
       if (ignore_free_ && step.waiting && step.waiting->kind == "room at") continue;
-      if (step.kind == Step::kCopy) step.from += arguments[step.argument];
+      if (step.kind == ProgramStep::kCopy) step.from += arguments[step.argument];
       step.value = epoch + step.delta;
       step.operation = operation;
       steps.push_back(std::move(step));
@@ -61,9 +61,9 @@ class Executor {
 
  protected:
   explicit Executor(Control& control) : control_(control) {}
-  virtual void perform(std::vector<Step>& steps, uint64_t main_stream, uint64_t epoch_word) = 0;
+  virtual void perform(std::vector<ProgramStep>& steps, uint64_t main_stream, uint64_t epoch_word) = 0;
 
-  std::string overdue(const Step& wait, uint32_t seen, double seconds) const {
+  std::string overdue(const ProgramStep& wait, uint32_t seen, double seconds) const {
     const std::string other = control_.name(wait.waiting->rank);
     return control_.describe(wait.operation) + ", buffer " + wait.waiting->buffer + ": rank " +
            control_.name(control_.rank) + " has waited " + one_decimal(seconds) + " s for " + wait.waiting->kind +

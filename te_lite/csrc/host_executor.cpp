@@ -13,7 +13,7 @@ namespace {
 struct Lane {
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Step> queue;
+  std::deque<ProgramStep> queue;
   uint64_t queued = 0;
   uint64_t done = 0;
   bool stop = false;
@@ -49,14 +49,14 @@ class HostExecutor final : public Executor {
   }
 
  private:
-  void perform(std::vector<Step>& steps, uint64_t, uint64_t) override {
-    for (Step& step : steps) {
-      if (step.kind == Step::kExpect) continue;  // no kernel waits here
-      if (step.kind == Step::kWait) {
+  void perform(std::vector<ProgramStep>& steps, uint64_t, uint64_t) override {
+    for (ProgramStep& step : steps) {
+      if (step.kind == ProgramStep::kExpect) continue;  // no kernel waits here
+      if (step.kind == ProgramStep::kWait) {
         random_delay();
         poll(step);
         control_.check();
-      } else if (step.kind == Step::kAfter) {
+      } else if (step.kind == ProgramStep::kAfter) {
         if (step.stream == kCopyStream) continue;  // done already: main is this thread
         synchronize();
         control_.check();
@@ -76,10 +76,10 @@ class HostExecutor final : public Executor {
     for (;;) {
       lane.changed.wait(lock, [&] { return !lane.queue.empty() || lane.stop; });
       if (lane.queue.empty()) return;
-      const Step step = std::move(lane.queue.front());
+      const ProgramStep step = std::move(lane.queue.front());
       lane.queue.pop_front();
       lock.unlock();
-      if (step.kind == Step::kCopy) random_delay();
+      if (step.kind == ProgramStep::kCopy) random_delay();
       // What is left when the group breaks is dropped, but counts as done for those that wait for it.
       if (!control_.is_broken() && !closed_) run(step);
       lock.lock();
@@ -88,8 +88,8 @@ class HostExecutor final : public Executor {
     }
   }
 
-  void run(const Step& step) {
-    if (step.kind == Step::kSet) {
+  void run(const ProgramStep& step) {
+    if (step.kind == ProgramStep::kSet) {
       __atomic_store_n(reinterpret_cast<uint32_t*>(step.to), step.value, __ATOMIC_RELEASE);
       return;
     }
@@ -100,7 +100,7 @@ class HostExecutor final : public Executor {
   }
 
   // Until the flag is there, or the group is broken, or nobody waits any more.
-  void poll(const Step& step) {
+  void poll(const ProgramStep& step) {
     const Clock::time_point begin = Clock::now();
     std::chrono::microseconds pause{20};
     for (int round = 0;; ++round) {

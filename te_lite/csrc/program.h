@@ -19,9 +19,9 @@ struct Waiting {
 
 constexpr int kMainStream = 0, kCopyStream = 1;  // the caller's; that of the copy engine
 
-// One step. In a program, `from` is an offset from an argument of issue() and the value of a flag is delta from the
-// epoch; Executor::issue resolves both.
-struct Step {
+// One thing that a Program asks of a stream, or of the watcher. As the Program keeps it, `from` is an offset from an
+// argument of issue(), and a flag is `delta` from the epoch. Executor::issue resolves both in a copy.
+struct ProgramStep {
   enum Kind { kCopy, kSet, kWait, kExpect, kAfter };
   Kind kind = kCopy;
   int stream = kMainStream;
@@ -32,8 +32,8 @@ struct Step {
   uint64_t from = 0;  // a copy's rows, one behind the other
   size_t bytes = 0;   // of a row
   size_t rows = 1;
-  size_t pitch = 0;  // from one row of the destination to the next
-  uint32_t value = 0;
+  size_t pitch = 0;        // from one row of the destination to the next
+  uint32_t value = 0;      // of a set or wait, once issued: epoch + delta
   uint64_t operation = 0;  // announced when it was issued
 };
 
@@ -51,27 +51,27 @@ class Program {
                                   ": there is a row at least, and none is over the pitch");
     }
     arguments_ = std::max(arguments_, argument + 1);
-    add({Step::kCopy, stream, to, 0, nullptr, argument, from, bytes, rows, pitch});
+    add({ProgramStep::kCopy, stream, to, 0, nullptr, argument, from, bytes, rows, pitch});
   }
-  void set(int stream, uint64_t flag, int64_t delta) { add({Step::kSet, stream, flag, delta}); }
+  void set(int stream, uint64_t flag, int64_t delta) { add({ProgramStep::kSet, stream, flag, delta}); }
   // Only the caller's stream waits for flags, see buffers.py.
   void wait(uint64_t flag, int64_t delta, int rank, const std::string& kind) {
-    add({Step::kWait, kMainStream, flag, delta, std::make_shared<Waiting>(Waiting{name_, kind, rank})});
+    add({ProgramStep::kWait, kMainStream, flag, delta, std::make_shared<Waiting>(Waiting{name_, kind, rank})});
   }
   // The caller's own kernel waits for the flag: only the time that it takes is watched.
   void expect(uint64_t flag, int64_t delta, int rank, const std::string& kind) {
-    add({Step::kExpect, kMainStream, flag, delta, std::make_shared<Waiting>(Waiting{name_, kind, rank})});
+    add({ProgramStep::kExpect, kMainStream, flag, delta, std::make_shared<Waiting>(Waiting{name_, kind, rank})});
   }
-  void after(int stream) { add({Step::kAfter, stream}); }
+  void after(int stream) { add({ProgramStep::kAfter, stream}); }
   void cut() { segments_.emplace_back(); }
 
   const std::string& name() const { return name_; }
   int arguments() const { return arguments_; }  // that issue() must pass at least
   int segments() const { return static_cast<int>(segments_.size()); }
-  const std::vector<Step>& steps(int segment) const { return segments_[segment]; }
+  const std::vector<ProgramStep>& steps(int segment) const { return segments_[segment]; }
 
  private:
-  void add(const Step& step) {
+  void add(const ProgramStep& step) {
     if (step.stream != kMainStream && step.stream != kCopyStream) {
       throw std::invalid_argument("stream " + std::to_string(step.stream) +
                                   ": 0 is the caller's stream, 1 the copy stream");
@@ -80,7 +80,7 @@ class Program {
   }
 
   std::string name_;
-  std::vector<std::vector<Step>> segments_{1};
+  std::vector<std::vector<ProgramStep>> segments_{1};
   int arguments_ = 0;
 };
 

@@ -70,7 +70,9 @@ struct EpochPatch {  // the lower half of arguments[argument] = addresses[slot];
 using Patches = std::vector<std::tuple<int, size_t, uint64_t>>;
 using EpochPatches = std::vector<std::tuple<int, size_t>>;
 
-struct Step {
+// What a Sequence issues at one place: a launch, a product, zeros, a segment of a program, an announcement or a wait.
+// `arguments` are as they were recorded; each run patches a copy of them.
+struct SequenceStep {
   std::function<void(uint64_t stream, uint64_t* arguments)> issue;
   uint64_t stream;  // 0: that of the call
   std::vector<uint64_t> arguments;
@@ -183,7 +185,7 @@ class Sequence {
     const py::gil_scoped_release release;  // the driver blocks when the stream's queue is full
     std::vector<uint64_t> arguments(most_);
     if (first_) first_->enter();  // for what comes before it too
-    for (const Step& step : steps_) {
+    for (const SequenceStep& step : steps_) {
       std::copy(step.arguments.begin(), step.arguments.end(), arguments.begin());
       for (const Patch& patch : step.patches) arguments[patch.argument] = at[patch.slot] + patch.offset;
       for (const auto& [argument, slot] : step.epochs) {
@@ -196,7 +198,7 @@ class Sequence {
  private:
   void add(std::function<void(uint64_t, uint64_t*)> issue, std::vector<uint64_t> arguments, const Patches& patches,
            const EpochPatches& epochs, const std::vector<int>* places) {
-    Step step{std::move(issue), on_, std::move(arguments), {}, {}};
+    SequenceStep step{std::move(issue), on_, std::move(arguments), {}, {}};
     const auto placed = [&](int position, size_t slot) {
       const int argument = places ? places->at(position) : position;
       if (argument < 0 || argument >= static_cast<int>(step.arguments.size()) || slot >= slots_) {
@@ -219,7 +221,7 @@ class Sequence {
   void* event_ = nullptr;
   void* context_ = nullptr;  // the event's
   const Kernel* first_ = nullptr;
-  std::vector<Step> steps_;
+  std::vector<SequenceStep> steps_;
   py::list held_;  // what the steps point to
 };
 
