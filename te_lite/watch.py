@@ -38,9 +38,9 @@ class Watch(Protocol):
     def meet(self, text: str) -> None:
         """Every rank runs `text` next."""
 
-    def maximum(self, what: str, values: Tensor, many: bool) -> Tensor | None:
-        """The largest of all ranks' values, as group_max gives it; with `many` the values, which have become the
-        largest of all ranks' one by one. None: by a collective."""
+    def maximum(self, what: str, values: Tensor, elementwise: bool) -> Tensor | None:
+        """The largest of all ranks' values, as group_max gives it; elementwise the values, of which
+        value i has become the largest value i of all ranks. None: by a collective."""
 
     def check(self) -> None:
         """Nothing, or the error."""
@@ -122,7 +122,7 @@ def compare(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
 def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:
     """values, not negative and no nan, becomes its elementwise maximum over the group."""
     watch = _watch(group)
-    if watch is not None and values.numel() and watch.maximum(what, values, many=True) is not None:
+    if watch is not None and values.numel() and watch.maximum(what, values, elementwise=True) is not None:
         return
     collective(what, values, group, partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group), values)
 
@@ -135,7 +135,7 @@ def _watch(group: dist.ProcessGroup) -> Watch | None:
 def group_max(what: str, partials: Tensor, group: dist.ProcessGroup) -> Tensor:
     """fp32 [1]: the largest of the partials [P] of all ranks of the group, which are not negative and no nan."""
     watch = _watch(group)
-    largest = None if watch is None else watch.maximum(what, partials, many=False)
+    largest = None if watch is None else watch.maximum(what, partials, elementwise=False)
     if largest is None:
         largest = partials.new_empty(1)
         called(_largest_into, partials, largest)

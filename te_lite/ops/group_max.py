@@ -1,4 +1,4 @@
-"""The maximum over all ranks' partial maxima, or of many values one by one, in one small kernel.
+"""The maximum over all ranks' partial maxima, or elementwise over their values, in one small kernel.
 
     mine = max(partials[P]), or values[i]
     every rank's slots[epoch % 2, rank, i] = (mine, epoch)               # pushed: one 64-bit word, so both come at once
@@ -29,7 +29,7 @@ from te_lite.ops.steps import EpochArgument
 
 SLOTS = 2
 MOST_RANKS = 32  # a lane each
-MOST_VALUES = 1 << 14  # of one call; hidden sizes
+MOST_VALUES = 1 << 14  # of an elementwise call, each with room of its own in the slots; hidden sizes
 A_PROGRAM = 256  # values of one program, a thread each: a thread's polls follow each other
 _LANES, _BLOCK, _THREADS = tl.constexpr(MOST_RANKS), tl.constexpr(1024), tl.constexpr(A_PROGRAM)
 
@@ -62,18 +62,19 @@ DONE:
     do_not_specialize_on_alignment=["values", "slots", "targets", "done", "word", "abort", "out"],
 )
 def group_max_kernel(
-    values, slots, targets, done, word, abort, out, delta, count, RANKS: tl.constexpr, MOST: tl.constexpr
+    values, slots, targets, done, word, abort, out, delta, count, RANKS: tl.constexpr, PER_RANK: tl.constexpr
 ):
-    """MOST = 1: of partials, one program of one warp with a lane a rank; else of values one by one, a thread a value.
+    """slots: [SLOTS, RANKS, PER_RANK]. PER_RANK = 1: of partials, one program of one warp with a lane a rank; else
+    elementwise, a thread a value.
 
     Every thread has sent to all of its ranks before it polls. done[1]: programs of this call that have ended, 0 between
     calls; the last one of them writes done[0].
     """
     after_previous()
     epoch = tl.load(word) + delta
-    # MOST = 1: a lane is a rank, and one step serves all of them. Else a thread is a value, and a step is a rank. The
-    # peer is always rank + step, and the value's number is `at`.
-    if MOST == 1:
+    # PER_RANK = 1: a lane is a rank, and one step serves all of them. Else a thread is a value, and a step is a rank.
+    # The peer is always rank + step, and the value's number is `at`.
+    if PER_RANK == 1:
         rank, at = tl.arange(0, _LANES), 0
         live = rank < RANKS
         largest = tl.zeros([_BLOCK], tl.float32)
@@ -88,22 +89,22 @@ def group_max_kernel(
     # Never negative: the upper half stays 0.
     message = value.to(tl.int32, bitcast=True).to(tl.int64) | (epoch.to(tl.int64) << 32)
     wait_flags(done, 0, 1, epoch - 1, abort)
-    first, asked = (epoch & 1) * (RANKS * MOST) + at, live.to(tl.int32)  # the word of rank 0; SLOTS is 2
-    for step in tl.static_range(1 if MOST == 1 else RANKS):
+    first, asked = (epoch & 1) * (RANKS * PER_RANK) + at, live.to(tl.int32)  # the word of rank 0; SLOTS is 2
+    for step in tl.static_range(1 if PER_RANK == 1 else RANKS):
         there = tl.load(targets + rank + step, mask=rank < RANKS, other=0) + first * 8
         if not INTERPRETED:
             tl.inline_asm_elementwise(_PUSH, "=r,l,l,r,~{memory}", [there, message, asked], tl.int32, False, 1)
         else:
             tl.store(there.to(tl.pointer_type(tl.int64)), message, mask=live)
-    for step in tl.static_range(1 if MOST == 1 else RANKS):
-        here = slots + (rank + step) * MOST + first
+    for step in tl.static_range(1 if PER_RANK == 1 else RANKS):
+        here = slots + (rank + step) * PER_RANK + first
         if not INTERPRETED:
             args = [here.to(tl.int64), asked, epoch, abort.to(tl.int64)]
             found = tl.inline_asm_elementwise(_POLL, "=r,l,r,r,l,~{memory}", args, tl.int32, False, 1)
         else:
             found = tl.load(here, mask=live, other=0).to(tl.int32)
         value = tl.maximum(value, found.to(tl.float32, bitcast=True))
-    if MOST == 1:
+    if PER_RANK == 1:
         tl.store(out, tl.max(value, 0))
         tl.atomic_xchg(done, epoch, sem="release")
     else:
@@ -115,22 +116,22 @@ def group_max_kernel(
 
 
 @cache
-def compiled_group_max(device: torch.device, ranks: int, most: int) -> Any:
+def compiled_group_max(device: torch.device, ranks: int, per_rank: int) -> Any:
     """A kernel for a CUDA device, to be launched with addresses. Launches once, so call it before a capture."""
     with torch.cuda.device(device):
         value, word = torch.zeros(1, device=device), torch.zeros(2, dtype=torch.int32, device=device)
-        slots = torch.zeros(SLOTS * ranks * most, dtype=torch.int64, device=device)
+        slots = torch.zeros(SLOTS * ranks * per_rank, dtype=torch.int64, device=device)
         targets = torch.full((ranks,), slots.data_ptr(), device=device)
-        args = value, slots, targets, word, word, word, value, 0, 1, ranks, most
-        return launchable(group_max_kernel[(1,)](*args, num_warps=1 if most == 1 else 8))
+        args = value, slots, targets, word, word, word, value, 0, 1, ranks, per_rank
+        return launchable(group_max_kernel[(1,)](*args, num_warps=1 if per_rank == 1 else 8))
 
 
-def _launch(most: int, values, slots, targets, done, word, delta, abort, out) -> None:
+def _launch(per_rank: int, values, slots, targets, done, word, delta, abort, out) -> None:
     device, ranks = values.device, targets.numel()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     addresses = [t.data_ptr() for t in (values, slots, targets, done, word, abort, out)]
-    rest, kernel = (delta, values.numel(), ranks, most), compiled_group_max(device, ranks, most)
-    programs = 1 if most == 1 else -(-values.numel() // A_PROGRAM)
+    rest, kernel = (delta, values.numel(), ranks, per_rank), compiled_group_max(device, ranks, per_rank)
+    programs = 1 if per_rank == 1 else -(-values.numel() // A_PROGRAM)
     if OPEN.recorder is not None:
         tensors = values, slots, targets, done, word, abort, out
         epoch = EpochArgument(len(tensors), delta & 0xFFFFFFFF, word)  # delta comes after the tensors

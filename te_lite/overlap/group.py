@@ -91,7 +91,7 @@ class Group:
         self.arena.commit(exchange)
         self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
         self._buffers: dict[str, Buffer] = {}
-        # By whether it is captured in a CUDA graph, and of many values; none on CPU ranks.
+        # By whether the call is captured in a CUDA graph, and elementwise; none on CPU ranks.
         self._maxima: dict[tuple[bool, bool], Maximum] = {}
         for name in names:
             graph = name.endswith(".graph")
@@ -160,17 +160,17 @@ class Group:
         if OPEN.recorder is not None:
             OPEN.recorder.announce(self.control, text, zlib.crc32(text.encode()))
 
-    def maximum(self, what: str, values: Tensor, many: bool) -> Tensor | None:
-        """fp32 [1], the largest of all ranks' values, which are not negative; with `many` the values, which become the
-        largest of all ranks' one by one. None where a collective must do that: on CPU ranks, under a capture without
-        cuda_graphs, and for more values than fit."""
+    def maximum(self, what: str, values: Tensor, elementwise: bool) -> Tensor | None:
+        """fp32 [1], the largest of all ranks' values, which are not negative; elementwise the values, of which
+        value i becomes the largest value i of all ranks. None where a collective must do that: on CPU ranks, under a
+        capture without cuda_graphs, and for more values than fit."""
         fits = values.numel() <= MOST_VALUES and values.is_contiguous() and values.dtype == torch.float32
-        maximum = self._maxima.get((capturing(), many))
-        if maximum is None or values.device != self.device or (many and not fits):
+        maximum = self._maxima.get((capturing(), elementwise))
+        if maximum is None or values.device != self.device or (elementwise and not fits):
             return None
-        with self.operation(f"{what} through userbuffers{f', {list(values.shape)}' if many else ''}"):
+        with self.operation(f"{what} through userbuffers{f', {list(values.shape)}' if elementwise else ''}"):
             largest = maximum.of(values, self)
-        return values if many else largest
+        return values if elementwise else largest
 
     def next_slots(self) -> tuple[int, ...]:
         """Which slot the next use of each buffer and maximum takes, outside of CUDA graphs: where its data lies."""

@@ -268,14 +268,14 @@ def maxima_over_ranks(device) -> None:
     group = begin(16 * size, 128, dist.group.WORLD, device, cuda_graphs=device.type == "cuda")
     generator = torch.Generator().manual_seed(rank)
     graph, captured = None, None
-    held, held_many = (torch.zeros(7, device=device) for _ in range(2))
+    held, held_elementwise = (torch.zeros(7, device=device) for _ in range(2))
     if device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             captured = group_max("captured maxima", held, dist.group.WORLD)
-            all_reduce_max("captured many", held_many, dist.group.WORLD)
+            all_reduce_max("captured elementwise", held_elementwise, dist.group.WORLD)
     for i in range(60):
         partials = torch.rand(7 if i % 3 == 0 else 1 + 41 * i, generator=generator).to(device) * 2.0 ** (i - 30)
         if i % 10 == 5 and i % size == rank:
@@ -284,22 +284,22 @@ def maxima_over_ranks(device) -> None:
         dist.all_reduce(want, dist.ReduceOp.MAX)
         if i % 3 == 0 and graph is not None:
             held.copy_(partials)
-            held_many.copy_(partials)
+            held_elementwise.copy_(partials)
             graph.replay()
             assert_bitwise_equal(f"captured maximum {i}", captured, want)
             each = partials.clone()
             dist.all_reduce(each, dist.ReduceOp.MAX)
-            assert_bitwise_equal(f"captured many {i}", held_many, each)
+            assert_bitwise_equal(f"captured elementwise {i}", held_elementwise, each)
         assert_bitwise_equal(f"maximum {i}", group_max("maxima", partials, dist.group.WORLD), want)
         values = partials[: 1 + 17 * i].clone()
         want = values.clone()
         dist.all_reduce(want, dist.ReduceOp.MAX)
-        all_reduce_max("many", values, dist.group.WORLD)
-        assert_bitwise_equal(f"many maxima {i}", values, want)
+        all_reduce_max("elementwise", values, dist.group.WORLD)
+        assert_bitwise_equal(f"elementwise maxima {i}", values, want)
     cuda = device.type == "cuda"
     assert group.control.broken is None and bool(group._maxima) == cuda
     if cuda:
-        eager, graphs = ([group._maxima[graph, many] for many in (False, True)] for graph in (False, True))
+        eager, graphs = ([group._maxima[graph, each] for each in (False, True)] for graph in (False, True))
         assert [maximum._epoch for maximum in eager] == [60, 60], "not through userbuffers"
         assert [int(maximum._done[0]) for maximum in graphs] == [20, 20], "not through userbuffers"  # the device counts
 

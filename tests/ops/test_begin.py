@@ -107,7 +107,7 @@ def test_kernels_of_rings_need_no_hopper(monkeypatch) -> None:
     largest |= dict.fromkeys(("done", "word", "abort"), "*i32")
     assert instructions(80, flags.wait_kernel, WAITED, {}, monkeypatch) == (0, 0)
     assert instructions(80, reduce.reduce_kernel, summed, sizes, monkeypatch) == (0, 0)
-    assert instructions(80, group_max_kernel, largest, {"RANKS": 4, "MOST": 1}, monkeypatch) == (0, 0)
+    assert instructions(80, group_max_kernel, largest, {"RANKS": 4, "PER_RANK": 1}, monkeypatch) == (0, 0)
 
 
 @pytest.mark.gpu

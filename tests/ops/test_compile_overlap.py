@@ -53,7 +53,7 @@ def test_wait_kernel():
 def test_group_max(tmp_path):
     types = dict.fromkeys(("slots", "targets"), "*i64") | dict.fromkeys(("done", "word", "abort"), "*i32")
     types |= {"values": "*fp32", "out": "*fp32", "delta": "i32", "count": "i32"}
-    compiled = compile_sm90(group_max_kernel, types, {"RANKS": 4, "MOST": 1}, 1, unaligned=set(types))
+    compiled = compile_sm90(group_max_kernel, types, {"RANKS": 4, "PER_RANK": 1}, 1, unaligned=set(types))
     ptx = compiled.asm["ptx"]
     sends, polls = ptx.index("st.relaxed.sys.global.b64"), ptx.index("ld.relaxed.sys.global.b64")
     # A lane a rank, each once: first the rank's own kernels in turn, then all sends, then the polls, then the epoch.

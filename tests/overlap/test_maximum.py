@@ -25,7 +25,7 @@ def played(partials, slots, targets, done, word, delta, abort):
     return words[:, 0].contiguous().view(torch.float32).amax().view(1)
 
 
-def played_many(values, slots, targets, done, word, delta, abort):
+def played_elementwise(values, slots, targets, done, word, delta, abort):
     """Value by value, each as if it had the slots for itself."""
     ranks, count = targets.numel(), values.numel()
     before, words = done.clone(), slots.view(2, ranks, maximum.MOST_VALUES)
@@ -47,7 +47,7 @@ def played_many(values, slots, targets, done, word, delta, abort):
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch):
     monkeypatch.setattr(maximum, "group_max", played)
-    monkeypatch.setattr(maximum, "group_maxima", played_many)
+    monkeypatch.setattr(maximum, "group_maxima", played_elementwise)
     monkeypatch.setattr(maximum, "compiled_group_max", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
@@ -110,5 +110,5 @@ def test_the_watcher_is_told_of_every_other_ranks_epoch(monkeypatch):
 
 
 def test_cpu_ranks_have_none():
-    assert in_group(2, lambda group: group.maximum("amax", torch.ones(3), many=False)) == [None, None]
-    assert in_group(2, lambda group: group.maximum("amax", torch.ones(3), many=True)) == [None, None]
+    assert in_group(2, lambda group: group.maximum("amax", torch.ones(3), elementwise=False)) == [None, None]
+    assert in_group(2, lambda group: group.maximum("amax", torch.ones(3), elementwise=True)) == [None, None]

@@ -19,11 +19,11 @@ class Recorder:
     def meet(self, text: str) -> None:
         self.seen.append(text)
 
-    def maximum(self, what: str, values: torch.Tensor, many: bool) -> torch.Tensor | None:
-        self.seen.append(f"{'maxima' if many else 'maximum'} of {what}")
+    def maximum(self, what: str, values: torch.Tensor, elementwise: bool) -> torch.Tensor | None:
+        self.seen.append(f"{'maxima' if elementwise else 'maximum'} of {what}")
         if not self.has_maximum:
             return None
-        return values.mul_(2) if many else values.amax().view(1) * 2
+        return values.mul_(2) if elementwise else values.amax().view(1) * 2
 
     def check(self) -> None:
         self.left -= 1
