@@ -178,41 +178,51 @@ class LayerFunction(torch.autograd.Function):
 
     @backward_method
     def backward(ctx: Any, dy: Tensor, dln: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """The gradients of forward's arguments. Its parts are no functions: each step would pay for the calls."""
+        # 1. What forward kept.
         layer, call, needs, x_shape, shells, form, copies = ctx.kept
         if call.parts:
-            check_parts(call, needs[:2])
-        plans, saved, wanted = call.plans, ctx.saved_tensors, ctx.needs_input_grad[2:]
-        recordings, answers, targets, overwrites = plans[0].recordings, plans[0].sink.answers, (), ()
-        grads: list[Any] = []
-        found = key = None
-        if call.parts:
-            saved = joined_again(call, saved, copies, dy)
-        plain = dy.__class__ is Tensor and dln is None and call.grad_input is None
-        if recordings is not None and plain and form is not None:  # or nothing says which layouts were kept
+            check_parts(call, needs[:2])  # before saved_tensors, whose own check may miss them
+        saved = joined_again(call, ctx.saved_tensors, copies, dy) if call.parts else ctx.saved_tensors
+        plans, recordings, answers = call.plans, call.plans[0].recordings, call.plans[0].sink.answers
+
+        # 2. Recorded launches are issued, where there are any: try_replay() says what `key` and `found` mean. `inputs`
+        # are all tensors that they read or write. Without a form nothing says which layouts were kept.
+        key = found = inputs = None
+        if recordings is not None and form is not None and dy.__class__ is Tensor and dln is call.grad_input is None:
+            targets, overwrites = (), ()
             if answers:
                 written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]
                 targets, overwrites = zip(*written, strict=True)
-            key, found = recordings.try_replay((layer, "backward", needs, form, *overwrites), (dy, *targets, *saved))
+            inputs = dy, *targets, *saved
+            key, found = recordings.try_replay((layer, "backward", needs, form, *overwrites), inputs)
+
+        # 3. Otherwise the layer runs, and is recorded where it has a key.
         if found is None:
             kept, placed = placed_items(shells[2:], saved)
-            if key is not None and any(map(is_not, placed, saved)):
-                key = None  # some were copied for the launches to read, and it is that of the originals
             body = partial(layer.backward, Backward(call, needs, x_shape), kept, dy, dln)
-            if key is None:
-                del saved, placed, kept  # the layer frees what it has read
-                grads += body()
+            # Where some were copied for the launches to read, the key is not theirs but that of the originals.
+            if key is None or any(map(is_not, placed, saved)):
+                del inputs, saved, placed, kept  # the layer frees what it has read
+                grads = list(body())
             else:
-                found = recordings.run(key, (dy, *targets, *saved), body)
-        if found is not None:
-            grads += found.tensors
+                found = recordings.run(key, inputs, body)
+        if found is not None:  # the gradients that are there, and a shell for each, None for the others
+            grads = list(found.tensors)
             for i, shell in enumerate(found.shells):
                 if shell is None:
                     grads.insert(i, None)
+
+        # 4. A sink that has put a weight gradient elsewhere says what autograd gets. `grads` end in dw and db of each
+        # linear.
+        wanted = ctx.needs_input_grad[2:]  # of each of `grads`, then of the residual
         if answers:
             for i, (plan, weight) in enumerate(zip(plans, call.weights, strict=True)):
-                at = len(grads) - 2 * (len(plans) - i)  # they end in dw and db of each linear
+                at = len(grads) - 2 * (len(plans) - i)
                 if wanted[at]:
                     grads[at] = plan.sink.answer(grads[at], weight)
+
+        # 5. The pass is closed under delayed scaling. The residual was added to y: its gradient is dy.
         if call.pools is not None:
             call.pools.close(call.first)
         residual = None
