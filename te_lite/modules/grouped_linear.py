@@ -67,11 +67,6 @@ class GroupedLinear(TeLiteModule):
                 raise NotImplementedError(
                     f"GroupedLinear({option}=True): it has no communication to overlap; leave it out"
                 )
-        if single_grouped_weight and model_init() is not None:
-            raise NotImplementedError(
-                "GroupedLinear(single_grouped_weight=True) under quantized_model_init: experts have scales of their "
-                "own; leave it out, so that each has a weight of its own"
-            )
         if type(num_gemms) is not int or not 0 < num_gemms <= MOST_GROUPS:
             raise ValueError(f"GroupedLinear(num_gemms={num_gemms!r}): must be an integer from 1 to {MOST_GROUPS}")
         self.gemm_names = tuple(map(str, range(num_gemms)))
@@ -86,6 +81,11 @@ class GroupedLinear(TeLiteModule):
             in_features = shard(in_features, self.tp_size, "in_features")
         self.in_features, self.out_features = in_features, out_features
         self._rule, self._own_bytes = Rule(), False  # whether the GEMMs read the bytes that the weights hold
+        if single_grouped_weight and model_init() is not None:
+            raise NotImplementedError(
+                "GroupedLinear(single_grouped_weight=True) under quantized_model_init: experts have scales of their "
+                "own; leave it out, so that each has a weight of its own"
+            )
         self._add_weights(init_method or default_init, single_grouped_weight, single_grouped_bias)
 
     def _add_weights(self, init: Init, one_weight: bool, one_bias: bool) -> None:
