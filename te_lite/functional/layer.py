@@ -189,7 +189,8 @@ class LayerFunction(torch.autograd.Function):
         # 2. Recorded launches are issued, where there are any: try_replay() says what `key` and `found` mean. `inputs`
         # are all tensors that they read or write. Without a form nothing says which layouts were kept.
         key = found = inputs = None
-        if recordings is not None and form is not None and dy.__class__ is Tensor and dln is call.grad_input is None:
+        plain_dy = dy.__class__ is Tensor and dln is None and call.grad_input is None
+        if recordings is not None and form is not None and plain_dy:
             targets, overwrites = (), ()
             if answers:
                 written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]
