@@ -110,7 +110,8 @@ class GroupedFunction(torch.autograd.Function):
             data, scale = (None, None) if kept is None else kept
             again = w if need_x and call.weights is None else None
             ctx.save_for_backward(layout, data, scale, again, seed if need_x else None, *kept_w)
-            ctx.call, ctx.needs, ctx.dtypes = call, (need_x, need_w), (x.dtype, w.dtype)
+            ctx.call = call._replace(weights=None)  # what backward reads of them is saved
+            ctx.needs, ctx.dtypes = (need_x, need_w), (x.dtype, w.dtype)
         return y
 
     @backward_method
@@ -124,9 +125,9 @@ class GroupedFunction(torch.autograd.Function):
         if need_x or need_w:
             by_row, by_col = quantize_tokens(rule, dy, layout, True, need_x, need_w, _given(call, "dy"))
         if need_x:
-            if call.fresh is not None and call.weights is None:
+            if call.fresh is not None and again is not None:
                 call.fresh()
-            w = Operand(*of_w) if call.weights is not None else weights_for_dgrad(rule, again, seed)
+            w = Operand(*of_w) if again is None else weights_for_dgrad(rule, again, seed)
             given = (by_row.data, w.data, layout, by_row.scale, w.scale, rule.scaling, None, ctx.dtypes[0])
             dx = group_product(*given, rule.inner_first, rule.fast[1], call.sizes)
         if need_w:

@@ -30,8 +30,8 @@ from te_lite.parallel import shard
 from te_lite.quantize import replay
 from te_lite.quantize.grouped import Given, Rule, rule_of, weights_for_both
 from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
+from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import DelayedScaling, HighPrecision
-from te_lite.tables import warn_once
 
 # Of a gemm's tensors under delayed scaling: the direction and the slot.
 _SLOTS = {"x": ("forward", 0), "w": ("forward", 1), "dy": ("backward", 0)}
@@ -80,7 +80,6 @@ class GroupedLinear(TeLiteModule):
         elif parallel_mode == "row":
             in_features = shard(in_features, self.tp_size, "in_features")
         self.in_features, self.out_features = in_features, out_features
-        self._rule, self._own_bytes = Rule(), False  # whether the GEMMs read the bytes that the weights hold
         if single_grouped_weight and model_init() is not None:
             raise NotImplementedError(
                 "GroupedLinear(single_grouped_weight=True) under quantized_model_init: experts have scales of their "
@@ -145,16 +144,17 @@ class GroupedLinear(TeLiteModule):
         state, recomputes = self._state()
         weights = tuple([getattr(self, name) for name in self.weight_names])
         grad, device = torch.is_grad_enabled(), inp.device if isinstance(inp, Tensor) else None
-        rule, dtype = self._decide(inp, weights, state)
+        rule, dtype, own_bytes = self._decide(inp, weights, state)
         if grad and self.fuse_wgrad_accumulation:
             checks.check_main_grad(self, weights)
         if grad and device.type == "cuda" and torch._C._is_multithreading_enabled():
             backward_on_calling_thread()
         x = inp.reshape(-1, self.in_features).to(dtype).contiguous()
         offs, sizes = self._ends(m_splits, x)
-        w, bias, cached = *self._joined(weights, rule, dtype), None
-        if self._own_bytes and all_quantized(weights):
-            cached, is_first_microbatch = quantized_operands(weights, rule, grad), None
+        w, bias, cached = *self._joined(weights, rule, dtype, own_bytes), None
+        if all_quantized(weights):
+            is_first_microbatch = None  # they are kept
+            cached = quantized_operands(weights, rule, grad) if own_bytes else None
         given, after = (
             self._delayed(state, recomputes, x, weights, w, offs) if state and state.delayed else (None, None)
         )
@@ -185,17 +185,20 @@ class GroupedLinear(TeLiteModule):
             state = replay.recall((id(self), "state"), follow)
         return state, recomputes
 
-    def _decide(self, inp: Any, weights: tuple[Tensor, ...], state: State | None) -> tuple[Rule, torch.dtype]:
-        """The rule and the dtype of activations; what they depend on is checked when it changes."""
+    def _decide(self, inp: Any, weights: tuple[Tensor, ...], state: State | None) -> tuple[Rule, torch.dtype, bool]:
+        """The rule, the dtype of activations, and whether the GEMMs read the bytes that the weights hold; what they
+        depend on is checked when it changes."""
         if not isinstance(inp, Tensor):
             checks.refuse_type(self, inp)
         amp = checks.amp_dtype(inp)
         key = (
             None if state is None else state.key, inp.dtype, inp.device, inp.shape[-1:], inp.dim() > 1, amp,
-            weights[0].dtype, weights[0].device, weights[0].__class__, epoch.number,
+            weights[0].dtype, weights[0].device, epoch.number,
+            tuple([weight.q.format if isinstance(weight, QuantizedTensor) else None for weight in weights]),
             tuple([weight.requires_grad for weight in weights]),
         )  # fmt: skip
-        if self._planned[0] != key:
+        known = self._planned  # one value, which another thread may replace
+        if known[0] != key:
             checks.check_input(self, inp, weights[0])
             recipe = HighPrecision() if state is None or not state.enabled else state.recipe
             checks.check_recipe(recipe, inp.device, self.save_original_input)
@@ -206,23 +209,18 @@ class GroupedLinear(TeLiteModule):
                 )
             for name, spec in self._specs.items():
                 check_param("GroupedLinear", spec, name, getattr(self, name), weights[0].device, len(spec.shape) > 1)
-            rule = rule_of(recipe)
-            self._rule = fitting(
-                f"GroupedLinear(name={self.name!r})", rule, recipe, self.out_features, self.in_features
+            rule = fitting(
+                f"GroupedLinear(name={self.name!r})", rule_of(recipe), recipe, self.out_features, self.in_features
             )
-            self._own_bytes = all_quantized(weights) and read_as_they_are(weights, self._rule, recipe)
-            if all_quantized(weights) and not self._own_bytes and self._rule.kind != "none":
-                held = weights[0].q.format.label
-                warn_once(
-                    self, f"{type(self).__name__}(name={self.name!r}) quantizes its weights anew in each call by "
-                    f"{recipe.name!r}: they are kept in {held}, another format than that of its GEMMs; use the recipe "
-                    "of quantized_model_init"
-                )  # fmt: skip
+            decided: Any = rule, read_as_they_are(self, weights, rule, recipe)
             Pass.any_module = True
             self._outstanding.start(state)
             self.clear_caches()
-            self._planned = (key if makes_data(inp.device) else None, ())
-        return self._rule, amp or inp.dtype
+            self._planned = (key if makes_data(inp.device) else None, decided)
+        else:
+            decided = known[1]
+        rule, own_bytes = decided
+        return rule, amp or inp.dtype, own_bytes
 
     def _ends(self, m_splits: Any, x: Tensor) -> tuple[Tensor, list[int] | None]:
         """(the groups' ends on x's device, their sizes where the host knows them)."""
@@ -250,17 +248,19 @@ class GroupedLinear(TeLiteModule):
             )
         return host_ends(splits, x.device), splits
 
-    def _joined(self, weights: tuple[Tensor, ...], rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def _joined(
+        self, weights: tuple[Tensor, ...], rule: Rule, dtype: torch.dtype, own_bytes: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """All weights [G, N, K], without a copy where they lie together, and biases [G, N]."""
         if all_quantized(weights):
-            w = together(weights, not self._own_bytes)
+            w = together(weights, not own_bytes)
         else:
             w = weights[0] if weights[0].dim() == 3 else join(weights)
         bias, w = None, w.view(self.num_gemms, self.out_features, self.in_features)
         if self.use_bias and not self.return_bias:
             biases = tuple([getattr(self, name) for name in self.bias_names])
             bias = biases[0] if biases[0].dim() == 2 else join(biases).view(self.num_gemms, self.out_features)
-        return (w.to(dtype) if rule.inner_first else w), bias
+        return (w.to(dtype) if rule.inner_first and not own_bytes else w), bias
 
     def _cached(
         self, first: bool, weights: tuple[Tensor, ...], w: Tensor, rule: Rule, given: Callable[[str], Given] | None

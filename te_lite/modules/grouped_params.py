@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeGuard
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_lite.functional.saved import backward_method, forward_method, without_amp
-from te_lite.quantize.grouped import Operand, Rule, rule_of
+from te_lite.quantize.grouped import Operand, Rule
 from te_lite.quantize.params import weight_quantizer
 from te_lite.quantize.qtensor import Layout, TensorFormat
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import Recipe
+from te_lite.tables import warn_once
 
 
 class _Together(torch.autograd.Function):
@@ -38,15 +41,29 @@ def all_quantized(weights: Sequence[Tensor]) -> TypeGuard[tuple[QuantizedTensor,
     return isinstance(weights[0], QuantizedTensor)
 
 
-def read_as_they_are(weights: Sequence[QuantizedTensor], rule: Rule, recipe: Recipe) -> bool:
-    """Whether the GEMMs of this recipe, which run by `rule`, read the bytes that the weights hold."""
-    if rule.kind == "none" or rule != rule_of(recipe):  # sizes that fp8 does not take
+def read_as_they_are(module: nn.Module, weights: Sequence[Tensor], rule: Rule, recipe: Recipe) -> bool:
+    """Whether the GEMMs of this recipe, which run by `rule`, read the bytes that the weights hold. Warns where they
+    quantize other bytes instead; RuntimeError where some weights are quantized and others not."""
+    formats = [weight.q.format if isinstance(weight, QuantizedTensor) else None for weight in weights]
+    kept = [format for format in formats if format is not None]
+    if len(kept) not in (0, len(formats)):
+        raise RuntimeError(
+            "GroupedLinear with some of its weights quantized: they are one operand; quantize all or none, by "
+            "quantized_model_init"
+        )
+    if not kept or rule.kind == "none":  # bf16, or sizes that fp8 does not take
         return False
-    try:
-        format = weight_quantizer(recipe).format
-    except ValueError:  # scaled by row in fprop, by column in dgrad
-        return False
-    return all([weight.q.format == format for weight in weights])
+    read = None
+    with suppress(ValueError):  # each GEMM by a quantizer of its own
+        read = weight_quantizer(recipe).format
+    other = [format.label for format in kept if format != read]
+    if other:
+        warn_once(
+            ref(module), f"{type(module).__name__}(name={module.name!r}) quantizes its weights anew in each call by "
+            f"{recipe.name!r}: they are kept in {other[0]}, another format than that of its GEMMs; use the recipe of "
+            "quantized_model_init"
+        )  # fmt: skip
+    return not other
 
 
 def together(weights: tuple[QuantizedTensor, ...], numbers: bool) -> Tensor:

@@ -1,6 +1,8 @@
 """te.GroupedLinear whose weights are kept quantized."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -152,6 +154,45 @@ def test_amp(recipe):
         with torch.amp.autocast("cpu", BF16), warnings.catch_warnings(action="ignore"):
             found.append(step(module, x, dy, recipe=recipe))
     assert_equal(*found)
+
+
+def test_a_warning_that_is_an_error_decides_nothing():
+    kept, (x, dy) = made("current"), data()
+    expected = step(kept, x, dy, recipe="current")
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="anew in each call"):
+        step(kept, x, dy, recipe="blockwise")
+    assert_equal(step(kept, x, dy, recipe="current"), expected)
+
+
+def test_bytes_of_another_format_are_seen():
+    kept, other, (x, dy) = made("current"), made("blockwise"), data()
+    step(kept, x, dy, recipe="current")
+    for ours, theirs in zip(weights(kept), weights(other), strict=True):
+        ours.data = theirs.data
+    with pytest.warns(UserWarning, match="anew in each call"):
+        found = step(kept, x, dy, recipe="current", is_first_microbatch=True)
+    assert_equal(found, step(other, x, dy, recipe="current"))
+    for weight in weights(kept):
+        weight.data.mul_(3)
+    assert not torch.equal(step(kept, x, dy, recipe="current", is_first_microbatch=False)[0], found[0])
+
+
+def test_a_module_that_has_warned_is_freed():
+    kept, (x, dy) = made("current"), data()
+    with pytest.warns(UserWarning, match="anew in each call"):
+        step(kept, x, dy, recipe="rowwise")
+    gone = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_some_quantized_among_others(index):
+    plain = made(None)
+    setattr(plain, f"weight{index}", getattr(made("current"), f"weight{index}"))
+    with pytest.raises(RuntimeError, match="some of its weights quantized"), te.autocast(recipe="current"):
+        plain(data()[0], SIZES)
 
 
 def test_what_is_not_kept_quantized():
