@@ -197,7 +197,7 @@ class GroupedLinear(TeLiteModule):
             tuple([weight.q.format if isinstance(weight, QuantizedTensor) else None for weight in weights]),
             tuple([weight.requires_grad for weight in weights]),
         )  # fmt: skip
-        known = self._planned  # one value, which another thread may replace
+        known: Any = self._planned  # one value, which another thread may replace; last what is decided here
         if known[0] != key:
             checks.check_input(self, inp, weights[0])
             recipe = HighPrecision() if state is None or not state.enabled else state.recipe
@@ -216,9 +216,10 @@ class GroupedLinear(TeLiteModule):
             Pass.any_module = True
             self._outstanding.start(state)
             self.clear_caches()
-            self._planned = (key if makes_data(inp.device) else None, decided)
+            made: Any = (key if makes_data(inp.device) else None, (), decided)
+            self._planned = made
         else:
-            decided = known[1]
+            decided = known[2]
         rule, own_bytes = decided
         return rule, amp or inp.dtype, own_bytes
 
