@@ -55,7 +55,7 @@ LIMITS_S = {
         300.0: "grouped",
         360.0: "tests ranks matrix matrix_tp2 random",
         400.0: "llama",
-        500.0: "megatron",
+        660.0: "megatron",
     }.items()
     for name in names.split()
 }
@@ -112,8 +112,10 @@ def script_options(args: argparse.Namespace) -> list[str]:
 
 def benchmark_stage(name: str, args: argparse.Namespace, script: str = "") -> list[Stage]:
     command = [sys.executable, f"benchmarks/{script or name}.py", *script_options(args)]
-    # One card: a process that sees several keeps torch's backward thread (te_lite/modules/backward_thread.py).
-    run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=visible(args).split(",")[0])
+    # One card: a process that sees several keeps torch's backward thread (te_lite/modules/backward_thread.py). megatron
+    # starts processes that see one each.
+    gpus = visible(args) if name == "megatron" else visible(args).split(",")[0]
+    run = run_command(command, limit(name, args), CUDA_VISIBLE_DEVICES=gpus)
     return [finished(name, run, command, args.out, {})]
 
 

@@ -147,8 +147,9 @@ def of_every_rank(steps: float, device: torch.device) -> int:
 
 
 def train(args: argparse.Namespace, device: torch.device, data: list[list[Tensor]]) -> dict:
-    """losses of each step of `data`; then medians of further steps, once the process has trained for --settle seconds,
-    for so long its host may take twice its time: wall_us of the slowest rank, gpu_us of this one."""
+    """losses of each step of `data`. Of the last seed, which finds caches filled and the GPU warm, also medians of
+    further steps, once the process has trained for --settle seconds, for so long its host may take twice its time:
+    wall_us of the slowest rank, gpu_us of this one."""
     training, cuda, start = Training(args, device), device.type == "cuda", time.perf_counter()
     args.began = args.began or start
     losses, gpu_us, wall_us = [], [], []
@@ -156,10 +157,13 @@ def train(args: argparse.Namespace, device: torch.device, data: list[list[Tensor
         line_up(device)
         losses.append(training.step(batches))
     line_up(device)
+    last = args.seed == args.seeds[-1]
     now, more = time.perf_counter(), itertools.cycle(data)
-    for _ in range(of_every_rank(max(0.0, args.began + args.settle - now) * len(data) / (now - start), device)):
+    for _ in range(
+        last and of_every_rank(max(0.0, args.began + args.settle - now) * len(data) / (now - start), device)
+    ):
         training.step(next(more))
-    for _ in range(args.timed):
+    for _ in range(last and args.timed):
         line_up(device)
         if cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -173,14 +177,12 @@ def train(args: argparse.Namespace, device: torch.device, data: list[list[Tensor
         gpu_us.append(1e3 * begin.elapsed_time(end) if cuda else wall_us[-1])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     said, wall_us, peak = of_all_ranks(losses, wall_us, peak)
+    found = {"losses": said, "peak_gib": peak if cuda else None, "schedules": schedules()}  # while the model is there
+    if not gpu_us:
+        return found
     quarters = statistics.quantiles(gpu_us, n=4) if len(gpu_us) > 1 else [0.0, 0.0, 0.0]
     gpu = statistics.median(gpu_us)
-    found = {"losses": said, "gpu_us": gpu, "wall_us": statistics.median(wall_us)}
-    return found | {
-        "spread": (quarters[2] - quarters[0]) / gpu,
-        "peak_gib": peak if cuda else None,
-        "schedules": schedules(),  # while the model is there
-    }
+    return found | {"gpu_us": gpu, "wall_us": statistics.median(wall_us), "spread": (quarters[2] - quarters[0]) / gpu}
 
 
 def make_userbuffers(args: argparse.Namespace, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.grouped_mm import check_offs, fitting
-from te_lite.modules.grouped_params import all_quantized, read_as_they_are, together
+from te_lite.modules.grouped_params import all_quantized, join_quantized, read_as_they_are
 from te_lite.modules.grouped_params import operands as quantized_operands
 from te_lite.modules.weights import Init, ParamSpec, check_param, default_init, join
 from te_lite.ops.grouped_cast import group_amax
@@ -154,7 +154,7 @@ class GroupedLinear(TeLiteModule):
         w, bias, cached = *self._joined(weights, rule, dtype, own_bytes), None
         if all_quantized(weights):
             is_first_microbatch = None  # they are kept
-            cached = quantized_operands(weights, rule, grad) if own_bytes else None
+            cached = quantized_operands(weights, rule, grad and x.requires_grad) if own_bytes else None
         given, after = (
             self._delayed(state, recomputes, x, weights, w, offs) if state and state.delayed else (None, None)
         )
@@ -254,7 +254,7 @@ class GroupedLinear(TeLiteModule):
     ) -> tuple[Tensor, Tensor | None]:
         """All weights [G, N, K], without a copy where they lie together, and biases [G, N]."""
         if all_quantized(weights):
-            w = together(weights, not own_bytes)
+            w = join_quantized(weights, not own_bytes)
         else:
             w = weights[0] if weights[0].dim() == 3 else join(weights)
         bias, w = None, w.view(self.num_gemms, self.out_features, self.in_features)

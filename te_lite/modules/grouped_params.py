@@ -19,15 +19,15 @@ from te_lite.recipe import Recipe
 from te_lite.tables import warn_once
 
 
-class _Together(torch.autograd.Function):
-    """[G, N, K] of G weights; backward hands each its gradient. Without `numbers` it has a shape alone, and takes no
-    memory."""
+class _Joined(torch.autograd.Function):
+    """[G, N, K] of G weights; backward hands each its gradient. dequantized: with their numbers; else with a shape
+    alone, which takes no memory."""
 
     @forward_method
-    def forward(ctx: Any, numbers: bool, *weights: QuantizedTensor) -> Tensor:
+    def forward(ctx: Any, dequantized: bool, *weights: QuantizedTensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.count, first = len(weights), weights[0]
-        if numbers:
+        if dequantized:
             return torch.stack([weight.dequantize() for weight in weights])
         return torch.empty((), dtype=first.dtype, device=first.device).expand(ctx.count, *first.shape)
 
@@ -66,28 +66,28 @@ def read_as_they_are(module: nn.Module, weights: Sequence[Tensor], rule: Rule, r
     return not other
 
 
-def together(weights: tuple[QuantizedTensor, ...], numbers: bool) -> Tensor:
-    """[G, N, K] in the weights' dtype, through which they get their gradients. numbers: what they are, for GEMMs that
-    quantize them anew or not at all; else it only stands for them."""
-    made: Any = _Together.apply(numbers, *weights)
+def join_quantized(weights: tuple[QuantizedTensor, ...], dequantized: bool) -> Tensor:
+    """[G, N, K] in the weights' dtype, through which they get their gradients. dequantized: with their numbers, for
+    GEMMs that quantize them anew or not at all; else without, for GEMMs that read operands()."""
+    made: Any = _Joined.apply(dequantized, *weights)
     return made
 
 
 @without_amp  # which would have stacked bytes in another dtype
 def operands(weights: Sequence[QuantizedTensor], rule: Rule, grad: bool) -> tuple[Operand, Operand]:
     """quantize/grouped.py's weights_for_both of what the weights hold: a copy of their bytes, expert behind expert.
-    grad: a backward may follow; else the second is empty."""
+    grad: x gets a gradient, which the second is for; else that is empty."""
     return _stacked(weights, rule, "row"), _stacked(weights, rule, "col") if grad else Operand(torch.empty(0))
 
 
 def _stacked(weights: Sequence[QuantizedTensor], rule: Rule, layout: Layout) -> Operand:
     held = []
-    for weight in weights:
+    for weight in weights:  # which holds the layout from now on
         weight.update_usage(rowwise_usage=True, columnwise_usage=layout == "col" or None)
         held.append(weight.q)
     if rule.kind == "mx":  # multiplied in high precision
         format: TensorFormat = held[0].format
         return Operand(torch.stack([format.dequantize(q, layout) for q in held]))
     data, scales = zip(*[q.operand(layout) for q in held], strict=True)
-    whole = torch.stack(data)
-    return Operand(whole, torch.stack(scales).flatten() if rule.kind == "group" else torch.stack(scales))
+    inverse = torch.stack(scales)
+    return Operand(torch.stack(data), inverse.flatten() if rule.kind == "group" else inverse)  # [G]: one each

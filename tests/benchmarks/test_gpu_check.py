@@ -57,6 +57,22 @@ def stage_rows(folder, *options):
     return status, json.loads((folder / "gpu_check.json").read_text())["rows"]
 
 
+def test_megatron_sees_all_gpus(tmp_path, monkeypatch):
+    """It gives each of its processes one; a benchmark of modules sees one by itself."""
+    seen = {}
+
+    def run_command(command, limit_s, *, echo=True, **variables):
+        seen[Path(command[1]).stem] = variables["CUDA_VISIBLE_DEVICES"]
+        return 0, 1.0, []
+
+    monkeypatch.setattr(gpu_check, "run_command", run_command)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    args = gpu_check.parse(["--device", "cpu", "--out", str(tmp_path), "--tree-hash", "t"])
+    for name, script in (("megatron", "megatron_gpt"), ("modules", "")):
+        gpu_check.benchmark_stage(name, args, script)
+    assert seen == {"megatron_gpt": "2,3", "modules": "2"}
+
+
 def test_gpu_check_trains_beside_the_tests(tmp_path, monkeypatch):
     """And writes what has ended while others run."""
     training = threading.Event()

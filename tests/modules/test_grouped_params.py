@@ -11,7 +11,7 @@ from torch import Tensor
 import te_lite as te
 from te_lite.modules import grouped_params
 from te_lite.quantize.tensor import QuantizedTensor
-from tests.modules.test_grouped_linear import BF16, data, step
+from tests.modules.test_grouped_linear import BF16, data, step, weights_of
 from tests.ops.paths import DEVICES
 
 SIZES, K, N = (5, 0, 130, 1), 144, 48
@@ -25,15 +25,11 @@ def made(recipe: str | None, device="cpu", **options) -> te.GroupedLinear:
         return te.GroupedLinear(len(SIZES), options.pop("k", K), N, params_dtype=BF16, device=device, **options)
 
 
-def weights(module: te.GroupedLinear) -> list[Tensor]:
-    return [getattr(module, name) for name in module.weight_names]
-
-
 def pair(recipe: str, device: str, dequantized: bool = False, **options) -> tuple[te.GroupedLinear, te.GroupedLinear]:
     """(one that keeps its weights quantized, one with the numbers that they were, or are)."""
     kept, plain = made(recipe, device, **options), made(None, device, **options)
     with torch.no_grad():
-        for ours, theirs in zip(weights(kept), weights(plain), strict=True):
+        for ours, theirs in zip(weights_of(kept), weights_of(plain), strict=True):
             assert isinstance(ours, QuantizedTensor) and not isinstance(theirs, QuantizedTensor)
             theirs.copy_(ours.dequantize() if dequantized else ours.get_high_precision_init_val())
     return kept, plain
@@ -99,22 +95,22 @@ def test_gradients_go_to_main_grad_and_may_come_late():
     x, dy = data()
     kept, plain = pair("current", "cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
     for module in (kept, plain):
-        for weight in weights(module):
+        for weight in weights_of(module):
             weight.main_grad = torch.full(weight.shape, 0.5)
         step(module, x, dy, recipe="current")
-        assert all(bool((weight.main_grad == 0.5).all()) for weight in weights(module))
+        assert all(bool((weight.main_grad == 0.5).all()) for weight in weights_of(module))
         module.backward_dw()
-    assert_equal([weight.main_grad for weight in weights(kept)], [weight.main_grad for weight in weights(plain)])
-    assert not torch.equal(weights(kept)[0].main_grad, torch.full((N, K), 0.5))
+    assert_equal([weight.main_grad for weight in weights_of(kept)], [weight.main_grad for weight in weights_of(plain)])
+    assert not torch.equal(weights_of(kept)[0].main_grad, torch.full((N, K), 0.5))
 
 
 def test_an_optimizer_and_a_checkpoint_write_to_the_bytes(tmp_path):
     kept, (x, dy) = made("current"), data()
-    before = [weight.dequantize().clone() for weight in weights(kept)]
+    before = [weight.dequantize().clone() for weight in weights_of(kept)]
     first = step(kept, x, dy, recipe="current")[0]
     torch.optim.SGD(kept.parameters(), lr=1.0).step()
-    assert all(isinstance(weight, QuantizedTensor) for weight in weights(kept))
-    assert not torch.equal(weights(kept)[0].dequantize(), before[0])
+    assert all(isinstance(weight, QuantizedTensor) for weight in weights_of(kept))
+    assert not torch.equal(weights_of(kept)[0].dequantize(), before[0])
     trained = step(kept, x, dy, recipe="current")[0]
     assert not torch.equal(trained, first)
     torch.save(kept.state_dict(), tmp_path / "state.pt")
@@ -125,11 +121,43 @@ def test_an_optimizer_and_a_checkpoint_write_to_the_bytes(tmp_path):
 
 def test_what_stands_for_the_weights_takes_no_memory():
     kept = made("current")
-    shape = grouped_params.together(tuple(weights(kept)), False)
+    shape = grouped_params.join_quantized(tuple(weights_of(kept)), False)
     assert shape.shape == (len(SIZES), N, K) and shape.untyped_storage().nbytes() == 2
     with torch.no_grad(), te.autocast(recipe="current"):
         kept(data()[0], SIZES)
-    assert all(weight.q.col is None for weight in weights(kept)), "no backward may follow"
+    assert all(weight.q.col is None for weight in weights_of(kept)), "no backward may follow"
+
+
+def test_backward_keeps_what_it_reads():
+    """The columns, and only where x gets a gradient; the rows are gone."""
+    kept = made("current")
+    for leaf in (True, False):
+        x = data()[0].requires_grad_(leaf)
+        with te.autocast(recipe="current"):
+            y = kept(x, SIZES)
+        assert y.grad_fn.call.weights is None
+        shapes = [t.shape for t in y.grad_fn.saved_tensors if t is not None and t.dtype == torch.float8_e4m3fn]
+        assert ((len(SIZES), K, N) in shapes) == leaf and (len(SIZES), N, K) not in shapes
+        y.backward(data()[1])
+
+
+def test_another_threads_decision_comes_between(monkeypatch):
+    """As where another thread calls the module under another recipe, once this call has decided by its own."""
+    kept, (x, _), ends = made("current"), data(), te.GroupedLinear._ends
+
+    def run(recipe: str) -> Tensor:
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"), te.autocast(recipe=recipe):
+            return kept(x, SIZES)
+
+    def interrupted(*args):
+        monkeypatch.setattr(te.GroupedLinear, "_ends", ends)
+        others.append(run("current"))
+        return ends(*args)
+
+    expected, others = [run(recipe) for recipe in ("current", "blockwise")], list[Tensor]()
+    assert not torch.equal(*expected)
+    monkeypatch.setattr(te.GroupedLinear, "_ends", interrupted)
+    assert torch.equal(run("blockwise"), expected[1]) and torch.equal(others[0], expected[0])
 
 
 def test_recomputed():
@@ -167,12 +195,12 @@ def test_a_warning_that_is_an_error_decides_nothing():
 def test_bytes_of_another_format_are_seen():
     kept, other, (x, dy) = made("current"), made("blockwise"), data()
     step(kept, x, dy, recipe="current")
-    for ours, theirs in zip(weights(kept), weights(other), strict=True):
+    for ours, theirs in zip(weights_of(kept), weights_of(other), strict=True):
         ours.data = theirs.data
     with pytest.warns(UserWarning, match="anew in each call"):
         found = step(kept, x, dy, recipe="current", is_first_microbatch=True)
     assert_equal(found, step(other, x, dy, recipe="current"))
-    for weight in weights(kept):
+    for weight in weights_of(kept):
         weight.data.mul_(3)
     assert not torch.equal(step(kept, x, dy, recipe="current", is_first_microbatch=False)[0], found[0])
 
