@@ -235,6 +235,7 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "peers": ("peers", render_peers),
     "host": ("host", render_host),
     "llama": ("llama", render_llama),
+    "llama_eager": ("llama_eager", render_llama),
     "megatron": ("megatron", render_megatron),
     "megatron_tp4_pp1": ("megatron_tp4_pp1", render_megatron_ranks),
     "megatron_tp2_pp1": ("megatron_tp2_pp1", render_megatron_ranks),
