@@ -10,10 +10,12 @@ On a machine without GPUs the ranks run on the CPU. The data are sequences that 
 """
 
 import argparse
+import json
 import os
 import time
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", choices=("full", "selective"))
     parser.add_argument("--cuda-graphs", default="none", choices=("none", "local", "transformer_engine"))
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--log-json", type=Path, help="write the losses to this JSON file")
     for name in ("overlap", "fp8-param", "distributed-optimizer", "fuse-wgrad"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(argv)
@@ -201,9 +204,11 @@ def main() -> None:
         initialize_ub(shape=shape, tp_size=args.tp, quantization_modes=[mode], ub_cfgs={})
     if CPU:
         with megatron_on_cpu.CpuForCuda():
-            train(args)
+            losses = train(args)
     else:
-        train(args)
+        losses = train(args)
+    if losses and args.log_json:
+        args.log_json.write_text(json.dumps({"losses": losses}))
     if args.overlap:
         te.destroy_ub()
     dist.destroy_process_group()

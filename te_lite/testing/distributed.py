@@ -83,10 +83,10 @@ def _logs(folder: Path) -> str:
 
 def launch(
     script: str | Path, *args: str, ranks: int, timeout: float = 300.0, env: dict[str, str] | None = None,
-    torchrun: bool = False, said_by: int = 0,
+    torchrun: bool = False,
 ) -> str:  # fmt: skip
-    """Run `script` on `ranks` processes of this host; returns what the rank `said_by` printed. They are forked, see
-    forked.py, or started by torchrun: slower by an import of torch a rank.
+    """Run `script` on `ranks` processes of this host; returns what rank 0 printed. They are forked, see forked.py, or
+    started by torchrun: slower by an import of torch a rank.
 
     Raises AssertionError with the tail of every rank's log when a rank fails, or when `timeout` seconds pass
     (then all ranks are ended first, so a hang costs a bounded time).
@@ -123,7 +123,7 @@ def launch(
                 f"{ranks} ranks of {script} {' '.join(args)}: exit status {process.returncode}\n"
                 f"{_logs(folder)}\n--- launcher\n{launcher[-2000:]}"
             )
-        out = [path.read_text() for path in sorted(folder.rglob("stdout.log")) if path.parent.name == str(said_by)]
+        out = [path.read_text() for path in sorted(folder.rglob("stdout.log")) if path.parent.name == "0"]
         return "".join(out)
 
 

@@ -1,5 +1,6 @@
 """Megatron-core's GPT, its files unmodified, over te_lite under Transformer Engine's name."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def test_example_learns(more: tuple[str, ...]) -> None:
     assert out.count(" wgrad ") == (2 if more else 4), out
 
 
+def test_example_logs_the_losses_of_a_pipeline(tmp_path: Path) -> None:
+    """The last stage has them, the first prints the report."""
+    log = tmp_path / "log.json"
+    args = "--recipe", "delayed", "--pp", "2", "--steps", "3", "--log-json", str(log)
+    out = launch(EXAMPLE, *args, ranks=2, timeout=200, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert len(json.loads(log.read_text())["losses"]) == 3 and "TERowParallelLinear" in out, out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "mxfp8", "blockwise"])
 @pytest.mark.parametrize("more", [(), ("--experts", "4")], ids=" ".join)
@@ -66,10 +75,11 @@ def test_example_on_a_gpu(more: tuple[str, ...], recipe: str) -> None:
 @pytest.mark.parametrize("more", [("--tp", "2", "--overlap"), ("--pp", "2", "--recompute", "full"),
                                   ("--experts", "4", "--ep", "2"),
                                   ("--fp8-param", "--distributed-optimizer")], ids=" ".join)  # fmt: skip
-def test_example_on_two_gpus(recipe: str, more: tuple[str, ...]) -> None:
+def test_example_on_two_gpus(recipe: str, more: tuple[str, ...], tmp_path: Path) -> None:
     if recipe == "bf16" and "--fp8-param" in more:
         pytest.skip("no fp8 parameters in bf16")
+    log = tmp_path / "log.json"  # of the last stage's rank, where there is a pipeline
     args = "--hidden", "256", "--ffn", "512", "--steps", "12", "--lr", "0.01", "--recipe", recipe, *more
-    last_stage = 1 if "--pp" in more else 0  # it prints the losses
-    found = losses(launch(EXAMPLE, *args, ranks=2, timeout=300, said_by=last_stage))
+    launch(EXAMPLE, *args, "--log-json", str(log), ranks=2, timeout=300)
+    found = json.loads(log.read_text())["losses"]
     assert len(found) == 12 and found[-1] < 0.95 * found[0], found
