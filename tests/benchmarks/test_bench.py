@@ -292,7 +292,8 @@ def test_overlap_smoke(tmp_path):
     assert [row["candidate"] for row in rows] == 4 * ["gemm", "copies", "collective", "ring"]
     for row in rows:
         assert not row["error"] and row["gpu_us"] > 0 and row["again_us"] > 0 and row["of_limit"] > 0
-        assert (row["against_collective"] == 1) == (row["candidate"] == "collective")
+        # Two candidates may take the same time: only the collective's ratio to itself is known.
+        assert row["against_collective"] == 1 if row["candidate"] == "collective" else row["against_collective"] > 0
 
 
 def test_a_sample_of_ranks_is_the_slowest_ranks(monkeypatch):
