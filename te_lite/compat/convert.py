@@ -203,6 +203,16 @@ def _convert(linear: Any, name: str, recipe: Recipe) -> None:
     linear._renewed()  # state was made on the meta device
 
 
+def _leave_fast_paths(module: nn.Module) -> None:
+    """torch's transformer layers read their linears' weights in evaluation without gradients, past our forwards."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            if isinstance(part.linear1, ConvertedLinear) or isinstance(part.linear2, ConvertedLinear):
+                part.activation_relu_or_gelu = 0
+        elif isinstance(part, nn.TransformerEncoder) and any(isinstance(m, ConvertedLinear) for m in part.modules()):
+            part.use_nested_tensor = False  # a nested tensor is for the fast path alone
+
+
 def _share(linears: dict[str, Any]) -> None:
     """Lets siblings quantize the input that they share once. linears: those that were converted, by name."""
     parents: dict[str, dict[str, Any]] = {}
@@ -258,6 +268,7 @@ def convert_to_float8_training(
     for layer in converted:
         _convert(linears[layer.name], layer.name, recipe)
     _share({layer.name: linears[layer.name] for layer in converted})
+    _leave_fast_paths(module)
     skipped = tuple(layer for layer in layers if layer.reason)
     report = ConversionReport(module, recipe, converted, skipped, minimum, looked_up)
     _warn(report, [stay for stay in stays.values() if stay is not None])

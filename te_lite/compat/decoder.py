@@ -1,7 +1,8 @@
 """Decoder layers in the manner of Llama: found by the names of their parts, believed by what they compute.
 
 A forward runs on a stand-in: the module's own code over small random tensors of the CPU in the place of its parts. So
-neither its class nor its device matters, and nothing of it is changed.
+neither its class nor its device matters, and nothing of it is changed. It runs in training mode too, in which a dropout
+shows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.random import fork_rng
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -44,20 +46,33 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
-def _run(module: nn.Module, *args: Any, weight: Tensor | None = None, parts: dict[str, Any] | None = None) -> Any:
-    """The forward of the module's class, with other parts and another weight, in evaluation mode."""
-    stand_in: Any = type(module).__new__(type(module))
-    own = module._parameters if weight is None else {**module._parameters, "weight": weight}
-    vars(stand_in).update(vars(module), training=False, _parameters=own, _modules={**module._modules, **(parts or {})})
+def _stand_in(module: Any, training: bool, parts: dict[str, Any]) -> Any:
+    """Another module of its class, with the same attributes, in that mode, and with these in the place of its parts."""
+    made: Any = object.__new__(type(module))
+    vars(made).update(vars(module), training=training, _modules={**module._modules, **parts})
+    for name, child in made._modules.items():
+        if name not in parts and child is not None:
+            made._modules[name] = _stand_in(child, training, {})
+    return made
+
+
+def _run(
+    module: nn.Module, training: bool, *args: Any, weight: Tensor | None = None, parts: dict[str, Any] | None = None,
+    **named: Any,
+) -> Any:  # fmt: skip
+    """The forward of the module's class, with other parts and another weight."""
+    stand_in = _stand_in(module, training, parts or {})
+    if weight is not None:
+        vars(stand_in)["_parameters"] = {**module._parameters, "weight": weight}
     forward = type(module).forward
     required = list(inspect.signature(forward).parameters.values())[1 + len(args) :]
-    others = {
+    others: dict[str, Any] = {
         p.name: None for p in required if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
     try:
-        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-            return forward(stand_in, *args, **others)
-    except NotFollowed:
+        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False), fork_rng(()):
+            return forward(stand_in, *args, **(others | named))
+    except (NotFollowed, _Read):
         raise
     except Exception as error:
         raise NotFollowed(f"could not be followed: {type(error).__name__}: {error}") from error
@@ -71,9 +86,9 @@ def rms_rule(norm: nn.Module) -> Rms:
     gains = _random(len(weight))
     for eps in [value for name in _EPS if isinstance(value := getattr(norm, name, None), float)]:
         xs = [_random(3, len(weight)) * scale for scale in (1.0, eps**0.5)]
-        found = [_run(norm, x, weight=gains) for x in xs]
+        found = [(x, _run(norm, training, x, weight=gains)) for x in xs for training in (False, True)]
         for zero_centered in (False, True):
-            if all(_close(y, _rms(x, gains, eps, zero_centered)) for x, y in zip(xs, found, strict=True)):
+            if all(_close(y, _rms(x, gains, eps, zero_centered)) for x, y in found):
                 return Rms(eps, zero_centered)
     raise NotFollowed(f"is no RMSNorm of its weight with an eps that stands as a number in one of {', '.join(_EPS)}")
 
@@ -97,10 +112,11 @@ def _handed(given: Any, expected: Tensor, what: str) -> None:
 def follow_mlp(mlp: nn.Module) -> None:
     """It is down(silu(gate(x)) * up(x)), for small and for large values of gate and up, which some limit."""
     for scale in (1.0, 100.0):
-        _follow_mlp(mlp, _random(64) * scale, _random(2, 64)[0] * scale)
+        for training in (False, True):
+            _follow_mlp(mlp, training, _random(64) * scale, _random(2, 64)[0] * scale)
 
 
-def _follow_mlp(mlp: nn.Module, gate: Tensor, up: Tensor) -> None:
+def _follow_mlp(mlp: nn.Module, training: bool, gate: Tensor, up: Tensor) -> None:
     x, y = _random(7), _random(9)
 
     def down_proj(a: Tensor) -> Tensor:
@@ -116,11 +132,53 @@ def _follow_mlp(mlp: nn.Module, gate: Tensor, up: Tensor) -> None:
         return run
 
     parts = {"gate_proj": first(gate, "gate_proj"), "up_proj": first(up, "up_proj"), "down_proj": down_proj}
-    _handed(_run(mlp, x, parts=parts), y, "out what down_proj gives")
+    _handed(_run(mlp, training, x, parts=parts), y, "out what down_proj gives")
 
 
-def follow_layer(layer: nn.Module, features: int) -> None:
-    """self_attn and mlp each read what the norm before them gives; nobody else does, or nan would come out."""
+class _Read(Exception):
+    """All three projections have read what they must, so nothing else needs to run."""
+
+
+def _follow_attention(
+    module: Any, training: bool, normed: Tensor, args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """q_proj, k_proj and v_proj of `module` read `normed`, one of its arguments, and before them nobody else does."""
+    read: set[str] = set()
+
+    def projection(name: str) -> Any:
+        def run(given: Tensor) -> Tensor:
+            _handed(given, normed, f"what input_layernorm gives to {name}")
+            read.add(name)
+            if len(read) == len(ATTENTION):
+                raise _Read
+            return normed.new_zeros(*given.shape[:-1], module._modules[name].out_features)
+
+        return run
+
+    def other(name: str) -> Any:
+        def run(given: Any = None, *_: Any, **__: Any) -> Any:
+            if given is normed:
+                raise NotFollowed(f"hands what input_layernorm gives to {name} as well")
+            return given
+
+        return run
+
+    parts = {name: projection(name) if name in ATTENTION else other(name) for name in module._modules}
+    try:
+        _run(module, training, *args, parts=parts, **named)
+    except _Read:
+        return
+    raise NotFollowed(f"does not use {', '.join(ATTENTION)}")
+
+
+def follow_layer(layer: nn.Module, features: int, attention: bool) -> None:
+    """self_attn and mlp each read what the norm before them gives; nobody else does, or nan would come out. attention:
+    in self_attn q_proj, k_proj and v_proj read it as it is."""
+    for training in (False, True):
+        _follow_layer(layer, training, features, attention)
+
+
+def _follow_layer(layer: Any, training: bool, features: int, attention: bool) -> None:
     x, attended, y = _random(3, 1, 1, features)
     normed1, normed2 = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     failed: NotFollowed | None = None
@@ -135,6 +193,8 @@ def follow_layer(layer: nn.Module, features: int) -> None:
         def self_attn(*args: Any, ran: list[str] = ran, result: Any = result, **named: Any) -> Any:
             if sum(value is normed1 for value in (*args, *named.values())) != 1:
                 raise NotFollowed("does not hand what input_layernorm gives to self_attn")
+            if attention:
+                _follow_attention(layer.self_attn, training, normed1, args, named)
             ran.append("self_attn")
             return result
 
@@ -149,7 +209,7 @@ def follow_layer(layer: nn.Module, features: int) -> None:
 
         parts = {f.__name__: f for f in (input_layernorm, self_attn, post_attention_layernorm, mlp)}
         try:
-            out = _run(layer, x, parts=parts)
+            out = _run(layer, training, x, parts=parts)
         except NotFollowed as error:
             failed = failed or error
             continue

@@ -155,7 +155,7 @@ def _rule(half: _Half, keep: Filter | None, recipe: Recipe, uses: Counter[int]) 
             what = "its mlp"
             follow_mlp(half.owner)
         what = "its layer"
-        follow_layer(half.layer, first.shape[1])
+        follow_layer(half.layer, first.shape[1], half.names == ATTENTION)
     except NotFollowed as error:
         raise _Refused(f"{what} {error}") from None
     return rule

@@ -15,7 +15,7 @@ from te_lite.functional.layer import Call
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.layernorm_linear import LayerNormLinear
 from te_lite.modules.layernorm_mlp import LayerNormMLP
-from te_lite.modules.weights import join
+from te_lite.modules.weights import give_own_storages, join
 
 
 class Own(NamedTuple):
@@ -79,6 +79,10 @@ class _Part(nn.Module):
         super()._apply(fn, recurse)
         pack(self._group)
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        give_own_storages(self, destination, prefix)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)

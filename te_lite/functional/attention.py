@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,8 @@ MASKS = {
 
 
 def mask_of(kind: str, window: Window | None, bottom_right: bool | None) -> Mask:
-    """The Mask of Transformer Engine's attn_mask_type, window_size and bottom_right_diagonal."""
+    """The Mask of Transformer Engine's attn_mask_type, window_size and bottom_right_diagonal, by its rules: a causal
+    mask says itself where its diagonal is, and the window (-1, 0), that of a causal mask, is none for the others."""
     name = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}.get(kind, kind)
     if name not in MASKS:
         raise ValueError(f"attn_mask_type={kind!r}: must be one of {', '.join(MASKS)}; {remedy('mask', kind, MASKS)}")
@@ -62,8 +64,15 @@ def mask_of(kind: str, window: Window | None, bottom_right: bool | None) -> Mask
     left, right = window or (-1, -1)
     if min(left, right) < -1:
         raise ValueError(f"window_size={window}: both must be at least 0, or -1 for no bound; pass None for none")
-    mask = replace(mask, left=left, right=mask.right if mask.right == 0 else right)
-    return mask if bottom_right is None else replace(mask, bottom_right=bottom_right)
+    if mask.right == 0:
+        return replace(mask, left=left)
+    if (left, right) == (-1, 0):
+        warnings.warn(
+            f"window_size=(-1, 0) is that of causal masks, and none for attn_mask_type={kind!r}; pass (-1, -1) or None",
+            stacklevel=2,
+        )
+        right = -1
+    return replace(mask, left=left, right=right, bottom_right=bottom_right is None or bottom_right)
 
 
 def attend(

@@ -27,12 +27,12 @@ def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> Norm
     return NormSpec(eps, normalization == "RMSNorm", bool(zero_centered_gamma))
 
 
-def norm_params(spec: NormSpec, features: int, sequence_parallel: bool | None) -> dict[str, ParamSpec]:
-    """weight [features] and, for LayerNorm, bias [features]; identity at the start."""
+def norm_params(spec: NormSpec, shape: tuple[int, ...], sequence_parallel: bool | None) -> dict[str, ParamSpec]:
+    """weight of that shape and, for LayerNorm, bias; identity at the start."""
     ones_or_zeros = nn.init.zeros_ if spec.zero_centered else nn.init.ones_
-    params = {"weight": ParamSpec((features,), ones_or_zeros, sequence_parallel=sequence_parallel)}
+    params = {"weight": ParamSpec(shape, ones_or_zeros, sequence_parallel=sequence_parallel)}
     if not spec.rms:
-        params["bias"] = ParamSpec((features,), nn.init.zeros_, sequence_parallel=sequence_parallel)
+        params["bias"] = ParamSpec(shape, nn.init.zeros_, sequence_parallel=sequence_parallel)
     return params
 
 
@@ -42,7 +42,7 @@ def add_norm(module: Any, features: int, given: Mapping[str, Any]) -> None:
         setattr(module, option, given[option])
     module.return_layernorm_output_gathered = given["return_layernorm_output_gathered"] and module.sequence_parallel
     module._norm, module._layer = norm_spec(module.normalization, module.eps, module.zero_centered_gamma), None
-    specs = norm_params(module._norm, features, module.sequence_parallel or None)
+    specs = norm_params(module._norm, (features,), module.sequence_parallel or None)
     module._add_params({f"layer_norm_{key}": spec for key, spec in specs.items()})
     if module._norm.rms:
         module.layer_norm_bias = None
@@ -79,7 +79,7 @@ class _Norm(StatelessModule):
         self._spec = norm_spec(self.normalization, eps, flag(owner, "zero_centered_gamma", zero_centered_gamma))
         self._device, self.params_dtype = default_device(device), params_dtype or torch.get_default_dtype()
         self.sequence_parallel = flag(owner, "sequence_parallel", sequence_parallel)
-        self._add_params(norm_params(self._spec, torch.Size(shape).numel(), self.sequence_parallel))
+        self._add_params(norm_params(self._spec, shape, self.sequence_parallel))
         if self._spec.rms:
             self.register_parameter("bias", None)
 
@@ -100,9 +100,18 @@ class _Norm(StatelessModule):
         amp = amp_dtype(inp)
         x = inp if amp is None else inp.to(amp)
         grad = torch.is_grad_enabled()
+        if len(last) > 1:
+            params = params[0].flatten(), None if params[1] is None else params[1].flatten()
         args = (self._spec, grad, x.flatten(-len(last)), *params)
         y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
         return y if len(last) == 1 else y.reshape(inp.shape)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
+        for name in self._specs:  # older versions kept them flat
+            kept, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(kept, Tensor) and kept.dim() == 1 < own.dim() and kept.numel() == own.numel():
+                state_dict[prefix + name] = kept.view(own.shape)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

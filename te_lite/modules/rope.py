@@ -16,8 +16,8 @@ from te_lite.ops.registry import makes_data
 class RotaryPositionEmbedding(nn.Module):
     """Angles of each position: forward(S) -> fp32 [S, 1, 1, dim].
 
-    seq_len_interpolation_factor: positions are divided by it, or by S / pretrained_max_position_embeddings where that
-    is given and S lies beyond what the factor stretches it to.
+    Where seq_len_interpolation_factor and pretrained_max_position_embeddings are both given, positions are divided by
+    the factor, or by S / pretrained_max_position_embeddings where S lies beyond what the factor stretches that to.
     """
 
     def __init__(
@@ -26,20 +26,26 @@ class RotaryPositionEmbedding(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        self.factor, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        self.seq_len_interpolation_factor, self.rotary_base = seq_len_interpolation_factor, rotary_base
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.interleaved = flag("RotaryPositionEmbedding", "interleaved", interleaved)
         powers = torch.arange(0, dim, 2, dtype=torch.float32, device=default_device(None)) / dim
-        self.register_buffer("inv_freq", 1.0 / rotary_base**powers, persistent=False)
+        self.register_buffer("inv_freq", 1.0 / rotary_base**powers)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         inv_freq: Tensor = self.inv_freq  # type: ignore[assignment]  # of a buffer torch knows no more
         positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=torch.float32) + offset
-        if self.factor is not None:
-            beyond = self.pretrained is not None and max_seq_len > self.pretrained * self.factor
-            positions = positions / (max_seq_len / self.pretrained if beyond and self.pretrained else self.factor)
+        factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and pretrained is not None:
+            positions = positions / (max_seq_len / pretrained if max_seq_len > pretrained * factor else factor)
         angles = torch.outer(positions, inv_freq)
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         return angles[:, None, None, :]
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *others) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
+        if f"{prefix}inv_freq" in missing:  # it follows from the arguments
+            missing.remove(f"{prefix}inv_freq")
 
 
 def _rotated(t: Tensor, interleaved: bool) -> Tensor:
@@ -88,22 +94,31 @@ def apply_rotary_pos_emb(
     interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1,
     cp_rank: int = 0, *, cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """t [S, B, H, D], [B, S, H, D] or [T, H, D] with its first d channels rotated by freqs [S', 1, 1, d].
+    """t [S, B, H, D], [B, S, H, D] or [T, H, D] with its first d channels rotated by freqs [S', 1, 1, d], or, but for
+    the last form, [S', B, 1, d].
 
     The angles are those of a token's position in its sequence (plus start_positions [B]). cu_seqlens [B + 1]: where the
     sequences of thd end; cu_seqlens_padded: where they begin in memory, if there are gaps. The arithmetic is fp32,
     rounded once to t's dtype. fused: accepted; there is one way. Context parallelism raises NotImplementedError.
 
-    Positions that freqs does not have raise ValueError. start_positions and cu_seqlens on a GPU are not read for that,
-    so that nothing waits: there a position beyond freqs ends in torch's device-side assert of an index, and a negative
-    one counts from the end. Under torch.compile they are not read either.
+    ValueError for other shapes of freqs, and for positions that it does not have. start_positions and cu_seqlens on a
+    GPU are not read for that, so that nothing waits: there a position beyond freqs ends in torch's device-side assert
+    of an index, and a negative one counts from the end. Under torch.compile they are not read either.
     """
     if cp_size != 1:
         raise NotImplementedError(f"apply_rotary_pos_emb(cp_size={cp_size}): te_lite has no context parallelism")
     positions = _positions(t, tensor_format, start_positions, cu_seqlens, cu_seqlens_padded)
     sizes = cu_seqlens if tensor_format == "thd" else t.shape[tensor_format == "bshd"]
     _check_range(t, len(freqs), start_positions, sizes)
-    angles = freqs.float()[:, 0, 0][positions][..., None, :]
+    batch = 1 if tensor_format == "thd" else t.shape[tensor_format == "sbhd"]
+    if freqs.dim() != 4 or freqs.shape[2] != 1 or freqs.shape[1] not in (1, batch):
+        raise ValueError(f"freqs {tuple(freqs.shape)}: must be [positions, 1 or {batch}, 1, channels]; reshape it")
+    if freqs.shape[1] == 1:
+        angles = freqs.float()[:, 0, 0][positions]
+    else:
+        own = torch.arange(batch, device=t.device)
+        angles = freqs.float()[:, :, 0][positions, own if tensor_format == "sbhd" else own[:, None]]
+    angles = angles[..., None, :]
     turned, rest = t[..., : angles.shape[-1]].float(), t[..., angles.shape[-1] :]
     turned = turned * angles.cos() + _rotated(turned, interleaved) * angles.sin()
     return torch.cat((turned.to(t.dtype), rest), -1)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from te_lite.arguments import checked_device, flag
 from te_lite.modules.scale_state import as_tensor
@@ -89,6 +90,17 @@ class ParamSpec:
         if self.late_grad:
             marks["skip_backward_post_hook"] = True
         vars(param).update(marks, partition_stride=1)
+
+
+def give_own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Parameters of `module` that share a block of memory with others stand in its state dict with a storage each, over
+    the same memory. safetensors and accelerate take tensors of one storage for one tensor with several names."""
+    for name, param in module._parameters.items():
+        kept = state_dict.get(prefix + name)
+        if type(kept) is not Tensor or kept is param or kept.is_meta or not kept.numel():
+            continue
+        if kept.nbytes != kept.untyped_storage().nbytes() and (kept.is_cuda or not kept.is_shared()):
+            kept.data = from_dlpack(to_dlpack(kept))
 
 
 class SpecModule(nn.Module):
@@ -170,6 +182,10 @@ class SpecModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._renewed()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        give_own_storages(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *others) -> None:
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)

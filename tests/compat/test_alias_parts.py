@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import te_lite as te
 from te_lite.compat.alias import (
     contexts,
+    cross_entropy,
     distributed,
     optimizers,
     permutation,
@@ -209,6 +210,52 @@ def test_permutation():
     assert torch.equal(both[0], x[[2, 3, 4, 5, 6, 0, 1]]) and torch.equal(both[1], probs[[2, 3, 4, 5, 6, 0, 1], 0])
     with pytest.raises(NotImplementedError, match="index"):
         permutation.moe_permute(x, routing, map_type="index")
+
+
+def test_rows_for_which_the_routing_map_has_nothing():
+    """A token that is routed nowhere, and more rows than pairs: they are 0, count for nobody and have no gradient."""
+    x = torch.randn(4, 3, requires_grad=True)
+    routing = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 0], [0, 0, 0]]).bool()
+    rows, row_map = permutation.moe_permute(x, routing, num_out_tokens=8)
+    assert rows.shape == (8, 3) and not rows[5:].any() and bool((row_map[0, 5:] == -1).all())
+    back = permutation.moe_unpermute(rows, row_map, restore_shape=x.shape)
+    torch.testing.assert_close(back, x * routing.sum(1, keepdim=True))
+    back.sum().backward()
+    torch.testing.assert_close(x.grad, routing.sum(1, keepdim=True).float().expand_as(x))
+    garbage = torch.where((row_map[0] < 0)[:, None], torch.nan, rows.detach())
+    merging = torch.randn(4, 3, requires_grad=True)
+    merged = permutation.moe_unpermute(garbage, row_map, merging)
+    merged.sum().backward()
+    assert merged.isfinite().all()
+    torch.testing.assert_close(merging.grad, routing * x.detach().sum(1, keepdim=True))
+    probs = torch.where(routing, torch.rand(4, 3) + 0.1, 0.0)
+    probs[0, 1] = 0.0  # a slot by which the routing map is padded
+    probs.requires_grad_()
+    rows, row_probs, _ = permutation.moe_permute_with_probs(x, probs, routing, num_out_tokens=8)
+    assert [bool(row.any()) for row in rows] == [p > 0 for p in row_probs.tolist()] and not row_probs[5:].any()
+    (row_probs * torch.arange(1.0, 9.0)).sum().backward()
+    want = torch.tensor([[1.0, 3.0, 0.0], [0.0, 4.0, 5.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(probs.grad, want)
+    with pytest.raises(ValueError, match="routing_map of 3"):
+        permutation.moe_permute(x, routing[:3], 3)
+    with pytest.raises(ValueError, match="num_out_tokens=13"):
+        permutation.moe_permute(x, routing, 13)
+
+
+def test_cross_entropy_of_masked_logits_and_of_unknown_labels():
+    x = torch.randn(4, 1, 8)
+    x[..., 6:] = -torch.inf  # a vocabulary that is padded
+    x.requires_grad_()
+    target = torch.tensor([0, 1, 2, 3])[:, None]
+    loss = cross_entropy.parallel_cross_entropy(x, target)
+    want = torch.nn.functional.cross_entropy(x.flatten(0, 1), target.flatten(), reduction="none").view(4, 1)
+    torch.testing.assert_close(loss, want)
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), x)[0])
+    losses = cross_entropy.parallel_cross_entropy(
+        torch.randn(3, 1, 8), torch.tensor([-1, 8, 7])[:, None], ignore_idx=-9
+    )
+    assert losses[:2].isinf().all() and losses[2].isfinite()
 
 
 def test_padding():

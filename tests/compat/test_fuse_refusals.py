@@ -71,6 +71,50 @@ class Swapped(type(build().model.layers[0].mlp)):
         return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
 
 
+class Dropped(type(build().model.layers[0].mlp)):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+class DroppedInside(type(build().model.layers[0].mlp)):
+    """By a module of its own, which may be in another mode than its parent."""
+
+    def forward(self, x):
+        return self.down_proj(self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def with_dropout(mlp):
+    mlp.__class__, mlp.dropout = DroppedInside, nn.Dropout(0.1).eval()
+    return mlp
+
+
+class DroppedBefore(type(build().model.layers[0])):
+    def forward(self, hidden_states, **others):
+        normed = nn.functional.dropout(self.input_layernorm(hidden_states), 0.1, self.training)
+        hidden_states = hidden_states + self.self_attn(hidden_states=normed, **others)[0]
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Changed(type(build().model.layers[0].self_attn)):
+    """Its projections read something else of the same shape."""
+
+    def forward(self, hidden_states, **others):
+        return super().forward(hidden_states.tanh(), **others)
+
+
+class Gated(type(build().model.layers[0].self_attn)):
+    """Somebody else reads the same tensor."""
+
+    def forward(self, hidden_states, **others):
+        gate = self.gate(hidden_states)
+        return super().forward(hidden_states, **others)[0] * gate, None
+
+
+def gated(attention):
+    attention.__class__, attention.gate = Gated, nn.Linear(64, 64)
+    return attention
+
+
 def put(path, make):
     """Replaces the part of that path by make(part)."""
 
@@ -131,6 +175,10 @@ REFUSED = [
     ("mlp", "silu(gate) * up to down_proj", put("mlp", of_class(Clamped))),
     ("mlp", "silu(gate) * up to down_proj", put("mlp", of_class(Swapped))),
     ("mlp", "silu(gate) * up to down_proj", put("mlp.act_fn", lambda _: nn.GELU())),
+    ("mlp", "hand out what down_proj gives", put("mlp", of_class(Dropped))),
+    ("mlp", "silu(gate) * up to down_proj", put("mlp", with_dropout)),
+    ("self_attn", "input_layernorm gives to q_proj", put("self_attn", of_class(Changed))),
+    ("self_attn", "input_layernorm gives to gate as well", put("self_attn", gated)),
     ("mlp", "some of its linears have a bias", put("mlp.up_proj", lambda _: nn.Linear(64, 96))),
     ("mlp", "do not fit", put("mlp.up_proj", lambda _: nn.Linear(64, 32, bias=False))),
     ("mlp", "features must be multiples of 16", put("mlp.up_proj", lambda _: nn.Linear(64, 40, bias=False))),
@@ -170,13 +218,15 @@ def test_hooks_of_what_is_refused_fire_and_its_projections_are_converted():
 
 
 def test_layers_whose_parts_are_used_otherwise():
-    """Whole layers: another order, a norm for two purposes, a part of two layers, forwards put on the instance."""
+    """Whole layers: another order, a dropout that is not there in evaluation, a norm for two purposes, a part of two
+    layers, forwards put on the instance."""
     for change, reason in (
         (lambda layers: layers.__setitem__(0, Parallel(layers[0])), "its layer does not hand"),
+        (lambda layers: of_class(DroppedBefore)(layers[0]), "its layer does not hand"),
         (lambda layers: setattr(layers[0], "input_layernorm", layers[1].input_layernorm), "a part of several modules"),
         (lambda layers: setattr(layers[0], "forward", layers[0].forward), "forward of its layer was replaced"),
     ):
-        model = build()
+        model = build().eval()
         change(model.model.layers)
         plain, ids = copy.deepcopy(model), draw(2, 8)
         report, _ = reported(model, "bf16")

@@ -36,6 +36,42 @@ def test_checkpoints_move_both_ways(tmp_path):
     assert run(made, ids := draw(2, 8))["loss"] == run(fused(plain, "current"), ids)["loss"]
 
 
+def test_files_of_safetensors_have_every_weight(tmp_path):
+    """Weights that lie side by side in memory are no weights that are shared, for whoever saves a state dict."""
+    accelerate, safetensors = pytest.importorskip("accelerate"), pytest.importorskip("safetensors.torch")
+    made = fused(build("qwen2", BF16), "current")
+    state = made.state_dict()
+    for name, param in made.named_parameters():
+        assert state[name].data_ptr() == param.data_ptr() and state[name]._version == param._version
+        assert state[name].untyped_storage().nbytes() == param.nbytes
+    with torch.no_grad():
+        next(iter(state.values())).add_(1.0)  # a view, as of any state dict: writes are seen
+    assert made.state_dict(keep_vars=True).keys() == state.keys()
+    before, accelerator = copy.deepcopy(state), accelerate.Accelerator(cpu=True)
+    accelerator.prepare(made)
+    accelerator.save_state(tmp_path)
+    safetensors.save_model(made, tmp_path / "one.safetensors")
+    for load in (
+        lambda: accelerator.load_state(tmp_path),
+        lambda: safetensors.load_model(made, tmp_path / "one.safetensors"),
+    ):
+        for param in made.parameters():
+            param.data.normal_()
+        load()
+        assert_same(made.state_dict(), before)
+
+
+def test_files_of_safetensors_have_every_part_of_a_split_weight(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    layer = te.Linear(32, 96, parameters_split=("q", "k", "v"), device="cpu")
+    before = copy.deepcopy(layer.state_dict())
+    safetensors.save_model(layer, tmp_path / "one.safetensors")
+    for param in layer.parameters():
+        param.data.normal_()
+    safetensors.load_model(layer, tmp_path / "one.safetensors")
+    assert_same(layer.state_dict(), before)
+
+
 @pytest.mark.parametrize("how", ["fuse", "convert"])
 def test_scales_resume_beside_the_state_dict(how, tmp_path):
     """The model that resumes has not run. Its next step has the bits of the other's."""

@@ -28,6 +28,7 @@ CASES = [
     Case(), Case(sq=5), Case("causal_bottom_right", sq=5), Case("causal_bottom_right"), Case("no_mask", skv=13),
     Case("no_mask", window=(3, 1)), Case("no_mask", sq=5, window=(2, -1)), Case(window=(2, 0)),
     Case(sq=5, window=(2, 0)), Case("causal_bottom_right", sq=5, window=(2, 0)), Case(sq=5, bottom_right=True),
+    Case("causal_bottom_right", sq=5, bottom_right=False), Case("padding_causal", sq=5, bottom_right=True),
     Case("no_mask", sq=5, window=(1, 2), bottom_right=False), Case(scale=0.7),
     Case("no_mask", sq=12, skv=5, window=(2, 2)),
     Case("padding"), Case("padding", skv=13), Case("padding", skv=13, lengths=True), Case("padding_causal"),
@@ -42,9 +43,7 @@ LENGTHS = {5: [3, 5], 9: [6, 9], 12: [12, 7], 13: [4, 11]}  # of the two sequenc
 def sees(case: Case, i: int, j: int, nq: int, nkv: int) -> bool:
     """Key j is seen by query i, of sequences of nq and nkv tokens: Transformer Engine's rules."""
     causal = "causal" in case.kind
-    corner = case.bottom_right
-    if corner is None:
-        corner = not causal or "bottom_right" in case.kind
+    corner = "bottom_right" in case.kind if causal else case.bottom_right in (None, True)
     distance = j - i - (nkv - nq if corner else 0)
     left, right = case.window or (-1, -1)
     right = 0 if causal else right
@@ -253,3 +252,11 @@ def test_on_a_gpu_as_on_the_cpu(case):
         found[name] = [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
     for what, out, truth, reference in zip("out dq dk dv".split(), *found.values(), strict=True):
         assert_bound_bites(what, out, truth, reference, lambda t: -t)
+
+
+def test_the_window_of_causal_masks_is_none_for_others():
+    q, k, v = (torch.randn(6, 2, 2, 8) for _ in range(3))
+    want = te.DotProductAttention(2, 8, attn_mask_type="no_mask")(q, k, v)
+    with pytest.warns(UserWarning, match=r"window_size=\(-1, 0\) is that of causal masks"):
+        got = te.DotProductAttention(2, 8, attn_mask_type="no_mask", window_size=(-1, 0))(q, k, v)
+    assert torch.equal(got, want) and not torch.equal(got, te.DotProductAttention(2, 8)(q, k, v))

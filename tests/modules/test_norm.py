@@ -128,3 +128,25 @@ def test_norm_reset_keeps_the_parameters(kind):
     module.reset_parameters()
     assert all(p is held[name] for name, p in module.named_parameters())
     assert bool((held["weight"] == 1).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_have_the_shape_of_torchs(kind):
+    """And those that an older version kept flat are read."""
+    module, other = getattr(te, kind)((4, 8), device="cpu"), getattr(torch.nn, kind)((4, 8))
+    with torch.no_grad():
+        for param in other.parameters():
+            param.normal_()
+    state = other.state_dict()
+    for given in (state, {name: value.flatten() for name, value in state.items()}):
+        module.reset_parameters()
+        module.load_state_dict(given, strict=True)
+        assert all(torch.equal(param, state[name]) for name, param in module.named_parameters())
+    x = torch.randn(3, 4, 8)
+    eps = {} if kind == "LayerNorm" else {"eps": 1e-5}
+    want = getattr(torch.nn, kind)((4, 8), **eps)
+    want.load_state_dict(state)
+    torch.testing.assert_close(module(x), want(x))
+    module(x).sum().backward()
+    want(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, want.weight.grad)

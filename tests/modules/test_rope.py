@@ -43,6 +43,38 @@ def test_rope(form, interleaved):
         rope.apply_rotary_pos_emb(x, freqs[:4])
 
 
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_angles_of_each_sample(form):
+    x, freqs = torch.randn(6, 2, 3, 8), torch.randn(9, 2, 1, 8)
+    options = {"tensor_format": form, "start_positions": torch.tensor([3, 1])}
+    given = x if form == "sbhd" else x.transpose(0, 1)
+    got = rope.apply_rotary_pos_emb(given, freqs, **options)
+    got = got if form == "sbhd" else got.transpose(0, 1)
+    for b, start in ((0, 3), (1, 1)):
+        one = rope.apply_rotary_pos_emb(x[:, b : b + 1], freqs[start : start + 6, b : b + 1])
+        assert torch.equal(got[:, b : b + 1], one)
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 1, 8), (6, 1, 3, 8), (6, 8)], ids=str)
+def test_freqs_of_other_shapes(shape):
+    with pytest.raises(ValueError, match="must be .positions, 1 or 2, 1, channels."):
+        rope.apply_rotary_pos_emb(torch.randn(6, 2, 3, 8), torch.randn(shape))
+
+
+def test_the_embedding_as_callers_know_it():
+    """Its buffer stands in checkpoints, which may lack it; a factor alone does nothing."""
+    module = rope.RotaryPositionEmbedding(16, seq_len_interpolation_factor=4, rotary_base=500.0)
+    assert torch.equal(module(4), rope.RotaryPositionEmbedding(16, rotary_base=500.0)(4))
+    scaled = rope.RotaryPositionEmbedding(16, 1.0, 4, 2)
+    torch.testing.assert_close(scaled(8), rope.RotaryPositionEmbedding(16)(8) / 4)
+    torch.testing.assert_close(scaled(16), rope.RotaryPositionEmbedding(16)(16) / 8)
+    state = module.state_dict()
+    assert state.keys() == {"inv_freq"}
+    assert module.load_state_dict(state) == module.load_state_dict({}) == ([], [])
+    kept = module.rotary_base, module.seq_len_interpolation_factor, module.pretrained_max_position_embeddings
+    assert kept == (500.0, 4, None)
+
+
 def rotated(x, angle, interleaved):
     """One channel pair after the other, in fp64: x [H, D], angle [D' / 2]."""
     half, out = len(angle), x.double().clone()

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class _ParallelCrossEntropy(torch.autograd.Function):
-    """loss[t] = logsumexp_v(x[t, v]) - (1 - e) x[t, target] - e mean_v(x[t, v]), v over the shards of all ranks."""
+    """loss[t] = logsumexp_v(x[t, v]) - (1 - e) x[t, target] - e mean_v(x[t, v]), v over the shards of all ranks.
+
+    Where the smoothing e is 0, the mean is not computed: x may hold -inf. A target that is no v counts as x = -inf."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, smoothing: float, ignored: int, group: Any) -> Tensor:
@@ -27,10 +29,15 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         top = reduced(v.amax(-1), dist.ReduceOp.MAX)
         v = v - top[:, None]
         exp = v.exp()
-        sums = torch.stack((exp.sum(-1), torch.where(here, v.gather(-1, local[:, None])[:, 0], 0.0), v.sum(-1)))
-        total, at_target, over_all = reduced(sums, dist.ReduceOp.SUM)
         vocabulary = ranks * x.shape[-1]
-        loss = total.log() - (1.0 - smoothing) * at_target - smoothing / vocabulary * over_all
+        sums = [exp.sum(-1), torch.where(here, v.gather(-1, local[:, None])[:, 0], 0.0)]
+        if smoothing:
+            sums.append(v.sum(-1))
+        total, at_target, *over_all = reduced(torch.stack(sums), dist.ReduceOp.SUM)
+        at_target = torch.where((target >= 0) & (target < vocabulary), at_target, -torch.inf)
+        loss = total.log() - (1.0 - smoothing) * at_target
+        if smoothing:
+            loss = loss - smoothing / vocabulary * over_all[0]
         wanted = target != ignored
         ctx.save_for_backward(exp / total[:, None], local, here, wanted)
         ctx.smoothing, ctx.vocabulary, ctx.dtype = smoothing, vocabulary, x.dtype
@@ -48,7 +55,8 @@ def parallel_cross_entropy(
     inp: Tensor, target: Tensor, label_smoothing: float = 0.0, reduce_loss: bool = False,
     dist_process_group: dist.ProcessGroup | None = None, ignore_idx: int = -100, is_cg_capturable: bool = False,
 ) -> Tensor:  # fmt: skip
-    """inp [S, B, V / ranks], target [S, B] -> fp32 loss [S, B], or its mean over what is not ignored (reduce_loss).
+    """inp [S, B, V / ranks], target [S, B] -> fp32 loss [S, B], or its mean over what is not ignored (reduce_loss). A
+    target beyond the vocabulary has the loss inf, as in Transformer Engine.
 
     dist_process_group: the ranks that hold the other parts of the vocabulary. is_cg_capturable: accepted; nothing waits
     for the host. Unlike Transformer Engine's, inp keeps its values.

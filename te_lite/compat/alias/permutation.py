@@ -1,6 +1,12 @@
-"""Tokens sorted by expert and back, in plain torch. row_id_map: int64 [2, N], the token and the expert of each row."""
+"""Tokens sorted by expert and back, in plain torch.
+
+row_id_map: int64 [2, N], the token and the expert of each row. A row for which the routing map has nothing left, where
+the caller gave a larger N, has token -1: it is 0, counts for no token and has no gradient.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +22,37 @@ def moe_permute(
 ) -> tuple[Tensor, Tensor]:
     """inp [T, H] -> (rows [N, H] grouped by expert, each in the order of tokens; row_id_map).
 
-    routing_map: bool or int [T, E]. num_out_tokens: N; None or below 0 counts it, for which the host waits.
+    routing_map: bool or int [T, E]. num_out_tokens: N, at most T * E; None or below 0 counts it, for which the host
+    waits. ValueError where the sizes do not fit together.
     """
     _only_masks(map_type)
+    if len(inp) != len(routing_map):
+        raise ValueError(f"moe_permute of {len(inp)} tokens with a routing_map of {len(routing_map)}: must be as many")
     by_expert = routing_map.bool().t().reshape(-1)
     given = num_out_tokens is not None and num_out_tokens >= 0
-    count = num_out_tokens if given else int(by_expert.sum())
-    at = by_expert.byte().argsort(descending=True, stable=True)[:count]
-    row_id_map = torch.stack((at % len(inp), at // len(inp))) if len(inp) else at.new_empty(2, 0)
-    return inp.index_select(0, row_id_map[0]), row_id_map
+    count: Any = num_out_tokens if given else int(by_expert.sum())
+    if count > len(by_expert):
+        raise ValueError(
+            f"num_out_tokens={count} for {tuple(routing_map.shape)} tokens and experts: must be at most their product"
+        )
+    routed, at = by_expert.byte().sort(descending=True, stable=True)
+    routed, at = routed[:count].bool(), at[:count]
+    tokens = max(1, len(inp))
+    token, expert = at % tokens, at // tokens
+    rows = inp.index_select(0, token)
+    if given:
+        rows, token = torch.where(routed[:, None], rows, 0), torch.where(routed, token, -1)
+    return rows, torch.stack((token, expert))
 
 
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | None = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """moe_permute, and probs [T, E] of each row, [N]."""
+    """moe_permute, and probs [T, E] of each row, [N]. Rows of probability 0, as padded routing maps have, are 0."""
     rows, row_id_map = moe_permute(inp, routing_map, num_out_tokens)
     token, expert = row_id_map
-    return rows, probs[token, expert], row_id_map
+    of_rows = torch.where(token >= 0, probs[token, expert], 0)
+    return torch.where((of_rows != 0)[:, None], rows, 0), of_rows, row_id_map
 
 
 def moe_unpermute(
@@ -52,8 +71,11 @@ def moe_unpermute(
         )
     tokens = len(merging_probs) if restore_shape is None else restore_shape[0]  # type: ignore[arg-type]  # one is there
     token, expert = row_id_map
-    rows = inp.float() if merging_probs is None else inp.float() * merging_probs[token, expert].float()[:, None]
-    return torch.zeros(tokens, inp.shape[-1], device=inp.device).index_add(0, token, rows).to(inp.dtype)
+    rows = torch.where((token >= 0)[:, None], inp, 0).float()
+    if merging_probs is not None:
+        rows = rows * merging_probs[token, expert].float()[:, None]
+    sums = torch.zeros(tokens + 1, inp.shape[-1], device=inp.device)  # the last one of the rows of no token
+    return sums.index_add(0, torch.where(token < 0, tokens, token), rows)[:-1].to(inp.dtype)
 
 
 def _rows_of_chunks(rows: int, split_sizes: Tensor, sorted_index: Tensor, device: torch.device) -> Tensor:
