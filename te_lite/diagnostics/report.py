@@ -9,7 +9,7 @@ from typing import Any
 from te_lite.functional.parallel import Unsplit
 from te_lite.functional.plan import LinearPlan
 from te_lite.modules.plans import PLANNED, PLANNED_LOCK
-from te_lite.overlap.exchange import Note
+from te_lite.overlap.exchange import Outcome
 from te_lite.tables import aligned
 
 COLUMNS = ("module", "gemm", "schedule", "recipe", "operands", "shape", "sent", "reason")
@@ -38,7 +38,7 @@ def _rows(module: str, plan: LinearPlan) -> Iterator[dict[str, Any]]:
         # A GEMM that moves nothing of its own: what it reads another has brought.
         planned = place.method or ("local" if place.group else "collective")
         idle = "local" if ran or type(parallel) is Unsplit else planned
-        note = place.note or Note(idle, 0)
+        note = place.note or Outcome(idle, 0)
         gemm = f"{info.linear}_{place.gemm}" if info.linear else place.gemm
         reason = "; ".join(filter(None, (info.reason, note.reason, place.remark)))
         shape = (parallel.rows, *info.shape)

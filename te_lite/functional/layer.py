@@ -29,7 +29,7 @@ from te_lite.functional.saved import (
     without_copy,
 )
 from te_lite.ops.source import Source, plain
-from te_lite.overlap.epilogues import Operand
+from te_lite.overlap.epilogues import GemmInput
 from te_lite.quantize.delayed import Pools
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
@@ -72,7 +72,7 @@ def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
 
 
-def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> Operand:
+def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> GemmInput:
     """x[..., K], or dy[..., N] with grad, as a GEMM's quantizer takes it; what is in its format is used as it is.
 
     A tensor that will be gathered is quantized anew: its ranks may have chosen different scales. What the caller can

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.functional.layer import Backward, Call, as_matrix, as_operand, as_output
+from te_lite.functional.layer import PLAIN, Backward, Call, as_matrix, as_operand, as_output, run_layer
 from te_lite.functional.plan import LinearPlan
 from te_lite.functional.saved import after
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.recorder import OPEN
 from te_lite.ops.source import Source, SumDtype, plain
-from te_lite.overlap.epilogues import Epilogue, Operand
+from te_lite.overlap.epilogues import Epilogue, GemmInput
 from te_lite.overlap.exchange import Gemm
 from te_lite.quantize.qtensor import QTensor
 
@@ -32,7 +32,7 @@ Grad = tuple[QTensor | None, QTensor | None, Tensor | None]
 
 @ranged("te_lite.quantize")
 def _quantize(
-    plan: LinearPlan, x: Operand, weight: Tensor, need_w: bool, cached: QTensor | None, keeps_w: bool,
+    plan: LinearPlan, x: GemmInput, weight: Tensor, need_w: bool, cached: QTensor | None, keeps_w: bool,
     for_dw: Source | None,
 ) -> tuple[QTensor, QTensor | None, QTensor]:  # fmt: skip
     """(x for fprop, what is kept of it for wgrad, the weight). The arguments are linear_forward's."""
@@ -54,8 +54,8 @@ def _quantize(
 
 
 def linear_forward(
-    plan: LinearPlan, x: Operand, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], cached: QTensor | None,
-    epilogue: Epilogue | None = None, keeps_w: bool = False, residual: Tensor | None = None,
+    plan: LinearPlan, x: GemmInput, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool],
+    cached: QTensor | None, epilogue: Epilogue | None = None, keeps_w: bool = False, residual: Tensor | None = None,
     for_dw: Source | None = None, x_again: bool = False,
 ) -> tuple[Any, Kept]:  # fmt: skip
     """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N] + residual, over the plan's ranks; or the epilogue's result of y.
@@ -81,7 +81,7 @@ def linear_forward(
 
 
 @ranged("te_lite.quantize")
-def quantize_grad(plan: LinearPlan, dy: Tensor | Operand, columns: int, needs: Needs) -> Grad:
+def quantize_grad(plan: LinearPlan, dy: Tensor | GemmInput, columns: int, needs: Needs) -> Grad:
     """dy as linear_backward takes it. columns: of dx. needs: as there.
 
     A copy of what autograd gave is free again when this returns, before the products."""
@@ -183,3 +183,24 @@ class LinearLayer:
 
 
 LINEAR = LinearLayer()
+
+
+def run_linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """y. torch's own linear computes it where te_lite adds nothing to it: the products are the same, and autograd's
+    nodes take the host less time than a Function."""
+    (plan,) = call.plans
+    if not (plan.is_torchs and residual is None and _is_torchs(call, plan.dtype, x, weight, bias)):
+        return run_layer(LINEAR, call, x, weight, bias, residual)
+    matrix = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    y = torch.nn.functional.linear(matrix, weight, bias)
+    plan.parallel.rows = y.shape[0]
+    return as_output(y, x.shape)
+
+
+def _is_torchs(call: Call, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call of a plan that is_torchs can be torch's too. Hooks may belong to somebody who computes the call
+    again, and then asks what it followed: Call's note, which a Function of te_lite holds."""
+    plain = x.__class__ in PLAIN and weight.__class__ in PLAIN and x.is_contiguous() and not call.parts
+    same = x.dtype == weight.dtype == dtype and (bias is None or bias.dtype == dtype)
+    asked = call.output is None and call.grad_input is None and call.cached[0] is None
+    return plain and same and asked and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

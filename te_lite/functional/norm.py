@@ -15,7 +15,7 @@ from te_lite.ops import source
 from te_lite.ops.norm import norm_backward, norm_forward, norm_stats
 from te_lite.ops.source import Source
 from te_lite.overlap.collective import all_gather, reduce_scatter
-from te_lite.overlap.epilogues import Epilogue, Operand
+from te_lite.overlap.epilogues import Epilogue, GemmInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, gamma an
 
 def norm_source(
     spec: NormSpec, call: Call, x: Tensor, gamma: Tensor, beta: Tensor | None, need_w: bool
-) -> tuple[Operand, Source | None, tuple[Tensor | None, ...], Tensor | None]:
+) -> tuple[GemmInput, Source | None, tuple[Tensor | None, ...], Tensor | None]:
     """(what the linear reads, what its wgrad reads where y is written for that alone, what NormGrad needs, y[..., K]
     where it is an output, of this rank) of x[..., K].
 
@@ -47,7 +47,7 @@ def norm_source(
     caller writes to it before backward. need_w: whether dw of the linear will be wanted.
     """
     plan, out, written = call.plans[0], None, None
-    operand: Operand
+    operand: GemmInput
     quantizer, flat = plan.operands.fprop.a, as_matrix(x, plan.dtype)
     formula = gamma, beta, spec.eps, spec.rms, spec.zero_centered
     rows_alone = not need_w or (plan.x_is_wgrads and plan.keeps_rows)

@@ -22,7 +22,7 @@ from te_lite.quantize.qtensor import QTensor, TensorFormat
 
 Wgrad = Callable[[QTensor, QTensor], Tensor | None]
 Results = tuple[Any, Tensor | None]
-Given = Any  # a QTensor, where a gradient that is wanted reads it
+Read = Any  # a QTensor, where a gradient that is wanted reads it
 
 # Where dgrad hides a second gather of dy: it computes long enough (columns of dx), and more than a push's own price is
 # moved (bytes of a shard).
@@ -47,7 +47,7 @@ class Unsplit:
         self.rows = x.shape[0]
         return gemm(x) if gemm.epilogue is None or not gemm.epilogue.want else multiply(gemm, x)
 
-    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Results:
         """See the module."""
         dx = None
         if dgrad is not None:
@@ -82,7 +82,7 @@ class Column(Unsplit):
             gathering.close()
         return y
 
-    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Results:
         """x = all_gather(x);  dx = reduce_scatter(dgrad(dy));  dw = wgrad(dy_wgrad, x)"""
         gathers, scatters = (self.dgrad, self.wgrad) if self.bulk else (self.wgrad, self.dgrad)
         self.dgrad.place.note = self.wgrad.place.note = None
@@ -119,7 +119,7 @@ class Column(Unsplit):
 class ColumnWhole(Unsplit):
     """w[N/R, K] where each rank holds all tokens: dx is all-reduced."""
 
-    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Results:
         """dx = all_reduce(dgrad(dy));  dw = wgrad(dy_wgrad, x)"""
         dx = None if dgrad is None else self.dgrad.gemm_reduce_scatter(dgrad, dy)
         return dx, None if wgrad is None else wgrad(dy_wgrad, x)
@@ -153,7 +153,7 @@ class Row(Unsplit):
         hides = columns >= COLUMNS_HIDE and rows * width >= COLUMNS_FROM
         return self.wgrad.hides and hides and format.gathers_columns(rows)
 
-    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Results:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Results:
         """dy = all_gather(dy), dy_wgrad = all_gather(dy_wgrad);  dx = dgrad(dy);  dw = wgrad(dy_wgrad, x)"""
         self.dgrad.place.note = self.wgrad.place.note = None
         by_rows: Any = None  # a Collective

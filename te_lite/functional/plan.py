@@ -23,11 +23,12 @@ from te_lite.ops.transpose import PAD
 from te_lite.overlap.alone import Beside
 from te_lite.overlap.exchange import Place
 from te_lite.parallel import TensorParallel
+from te_lite.quantize.identity import Identity
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
 
 
-class Wgrad(NamedTuple):
+class PendingWgrad(NamedTuple):
     """A weight gradient that is still to be computed: dw[N, K] = dy.col[N, M] @ x.col[K, M]^T. Sinks take any product
     with these methods: functional/grouped.py has that of all groups, dw[G, N, K]."""
 
@@ -42,15 +43,15 @@ class Wgrad(NamedTuple):
         """out += dw. Groups take several, one for each."""
         matmul_accumulate_(out, self.dy, self.x, self.fast_accum)
 
-    def keep(self, copies_dy: bool, copies_x: bool) -> Wgrad:
+    def keep(self, copies_dy: bool, copies_x: bool) -> PendingWgrad:
         """One that may outlive backward. copies_...: where it is not quantized, it may be the caller's memory."""
         return self._replace(dy=self.dy.keep(copies_dy), x=self.x.keep(copies_x))
 
 
 class WgradSink:
     """What becomes of a weight gradient. This class: it is returned to autograd, in the weight's dtype. Others say how
-    they differ. takes: they are called with the Wgrad and put the product elsewhere. late: after backward. answers:
-    autograd gets what answer() gives."""
+    they differ. takes: they are called with the PendingWgrad and put the product elsewhere. late: after backward.
+    answers: autograd gets what answer() gives."""
 
     late = answers = takes = False
 
@@ -190,6 +191,11 @@ class LinearPlan:
         self.makes = self.gathers_x or fprop_makes, self.gathers_dy or dgrad_makes
         # fprop's quantized x leaves all that backward needs to quantize x again for wgrad.
         self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
+        # Whether there is nothing in it but three products of tensors as they are.
+        one, own = fprop.a, (fprop.a, fprop.b, dgrad.a, dgrad.b, wgrad.a, wgrad.b)
+        is_plain = type(one) is Identity and all(quantizer is one for quantizer in own)
+        asks = tp.active or type(sink) is not WgradSink or keep_original or compiled or ENABLED
+        self.is_torchs = is_plain and not asks
         # Of the module's bodies, where their launches follow from shapes: of its first linear's plan.
         self.recordings: Recordings | None = None
         # With which linears it shares its quantized input, and its number among them.
@@ -212,8 +218,8 @@ class LinearPlan:
         """The weight gradient, put where it belongs; None where that is no tensor of its own."""
         fast_accum = self.operands.wgrad.fast_accum
         if self.sink.takes:
-            return self.sink(Wgrad(fast_accum, dy, x), param)
-        return matmul(dy, "col", x, "col", param.dtype, fast_accum=fast_accum)  # as Wgrad, in a call less
+            return self.sink(PendingWgrad(fast_accum, dy, x), param)
+        return matmul(dy, "col", x, "col", param.dtype, fast_accum=fast_accum)  # as PendingWgrad, in a call less
 
     def from_gemm(self, want: str, rows: int, weight: Tensor, grad: bool = False) -> str:
         """`want` of fprop's product of x[rows, K], or with grad of dgrad's of dy[rows, N], where a GEMM is to be asked

@@ -23,14 +23,14 @@ from te_lite.ops.gemm import reduces_low
 from te_lite.ops.recorder import Recorder
 from te_lite.ops.recording import NoRoom, Recording
 from te_lite.ops.registry import capturing, unwatched
-from te_lite.overlap.exchange import Note, Place
+from te_lite.overlap.exchange import Outcome, Place
 from te_lite.overlap.group import Group
 from te_lite.quantize.replay import OPEN as CHECKPOINTS
 
 MOST_FLOPS = 1 << 37  # of one product; an estimate of where a layer takes the device longer than the host
 MOST_FLOPS_BETWEEN_RANKS = 1 << 41  # an exchange takes the host several times as long as the product that hides it
 _NUMBERS = itertools.count()
-_UNSEEN = Note("", 0)  # in place of a note while a body is recorded
+_UNSEEN = Outcome("", 0)  # in place of a note while a body is recorded
 _MOST_KEYS = 256  # of one module; each token count makes some
 _MOST_RUNS = 6  # before a body is given up; the first ones compile what later ones find, some only after a pass
 
@@ -49,7 +49,7 @@ class Known(NamedTuple):
     recording: Recording
     shells: Shells
     form: int | None
-    notes: list[tuple[Place, Note | None]]
+    notes: list[tuple[Place, Outcome | None]]
 
 
 class Recordings:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_lite.functional import linear
 from te_lite.functional.layer import Call, as_operand, as_output
-from te_lite.functional.parallel import Given, Unsplit, Wgrad, parallel_linear
+from te_lite.functional.parallel import Read, Unsplit, Wgrad, parallel_linear
 from te_lite.functional.saved import backward_method, forward_method, placed_items, taken_apart
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.userbuffers import Exchanges
@@ -37,7 +37,7 @@ class Prepared(Unsplit):
     def forward(self, gemm: Gemm, x: QTensor) -> Any:
         return gemm, x
 
-    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Given, dy_wgrad: Given, x: Given) -> Any:
+    def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Any:
         return dgrad, wgrad
 
     def all_gather_gemms(self, gemms: Sequence[Gemm], x: QTensor) -> list[Tensor]:

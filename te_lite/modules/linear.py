@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_lite.autocast import model_init
-from te_lite.functional.layer import Call, run_layer
-from te_lite.functional.linear import LINEAR
+from te_lite.functional.layer import Call
+from te_lite.functional.linear import run_linear
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.weights import Init, ParamSpec, default_init, join
 from te_lite.parallel import shard
@@ -166,8 +166,8 @@ class Linear(_OneLinear):
         super().__init__(given)
         self.save_original_input = save_original_input
 
-    def _compute(self, call: Call, inp: Tensor, *weights: Tensor | None) -> Any:
-        return run_layer(LINEAR, call, inp, *weights)
+    def _compute(self, call: Call, inp: Tensor, *weights: Any) -> Any:
+        return run_linear(call, inp, *weights)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, mode={self.parallel_mode}, tp_size={self.tp_size}"

@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
 NOTHING = Wanted()
 
 
-class Epilogue(NamedTuple):
+class Computed(NamedTuple):
     """v[M, W] of Wanted; what was not asked for is None.
 
     data [M, W], of h's type or fp8; data_t [W, M] fp8, a transposed copy; scale_inv fp32 [1]; amax fp32 [P], P <= 1024,
@@ -89,7 +89,7 @@ def gemm_gather(
     rank: int, own_scale: Tensor | None = None, gathered_scale: Tensor | None = None, b_scale: Tensor | None = None,
     bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = True,
     wanted: Wanted = NOTHING,
-) -> tuple[Tensor | None, Epilogue]:  # fmt: skip
+) -> tuple[Tensor | None, Computed]:  # fmt: skip
     """out[R * m, N] = all shards [R * m, K] @ b[N, K]^T * scales + bias[N], rounded once to bf16 or fp16; None where it
     is a gradient of which more than the maxima is wanted.
 
@@ -175,10 +175,10 @@ def _shards(whole: Tensor | None, ranks: int, elements: int) -> list[fused.Begin
     return [flat[rank * elements :] for rank in range(ranks)]
 
 
-def _allocate(own: Tensor, shape: tuple[int, int], wanted: Wanted, dtype: torch.dtype, clusters: int) -> Epilogue:
+def _allocate(own: Tensor, shape: tuple[int, int], wanted: Wanted, dtype: torch.dtype, clusters: int) -> Computed:
     if wanted.act == "amax":
-        return Epilogue(amax=own.new_empty((4 if wanted.h is None else 2) * clusters, dtype=torch.float32))
+        return Computed(amax=own.new_empty((4 if wanted.h is None else 2) * clusters, dtype=torch.float32))
     if wanted.act == "fp8":
         data_t = own.new_empty(shape[::-1], dtype=wanted.fp8) if wanted.col else None
-        return Epilogue(own.new_empty(shape, dtype=wanted.fp8), data_t, own.new_empty(1, dtype=torch.float32))
-    return Epilogue(own.new_empty(shape, dtype=dtype)) if wanted.act else Epilogue()
+        return Computed(own.new_empty(shape, dtype=wanted.fp8), data_t, own.new_empty(1, dtype=torch.float32))
+    return Computed(own.new_empty(shape, dtype=dtype)) if wanted.act else Computed()

@@ -17,7 +17,7 @@ from torch import Tensor
 from te_lite.ops.registry import capturing
 from te_lite.overlap.buffers import Gather, Scatter
 from te_lite.overlap.collective import MOST_SHAPES, Collective
-from te_lite.overlap.exchange import Gathering, Gemm, Note, Place, Summing
+from te_lite.overlap.exchange import Gathering, Gemm, Outcome, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
 
 
@@ -92,12 +92,12 @@ class Bulk(Collective):
     def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
         layout = q.wgrad_layout if layout == "col" else layout
         gather = Gather(self.group, q, layout, own=whole, awaited=multiplied and self.awaits)
-        self.place.note = Note(self.name, gather.sent, self.reason)
+        self.place.note = Outcome(self.name, gather.sent, self.reason)
         return gather
 
     def reduce_scatter(self, gemm: Gemm, partial: Tensor) -> Summing:
         scatter = Scatter(self.group, (partial.shape[0] // self.tp.size, partial.shape[1]), gemm.dtype)
-        self.place.note = Note(self.name, scatter.sent, self.reason)
+        self.place.note = Outcome(self.name, scatter.sent, self.reason)
         scatter.push_all(partial)
         return Pushed(gemm, partial, scatter)
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from te_lite.ops.arrange import contiguous
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.recorder import called
-from te_lite.overlap.exchange import Gathering, Gemm, Note, Place, Summing
+from te_lite.overlap.exchange import Gathering, Gemm, Outcome, Place, Summing
 from te_lite.quantize.qtensor import Layout, QTensor
 from te_lite.watch import collective
 
@@ -148,7 +148,7 @@ class Collective:
 
     def note(self, sent: int, remark: str = "") -> None:
         """What this call moves, for the report."""
-        self.place.note = Note(self.name, sent, "; ".join(filter(None, (self.reason, remark))))
+        self.place.note = Outcome(self.name, sent, "; ".join(filter(None, (self.reason, remark))))
 
     def all_gather(self, q: QTensor, layout: Layout, *, multiplied: bool = False, whole: bool = True) -> Gathering:
         """multiplied: all_gather_gemm will take it. whole: whole() will be called."""

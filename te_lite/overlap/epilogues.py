@@ -18,7 +18,7 @@ from te_lite.ops.source import Source
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 
-Operand = Source | QTensor  # what is quantized for the next GEMM, or is already
+GemmInput = Source | QTensor  # what is quantized for the next GEMM, or is already
 
 
 class Epilogue:
@@ -49,14 +49,14 @@ class Activate(Epilogue):
     some_scale: Tensor | None = None
     col: bool = True
 
-    def __call__(self, product: Tensor) -> tuple[Tensor, Operand]:
+    def __call__(self, product: Tensor) -> tuple[Tensor, GemmInput]:
         return product, Source("act", product, activation=self.activation)
 
     def source(self, product: Tensor) -> Source:
         """v, to be computed from the product."""
         return Source("act", product, activation=self.activation)
 
-    def given(self, product: Tensor | None, v: Operand) -> Any:
+    def given(self, product: Tensor | None, v: GemmInput) -> Any:
         """The result where a kernel has computed v."""
         return product, v
 
@@ -71,11 +71,11 @@ class ActivateGrad(Activate):
 
     source = __call__
 
-    def given(self, product: Tensor | None, v: Operand) -> Any:
+    def given(self, product: Tensor | None, v: GemmInput) -> Any:
         return v
 
 
-def run_unfused(epilogue: Activate, v: Operand) -> None:
+def run_unfused(epilogue: Activate, v: GemmInput) -> None:
     """What is left of the epilogue's `want` where its result is v, by kernels of its own, to be timed."""
     if not isinstance(v, Source) or v.kind == "plain" or v.amax is not None:
         return  # a kernel has computed it

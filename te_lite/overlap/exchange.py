@@ -60,7 +60,7 @@ class Gemm:
         return product if self.residual is self.epilogue is None else self.finish(product)
 
 
-class Note(NamedTuple):
+class Outcome(NamedTuple):
     """What the exchange of a GEMM was in the newest call. sent: bytes that this rank sent to others."""
 
     method: str
@@ -87,7 +87,7 @@ class Place:
     strict: bool = False
     narrow: bool = False
     remark: str = ""
-    note: Note | None = None
+    note: Outcome | None = None
 
     def text(self, what: str, q: QTensor | Tensor, gemm: Gemm | None = None) -> str:
         """What the ranks must agree on. q: what is moved, or multiplied by `gemm`."""

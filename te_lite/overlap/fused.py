@@ -20,13 +20,12 @@ from te_lite._C import MOST_FUSED_RANKS
 from te_lite.ops import source
 from te_lite.ops.gemm import placed
 from te_lite.ops.gemm_fused import ALIGNMENT, ROWS, transposed
-from te_lite.ops.gemm_gather import NOTHING, Wanted, act_refusal, gemm_gather
-from te_lite.ops.gemm_gather import Epilogue as Computed
+from te_lite.ops.gemm_gather import NOTHING, Computed, Wanted, act_refusal, gemm_gather
 from te_lite.ops.gemm_scatter import Narrow, blocks, gemm_scatter
 from te_lite.ops.narrow import BLOCK, E4M3
 from te_lite.overlap.buffers import Buffer, Gather, Scatter
 from te_lite.overlap.collective import Collective
-from te_lite.overlap.epilogues import Activate, Operand
+from te_lite.overlap.epilogues import Activate, GemmInput
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.group import Group
 from te_lite.overlap.ring import Ring
@@ -112,7 +111,7 @@ def _wanted(gemm: Gemm, own: QTensor) -> Wanted:
     return Wanted("fp8", placed(epilogue.h), scale, amax, format.dtype, epilogue.activation, epilogue.col)
 
 
-def _operand(epilogue: Activate, dtype: torch.dtype, out: Any, v: Computed, scale: Tensor | None) -> Operand:
+def _operand(epilogue: Activate, dtype: torch.dtype, out: Any, v: Computed, scale: Tensor | None) -> GemmInput:
     """What the kernel left, as the next GEMM's quantizer takes it."""
     if v.amax is not None:
         return epilogue.source(out)._replace(amax=v.amax)

@@ -16,7 +16,7 @@ from te_lite.ops.gemm_scaled import gemm_fp8_blockwise, gemm_scaled_accumulate_
 from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import HIGH_PRECISION
-from te_lite.quantize.qtensor import Held, Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.qtensor import Held, Layout, QTensor, Scaled, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Float8BlockScaling, QParams
 
@@ -77,11 +77,11 @@ class BlockFormat(TensorFormat):
             data, scale = transpose(data), scale.t()
         return QTensor(whole, shape, like.dtype, col=data, col_scale=scale)
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    def matmul(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias, out)
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+    def accumulate_(self, out: Tensor, a: Scaled, b: Scaled, fast_accum: bool) -> None:
         gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
 
 

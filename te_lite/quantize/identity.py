@@ -12,7 +12,7 @@ from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import gemm_accumulate_
 from te_lite.ops.source import Source, SumDtype
 from te_lite.quantize.delayed import ScaleState
-from te_lite.quantize.qtensor import Held, Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.qtensor import Held, Layout, QTensor, Scaled, TensorFormat
 from te_lite.quantize.quantizer import Both, GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Recipe
 
@@ -33,7 +33,7 @@ class HighPrecisionFormat(TensorFormat):
     def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.row,)
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+    def accumulate_(self, out: Tensor, a: Scaled, b: Scaled, fast_accum: bool) -> None:
         gemm_accumulate_(out, a[0].t(), b[0].t())
 
 

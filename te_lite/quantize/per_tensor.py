@@ -20,7 +20,7 @@ from te_lite.ops.transpose import PAD, transpose
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
-from te_lite.quantize.qtensor import Fp8Format, Held, Layout, Operand, QTensor, TensorFormat
+from te_lite.quantize.qtensor import Fp8Format, Held, Layout, QTensor, Scaled, TensorFormat
 from te_lite.quantize.quantizer import Both, GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import DelayedScaling, Float8CurrentScaling, QParams
 from te_lite.watch import group_max
@@ -53,20 +53,20 @@ class PerTensorFormat(Fp8Format):
     def wire(self, q: Held, layout: Layout) -> tuple[Tensor, ...]:
         return (q.operand(layout)[0],)
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    def matmul(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         if a[1].numel() == b[1].numel() == 1:
             return gemm_fp8(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum, out)
         return _matmul_shards(a, b, out_dtype, bias, fast_accum)
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+    def accumulate_(self, out: Tensor, a: Scaled, b: Scaled, fast_accum: bool) -> None:
         if a[1].numel() == b[1].numel() == 1:
             Fp8Format.accumulate_(self, out, a, b, fast_accum)
         else:
             TensorFormat.accumulate_(self, out, a, b, fast_accum)
 
 
-def _matmul_shards(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+def _matmul_shards(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """matmul of operands that hold a scale a shard: [R, 1] for shards of a's rows, [1, R] for shards of the inner
     dimension, in either operand."""
     (a_data, a_scale), (b_data, b_scale) = a, b

@@ -24,7 +24,7 @@ from te_lite.ops.gemm_scaled import gemm_scaled_accumulate_
 
 Layout = Literal["row", "col"]
 # Data with the inner dimension last, and its scale: a Tensor, but None in high precision, which no format's GEMM reads.
-Operand = tuple[Tensor, Any]
+Scaled = tuple[Tensor, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class TensorFormat:
             return QTensor(self, shape, like.dtype, data, scale)
         return QTensor(self, shape, like.dtype, col=data, col_scale=scale)
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    def matmul(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         """a[m, k] @ b[n, k]^T (+ bias[n]) in out_dtype. out: memory that the result may be written to."""
         raise NotImplementedError
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+    def accumulate_(self, out: Tensor, a: Scaled, b: Scaled, fast_accum: bool) -> None:
         """out[m, n] += a[m, k] @ b[n, k]^T, the product in fp32."""
         out.add_(self.matmul(a, b, torch.float32, None, fast_accum))
 
@@ -106,7 +106,7 @@ class Fp8Format(TensorFormat):
             return (q.row.float() * q.row_scale.view(-1, 1)).to(q.dtype)
         return (q.col[:, : q.shape[0]].float() * q.col_scale.view(-1, 1)).to(q.dtype).t().contiguous()
 
-    def accumulate_(self, out: Tensor, a: Operand, b: Operand, fast_accum: bool) -> None:
+    def accumulate_(self, out: Tensor, a: Scaled, b: Scaled, fast_accum: bool) -> None:
         gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
 
 
@@ -149,7 +149,7 @@ class QTensor:
         format = self.format
         return "col" if format.gathers_columns(self.shape[0]) or not format.col_from_row else "row"
 
-    def operand(self, layout: Layout) -> Operand:
+    def operand(self, layout: Layout) -> Scaled:
         """The GEMM operand in `layout`; a missing col layout is made from the row layout where the format can."""
         if layout == "row":
             return self.row, self.row_scale  # type: ignore[return-value]  # who asks for rows has them

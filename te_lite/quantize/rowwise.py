@@ -20,7 +20,7 @@ from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import Identity
 from te_lite.quantize.per_tensor import Current
-from te_lite.quantize.qtensor import Fp8Format, Held, Layout, Operand, QTensor
+from te_lite.quantize.qtensor import Fp8Format, Held, Layout, QTensor, Scaled
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import RowwiseScaling
 from te_lite.watch import all_reduce_max
@@ -52,7 +52,7 @@ class RowFormat(Fp8Format):
         parts = parts if layout == "row" else (transpose(parts[0]),)
         return Fp8Format.from_wire(ROWS, parts, layout, like, rows)
 
-    def matmul(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    def matmul(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_rowwise(a[0], b[0], a[1], b[1], out_dtype, bias, fast_accum, out)
 

@@ -112,7 +112,8 @@ def test_replays_have_the_bits_of_the_bodies(kind, recipe, way, monkeypatch):
         for name in want:
             assert_bitwise_equal(f"step {i}: {name}", got[name], want[name])
     assert twin._planned[1][0].recordings is None
-    assert any(one.runs for one in recorded(module)), "nothing was replayed"
+    by_torch = (kind, recipe, way) == ("Linear", None, "plain")
+    assert any(one.runs for one in recorded(module)) is not by_torch, "nothing was replayed"
 
 
 def test_what_is_refused_is_refused_of_replays_too(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from te_lite.ops.activation import NONE
 from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import FP8, gemm, gemm_fp8
-from te_lite.ops.gemm_gather import Epilogue, act_refusal
+from te_lite.ops.gemm_gather import Computed, act_refusal
 from te_lite.ops.source import act, dact
 from te_lite.overlap import alone, fused
 
@@ -21,7 +21,7 @@ def force(monkeypatch: pytest.MonkeyPatch, word: str = "1") -> None:
 
 def by_oracles(
     own, gathered, b, ready, counters, epoch, delta, abort, rank, own_scale, scale, b_scale, bias, dtype, fast, wanted
-) -> tuple[Any, Epilogue]:  # fmt: skip
+) -> tuple[Any, Computed]:  # fmt: skip
     """gemm_gather on one rank, with the bits of the product and the pass that it stands for."""
     (m, _), n, grad = own.shape, b.shape[0], wanted.h is not None
     assert gathered is own and scale is own_scale and ready.shape == (1, 1) and rank == delta == 0
@@ -32,11 +32,11 @@ def by_oracles(
     assert wanted.activation != NONE
     source = dact(out, wanted.h, wanted.activation) if grad else act(out, wanted.activation)
     if wanted.act == "amax":
-        return out, Epilogue(amax=amax(source))
+        return out, Computed(amax=amax(source))
     if wanted.act == "high precision":
-        return None if grad else out, Epilogue(transform(source, hp_dtype=dtype).hp)
+        return None if grad else out, Computed(transform(source, hp_dtype=dtype).hp)
     made = transform(source, fp8_dtype=wanted.fp8, row=True, col=wanted.col, scale=wanted.scale, amax_out=wanted.amax)
-    return None if grad else out, Epilogue(made.row, made.col, made.scale_inv)
+    return None if grad else out, Computed(made.row, made.col, made.scale_inv)
 
 
 class Launches:
@@ -46,7 +46,7 @@ class Launches:
         self.wants: list[tuple[str, bool]] = []
         kernel = fused.gemm_gather if cuda else by_oracles
 
-        def noted(*args: Any) -> tuple[Any, Epilogue]:
+        def noted(*args: Any) -> tuple[Any, Computed]:
             wanted = args[-1]
             self.wants.append((wanted.act, wanted.h is not None))
             return kernel(*args)
