@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,9 @@ active = False  # code was compiled under delayed scaling: from then on autocast
 _all: weakref.WeakSet[GraphScales] = weakref.WeakSet()
 _lock = threading.Lock()  # of _all: a thread may add to it while another goes through it
 _now = object()  # another one after each change
+_written: Any = object()  # another one after each change of which tensors the scales are written to
+_brought: Callable[[], Any] = type(None)  # weakly, the Followed that did it last
+_uses: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 _CPU = torch.device("cpu")
 
 
@@ -39,7 +43,7 @@ def changed() -> None:
 
 def _awaits_backward(amaxes: Any) -> bool:
     """Whether a graph holds it. Python holds a tensor once, however often."""
-    return amaxes._use_count() > 1
+    return _uses(amaxes) > 1
 
 
 class InGraph:
@@ -74,9 +78,10 @@ class GraphScales:
         self.states_now: tuple[ScaleState, ...] = ()  # of `user`: forward, backward
         self._held: list[Tensor] = []  # backward amaxes of earlier passes, which a graph may yet write to
         with torch.inference_mode(False):  # training may follow
-            for direction, n in states.sizes.items():
-                setattr(self, f"{direction}_scales", torch.ones(n, dtype=torch.float32, device=device))
-                setattr(self, f"{direction}_amaxes", torch.zeros(n, dtype=torch.float32, device=device))
+            sizes = states.sizes.values()  # forward, backward
+            amaxes = [torch.zeros(n, dtype=torch.float32, device=device) for n in sizes]
+        self.forward_amaxes, self.backward_amaxes = amaxes
+        self.make_scales()
         with _lock:
             _all.add(self)
         changed()
@@ -103,6 +108,17 @@ class GraphScales:
             self.user = user
             changed()
         return True
+
+    @torch.inference_mode(False)  # training may follow
+    def make_scales(self) -> None:
+        """In memory that begins where graphs that were compiled for another module expect it."""
+        global _written
+        made = [torch.ones(n, dtype=torch.float32, device=self.device) for n in self.states.sizes.values()]
+        self.forward_scales, self.backward_scales = made
+        storages = [one.untyped_storage()._cdata for one in made]
+        # Of each tensor, its storage, and how often that is used as long as no graph holds the tensor or a view of it.
+        self.unheld = list(zip(made, storages, map(torch._C._storage_Use_Count, storages), strict=True))
+        _written = object()
 
     def left(self) -> Tensor:
         """All maxima that compiled code has left for backward. The caller reads and clears them."""
@@ -131,6 +147,7 @@ class Followed:
     def __init__(self, user: Any, those: list[GraphScales], using: bool = False) -> None:
         """user: the autocast's State. using: code is being compiled for those under it."""
         self.user, self._since, self._laid_out = user, _now, object()
+        self._gathered: Any = None
         asked = [(weakref.ref(one), one.follow(user, using)) for one in those if one.has_data()]
         self._ready, self._others = [ref for ref, yes in asked if yes], [ref for ref, yes in asked if not yes]
 
@@ -140,33 +157,58 @@ class Followed:
         return self._since is _now and mine.recipe == user.recipe and mine.group is user.group
 
     def _lay_out(self) -> None:
-        """Sources are pools, and states that lie in none yet. Each is split into parts, counted through all of them."""
-        self._laid_out, first, parts, places = _now, dict[Any, int](), 0, list[int]()
+        """Sources are pools, and states that lie in none yet. Each has a copy, split into parts, for a pool's next step
+        gives it another tensor."""
+        self._laid_out, first, places = _now, dict[Any, int](), list[int]()
+        self._sources, self._parts = list[tuple[Any, Tensor]](), list[Tensor]()
         those = [one for ref in self._ready if (one := ref()) is not None]
         for state in [state for one in those for state in one.states_now]:
             source = state if state.offset is None else state.pool
             if source not in first:
-                first[source], parts = parts, parts + len(source.sizes)
+                first[source] = len(self._parts)
+                self._sources.append((source, torch.empty_like(source.scale)))
+                self._parts += self._sources[-1][1].split(source.sizes)
             places.append(first[source] + state.place)
-        self._sources, forward, backward = list(first), places[::2], places[1::2]
-        self._places = list(zip(map(weakref.ref, those), forward, backward, strict=True))
+        self._places = list(zip(map(weakref.ref, those), places[::2], places[1::2], strict=True))
+        self._gathered = None
+
+    def _gather(self) -> None:
+        """The tensors to write to, and for each what is written there."""
+        those = [(one, parts) for ref, *parts in self._places if (one := ref()) is not None]
+        self._gathered, unheld = _written, [item for one, _ in those for item in one.unheld]
+        self._to = [tensor for tensor, *_ in unheld]
+        self._storages, self._unheld = [storage for _, storage, _ in unheld], [uses for *_, uses in unheld]
+        self._from = [self._parts[i] for _, parts in those for i in parts]
+
+    def _let_go(self) -> None:
+        """What a graph holds stays what it was: other tensors take the place of those."""
+        for one in [one for ref, *_ in self._places if (one := ref()) is not None]:
+            if any([_uses(t) > 1 or torch._C._storage_Use_Count(at) > uses for t, at, uses in one.unheld]):
+                one.make_scales()
 
     @torch.inference_mode(False)  # training may follow
     def bring(self) -> None:
-        """Gives the modules the scales of now. They are copies: what a graph holds stays what it was, and begins where
-        its memory does, which graphs are compiled for."""
+        """Writes the scales of now to those of the modules."""
+        global _brought
         with self.user.one_pass.pools.lock:  # another thread's update may move states
             if self._laid_out is not _now:
                 self._lay_out()
-            places = self._places
-            parts = [part for source in self._sources for part in source.scale.split(source.sizes)]
-        copies = torch._foreach_maximum(parts, parts) if parts else []  # max(x, x) is a copy; one kernel for many
-        for ref, forward, backward in places:
-            if (one := ref()) is not None:
-                one.ready, one.forward_scales, one.backward_scales = True, copies[forward], copies[backward]
-        for ref in self._others:
-            if (one := ref()) is not None:
-                one.ready = False
+            for source, copy in self._sources:
+                copy.copy_(source.scale)
+        if self._gathered is not _written:
+            self._gather()
+        # map: no calls of Python's own, for a process may have hundreds of modules.
+        uses = [*map(torch._C._storage_Use_Count, self._storages)]
+        if uses != self._unheld or max(map(_uses, self._to), default=1) > 1:
+            self._let_go()
+            self._gather()
+        if self._to:
+            torch._foreach_copy_(self._to, self._from)
+        if _brought() is not self:
+            _brought = weakref.ref(self)
+            for refs, ready in ((self._ready, True), (self._others, False)):
+                for one in [one for ref in refs if (one := ref()) is not None]:
+                    one.ready = ready
 
 
 class Maxima:

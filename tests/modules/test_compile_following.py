@@ -209,3 +209,38 @@ def test_an_idle_module_costs_a_few_calls_a_step():
         idle += [linear("cpu") for _ in range(n - len(idle))]
         counted.append([calls_of_a_step(call, net, x) for _ in range(6)][-1])
     assert counted[1] - counted[0] <= 4 * 50, counted
+
+
+def test_scales_stay_in_their_memory_but_where_a_graph_holds_them():
+    eager, net = twins(linear("cpu"))
+    call, held = compiled(call_of), net._graph_scales
+    steps_alike(call, [(eager, net)], 0)
+    steps_alike(call, [(eager, net)], 1)
+    before = held.forward_scales, held.backward_scales
+    steps_alike(call, [(eager, net)], 2)
+    assert held.forward_scales is before[0] and held.backward_scales is before[1]
+    x, found = torch.randn(48, WIDTH, dtype=BF16), []
+    with under(SHORT):
+        first = call(net, x)
+    kept = [t.clone() for t in before]
+    with under(SHORT):
+        second = call(net, x * 2.0**10)
+    assert held.forward_scales is not before[0] and held.backward_scales is not before[1]
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+    for y in (first, second):
+        net.zero_grad()
+        y.sum().backward()
+        found.append(net.weight.grad.clone())
+    with under(SHORT):
+        first = eager(x)
+    with under(SHORT):
+        second = eager(x * 2.0**10)
+    for y, grad in zip((first, second), found, strict=True):
+        eager.zero_grad()
+        y.sum().backward()
+        assert_bitwise_equal("dw", grad, eager.weight.grad)
+    view, value = held.forward_scales.detach(), held.forward_scales.clone()  # as a graph may hold one
+    for factor in (2.0**12, 1.0):
+        with under(SHORT):
+            call(net, x * factor)
+    assert torch.equal(view, value) and not torch.equal(held.forward_scales, value)
