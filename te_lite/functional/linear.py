@@ -198,9 +198,10 @@ def run_linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, resid
 
 
 def _is_torchs(call: Call, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call of a plan that is_torchs can be torch's too. Hooks may belong to somebody who computes the call
-    again, and then asks what it followed: Call's note, which a Function of te_lite holds."""
+    """Whether a call of a plan that is_torchs can be torch's too. A weight that is kept in its own precision is the
+    weight itself. Hooks may belong to somebody who computes the call again, and then asks what it followed: Call's
+    note, which a Function of te_lite holds."""
     plain = x.__class__ in PLAIN and weight.__class__ in PLAIN and x.is_contiguous() and not call.parts
     same = x.dtype == weight.dtype == dtype and (bias is None or bias.dtype == dtype)
-    asked = call.output is None and call.grad_input is None and call.cached[0] is None
-    return plain and same and asked and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    asked = call.output is not None or call.grad_input is not None
+    return plain and same and not asked and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

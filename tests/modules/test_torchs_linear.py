@@ -87,6 +87,35 @@ def test_what_te_lite_adds_to_is_not_torchs(what):
     assert (y.float() - truth).norm() < (2.0**-3 if what == "fp8" else 2.0**-6) * truth.norm()
 
 
+def test_a_kept_weight_is_the_weight_itself():
+    """is_first_microbatch keeps nothing of its own in high precision, so what is written to the weight is seen."""
+    module = te.Linear(64, 48, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    for first in (True, False, False):
+        y = module(x, is_first_microbatch=first)
+        assert _by_torch(y)
+        assert_bitwise_equal("y", y, torch.nn.functional.linear(x, module.weight))
+        y.sum().backward()
+        module.weight.data.mul_(2)
+
+
+def test_its_gradient_may_come_quantized():
+    module = te.Linear(64, 48, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    after = te.Linear(48, 32, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    found = []
+    for lone in (True, False):
+        x = torch.randn(32, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        module.weight.grad = None
+        y = module(x) if lone else torch.nn.functional.linear(x, module.weight)
+        with te.autocast(recipe="current"):
+            z = after(y, fp8_grad=True)
+        z.backward(torch.randn(32, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)))
+        found.append((x.grad, module.weight.grad))
+    for mine, theirs in zip(*found, strict=True):
+        assert type(mine) is torch.Tensor
+        assert_bitwise_equal("gradient", mine, theirs)
+
+
 def test_it_can_be_differentiated_twice():
     module = te.Linear(16, 8, bias=False, params_dtype=torch.float32, device="cpu")
     x = torch.randn(4, 16, requires_grad=True)
