@@ -1,4 +1,4 @@
-"""On one rank: a GEMM and the pass after it, against one kernel that computes both (te_lite/overlap/alone.py).
+"""On one rank: a GEMM and the pass after it, against one kernel that computes both (te_lite/overlap/one_rank.py).
 
     python benchmarks/alone.py
     python benchmarks/alone.py --shapes 8b --recipes delayed --rounds 40
@@ -16,7 +16,7 @@ gradient of h is there, as fc1's GEMMs read it:
 
 Rows of step time forward and backward of LayerNormMLP, modules with TE_LITE_EPILOGUES=0 and with 1, by default and with
 recompute_activation=False. Below the rows stand the courses that a module may take by default, sums of fc1 and dgrad,
-and what te_lite/overlap/alone.py's FASTER should say by them.
+and what te_lite/overlap/one_rank.py's FASTER should say by them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from te_lite.functional.recordings import MOST_FLOPS
 from te_lite.ops.activation import Activation
 from te_lite.ops.nvrtc import unavailable
 from te_lite.ops.source import Source, plain
-from te_lite.overlap.alone import multiply
 from te_lite.overlap.epilogues import Activate, ActivateGrad
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.fused import product_refusal
+from te_lite.overlap.one_rank import multiply
 from te_lite.quantize.qtensor import QTensor
 
 RECIPES = {"bf16": "high precision", "delayed": "fp8", "current": "amax"}

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from te_lite.overlap.alone import multiply
 from te_lite.overlap.collective import Collective
 from te_lite.overlap.exchange import Gemm
+from te_lite.overlap.one_rank import multiply
 from te_lite.overlap.userbuffers import Exchanges
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat

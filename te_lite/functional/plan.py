@@ -20,8 +20,8 @@ from te_lite.functional.shared_input import SharedInput
 from te_lite.ops.nvtx import ENABLED, ranged
 from te_lite.ops.recorder import WANTED
 from te_lite.ops.transpose import PAD
-from te_lite.overlap.alone import Beside
 from te_lite.overlap.exchange import Place
+from te_lite.overlap.one_rank import Beside
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.identity import Identity
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_

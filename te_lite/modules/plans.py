@@ -15,7 +15,7 @@ from te_lite.functional.plan import LinearPlan, PlanInfo, one_read
 from te_lite.functional.recordings import Recordings
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
-from te_lite.overlap.alone import beside
+from te_lite.overlap.one_rank import beside
 from te_lite.overlap.userbuffers import exchanges_for, group_of
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.quantizer import GemmOperands, Site, observer, operands_for

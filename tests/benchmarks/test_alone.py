@@ -8,7 +8,7 @@ import torch
 import te_lite as te
 from benchmarks import alone
 from benchmarks.modules import Shape
-from te_lite.overlap.alone import FASTER
+from te_lite.overlap.one_rank import FASTER
 from tests import reference
 from tests.harness import leaf, under
 from tests.overlap.one_rank import Launches, force

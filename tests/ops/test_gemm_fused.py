@@ -46,7 +46,7 @@ def kinds() -> list[Kind]:
         some = [*ALWAYS, TURNS[turn % 3], *[SCALES_OF_8] * (turn % 2)]
         for i, types in enumerate([*ALWAYS, *TURNS, SCALES_OF_8] if split or narrow or columns == 224 else some):
             a, b, scales, out, ranks, b_t = types
-            ranks = 1 if act and ranks < 8 else ranks  # overlap/alone.py
+            ranks = 1 if act and ranks < 8 else ranks  # overlap/one_rank.py
             if (b_t and columns % 64) or (split and a not in FP8):
                 continue  # not offered
             most = [one for one in ACTS if grad and one.parameters]

@@ -30,7 +30,7 @@ CASES = [
     Case(8, 300, 64, 528, E4M3, scale="shard", bias=FP32),
     Case(3, 2570, 256, 1040, E4M3, scale="row", bias=BF16),  # eleven pairs of tiles a shard: two groups
     Case(4, 1, 96, 64, E4M3, scale="row"),  # as many scales as ranks
-    Case(1, 1100, 400, 1040, E4M3, E5M2, scale="tensor", bias=BF16),  # overlap/alone.py
+    Case(1, 1100, 400, 1040, E4M3, E5M2, scale="tensor", bias=BF16),  # overlap/one_rank.py
 ]
 READY, COUNTERS, WORD, DELTA, ABORT, SCALE = 3, 4, 5, 6, 7, 10  # places in what arguments() gives
 

@@ -120,7 +120,7 @@ def test_gradient_of_an_activation(case, one, fast, clusters, monkeypatch):
     Case(1, 512, 1040, 2080, E4M3, scale="row", bias=FP32),
 ], ids=str)  # fmt: skip
 def test_activation_on_one_rank(case, monkeypatch):
-    """As overlap/alone.py takes the kernel: nothing arrives, and no flag is there to be waited for."""
+    """As overlap/one_rank.py takes the kernel: nothing arrives, and no flag is there to be waited for."""
     test_activation_of_the_output(case, SWIGLU, 66, monkeypatch)
 
 

@@ -10,12 +10,12 @@ from te_lite.ops.cast import amax, transform
 from te_lite.ops.gemm import FP8, gemm, gemm_fp8
 from te_lite.ops.gemm_gather import Computed, act_refusal
 from te_lite.ops.source import act, dact
-from te_lite.overlap import alone, fused
+from te_lite.overlap import fused, one_rank
 
 
 def force(monkeypatch: pytest.MonkeyPatch, word: str = "1") -> None:
     """Plans built from now on are those of a Hopper GPU with TE_LITE_EPILOGUES=word."""
-    monkeypatch.setattr(alone, "unavailable", lambda device: "")
+    monkeypatch.setattr(one_rank, "unavailable", lambda device: "")
     monkeypatch.setenv("TE_LITE_EPILOGUES", word)
 
 
@@ -54,9 +54,9 @@ class Launches:
         monkeypatch.setattr(fused, "gemm_gather", noted)
         if cuda:
             return
-        original = alone.product_refusal
+        original = one_rank.product_refusal
         monkeypatch.setattr(
-            alone, "product_refusal", lambda g, a: original(g, a).replace("fused kernels need a GPU", "")
+            one_rank, "product_refusal", lambda g, a: original(g, a).replace("fused kernels need a GPU", "")
         )
-        monkeypatch.setattr(alone, "_words", lambda device: torch.zeros(2, dtype=torch.int32))
+        monkeypatch.setattr(one_rank, "_words", lambda device: torch.zeros(2, dtype=torch.int32))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

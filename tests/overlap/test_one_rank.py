@@ -11,8 +11,8 @@ from te_lite.functional.recordings import MOST_FLOPS
 from te_lite.modules.weights import join
 from te_lite.ops import gemm_fused
 from te_lite.ops.recorder import Recorder
-from te_lite.overlap import alone
-from te_lite.overlap.alone import ANYWHERE, Beside, Span
+from te_lite.overlap import one_rank
+from te_lite.overlap.one_rank import ANYWHERE, Beside, Span
 from te_lite.quantize.identity import Identity
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.quantizer import GemmQuantizers
@@ -136,7 +136,7 @@ def test_backward_decides_as_forward_did_of_a_joined_weight(monkeypatch):
     """Of which it has the parts alone: half the columns, for which the kernel would not be asked."""
     m = 48
     want, *_ = results(monkeypatch, "0", "delayed", m)
-    monkeypatch.setitem(alone._BY_WORD, "1", {("fp8", False): Span(least=m * 2 * FFN * K)})
+    monkeypatch.setitem(one_rank._BY_WORD, "1", {("fp8", False): Span(least=m * 2 * FFN * K)})
     force(monkeypatch)
     launches = Launches(monkeypatch)
     module = build(PLAIN, K, ffn=FFN, parameters=parameters())
@@ -153,7 +153,7 @@ def test_backward_decides_as_forward_did_of_a_joined_weight(monkeypatch):
 
 def test_by_default_small_layers_run_as_on_a_cpu(monkeypatch):
     """The table begins with products that no recording holds."""
-    assert all(2 * span.least > MOST_FLOPS for span in alone.FASTER.values())
+    assert all(2 * span.least > MOST_FLOPS for span in one_rank.FASTER.values())
     force(monkeypatch, "")
     launches = Launches(monkeypatch)
     step(build(PLAIN, K, ffn=FFN, parameters=parameters()), tokens(32), tokens(32, seed=3), "delayed")
@@ -188,7 +188,7 @@ WORK = 32 * K * FFN  # M * N * K of fc2's dgrad of 32 tokens; fc1's fprop has tw
 ])  # fmt: skip
 def test_a_module_asks_by_its_products(least, deepest, asked, monkeypatch):
     force(monkeypatch, "")
-    monkeypatch.setitem(alone._BY_WORD, "", {("amax", grad): Span(least, deepest) for grad in (False, True)})
+    monkeypatch.setitem(one_rank._BY_WORD, "", {("amax", grad): Span(least, deepest) for grad in (False, True)})
     launches = Launches(monkeypatch)
     step(build(PLAIN, K, ffn=FFN, parameters=parameters()), tokens(32), tokens(32, seed=3), "current")
     assert launches.wants == [("amax", grad) for grad in asked]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import te_lite as te
-from te_lite.overlap import alone
+from te_lite.overlap import one_rank
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
 from tests.harness import build, check, step, under
 from tests.overlap.one_rank import Launches
-from tests.overlap.test_alone import BOTH, PLAIN, WANTS
+from tests.overlap.test_one_rank import BOTH, PLAIN, WANTS
 from tests.reference import LN_MLP, Spec
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +78,7 @@ def test_streams_have_counters_of_their_own(recipe, launches):
     for i, out in enumerate(got):
         assert_bitwise_equal(f"call {i}", out, want[i % len(made)])
     keys = {(0, stream.cuda_stream) for stream in streams}
-    assert keys <= alone._WORDS.keys() and not any(words.any() for words in alone._WORDS.values())
+    assert keys <= one_rank._WORDS.keys() and not any(words.any() for words in one_rank._WORDS.values())
 
 
 def run(module, x, recipe):
