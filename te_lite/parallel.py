@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401
+
+# torch.distributed.nn is imported here since whoever imports it after a group was made, as any optimizer's step does by
+# way of torch._dynamo, keeps that group for good: it is the default of its functions. gloo's threads then outlive the
+# program, and abort at exit now and then.
 
 MODES = (None, "column", "row")
 

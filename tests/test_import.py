@@ -127,3 +127,24 @@ def test_sources_that_are_compiled_at_run_time_are_installed():
     installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["te_lite"]
     missing = [name for name in named if not any(fnmatch(f"csrc/{name}", pattern) for pattern in installed)]
     assert not missing, missing
+
+
+def test_a_group_is_free_when_it_is_destroyed():
+    """torch.distributed.nn keeps the group that is there when it is imported, which an optimizer's first step does."""
+    code = """
+import weakref
+import torch
+import torch.distributed as dist
+import te_lite
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+weight = torch.nn.Parameter(torch.ones(2))
+weight.grad = torch.ones(2)
+torch.optim.AdamW([weight]).step()
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+assert group() is None, "it is held"
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    kept = run(code.replace("import te_lite\n", ""))
+    assert kept.returncode != 0 and "it is held" in kept.stderr, "torch keeps it no longer: te_lite need not care"
