@@ -28,14 +28,14 @@ def _grad_and_again(plan: LinearPlan, dh: Source, needs: Needs, a: QTensor) -> A
 
 
 class Course(NamedTuple):
-    """Where activation(h) and h's gradient are computed.
+    """Where a = activation(h) and dh, the gradient of h, are computed.
 
-    want, grad: what fc1's fprop is to leave of a = activation(h), and fc2's dgrad of the gradient, as Epilogue.want.
-    a_again: a is not kept, backward computes it again; one_read: in the pass that computes the gradient.
+    want_a, want_dh: what fc1's fprop is to leave of a, and fc2's dgrad of dh, as Epilogue.want; "" where a pass over h
+    computes it. a_again: a is not kept, backward computes it again; one_read: in the pass that computes dh.
     """
 
-    want: str
-    grad: str
+    want_a: str
+    want_dh: str
     a_again: bool
     one_read: bool
 
@@ -65,21 +65,27 @@ class MLPLayer:
         """The same in forward and backward. tokens: rows of h on this rank. w1, w2: whole; in backward those of `call`
         may be parts."""
         (plan1, plan2), (need_ln, need_w1, need_h, need_w2, sums1, _) = call.plans, needs
+        # What the GEMMs' kernels leave: where they can, and where it is faster at this size. Of gathered tokens the
+        # exchange decides.
+        want_a = want_dh = ""
+        if self.activation.fused and plan1.makes[0]:
+            want_a = plan2.x_from_gemm
+        if want_a and not plan1.gathers_x:
+            want_a = plan1.from_gemm(want_a, tokens, w1)
+        # A bias' gradient sums dh over tokens, which no GEMM does.
+        if self.activation.fused and plan2.makes[1] and need_h and sums1 is None:
+            want_dh = plan1.dy_from_gemm
+        if want_dh == "fp8" and not (need_ln and need_w1):
+            want_dh = ""
+        if want_dh and not plan2.gathers_dy:
+            want_dh = plan2.from_gemm(want_dh, tokens, w2, grad=True)
+
         a_again = need_h and need_w2 and plan2.recomputes_x
         one_read = a_again and plan2.one_read and (need_ln or need_w1)
-        fused = self.activation.fused
-        want = plan2.x_from_gemm if fused and plan1.makes[0] else ""
-        grad = plan1.dy_from_gemm if fused and plan2.makes[1] and need_h else ""
-        if sums1 is not None or (grad == "fp8" and not (need_ln and need_w1)):
-            grad = ""  # a bias' gradient sums that of h over tokens, which no GEMM does
-        if want and not plan1.gathers_x:
-            want = plan1.from_gemm(want, tokens, w1)
-        if grad and not plan2.gathers_dy:
-            grad = plan2.from_gemm(grad, tokens, w2, grad=True)
-        if one_read and grad and grad != "amax":
+        if one_read and want_dh not in ("", "amax"):
             # No pass reads h, so a costs a read of its own. In fp8 that is less than what the kernel saves.
-            a_again, one_read = grad == "fp8" or plan2.recomputes_apart, False
-        return Course(want, grad, a_again, one_read)
+            a_again, one_read = want_dh == "fp8" or plan2.recomputes_apart, False
+        return Course(want_a, want_dh, a_again, one_read)
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         (plan1, plan2), (need_ln, need_w1, need_h, need_w2, *_) = call.plans, needs
@@ -87,8 +93,8 @@ class MLPLayer:
         operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         tokens, width = x.numel() // x.shape[-1], w2.shape[1]
         gathered = tokens * plan1.tp.size if plan1.gathers_x else tokens
-        want, _, a_again, _ = self._course(call, needs, gathered, w1, w2)
-        epilogue = Activate(plan2.operands.fprop.a, activation, want, col=need_w2 and not a_again)
+        want_a, _, a_again, _ = self._course(call, needs, gathered, w1, w2)
+        epilogue = Activate(plan2.operands.fprop.a, activation, want_a, col=need_w2 and not a_again)
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
         if need_w2 and not a_again:
             saved += plan2.bytes_saved(gathered, width)
@@ -115,8 +121,8 @@ class MLPLayer:
         activate_grad = norm_grad = dx = dw1 = db1 = None
         a_again = one_read = False
         if need_h:
-            _, want, a_again, one_read = self._course(call, back.needs, h.shape[0], w1, w2)
-            activate_grad = ActivateGrad(plan1.operands.dgrad.a, activation, want, h)
+            _, want_dh, a_again, one_read = self._course(call, back.needs, h.shape[0], w1, w2)
+            activate_grad = ActivateGrad(plan1.operands.dgrad.a, activation, want_dh, h)
         grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, sums2))
         if a_again and not one_read:
             a = plan2.operands.wgrad.b.again(Source("act", h, activation=activation), a)

@@ -156,30 +156,30 @@ class Row(Unsplit):
     def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Results:
         """dy = all_gather(dy), dy_wgrad = all_gather(dy_wgrad);  dx = dgrad(dy);  dw = wgrad(dy_wgrad, x)"""
         self.dgrad.place.note = self.wgrad.place.note = None
-        by_rows: Any = None  # a Collective
+        by_rows: Any = None  # the exchange that gathers dy by row, where somebody reads it so
+        by_columns: Any = None  # likewise dy_wgrad by column
         rows: Any = None  # its Gathering
-        by_columns = columns = dx = dw = None
-        one = wgrad is not None and dy_wgrad is dy and dy.format.col_from_row  # gather serves both
-        if dgrad is not None or one:
+        columns = dx = dw = None
+        shared = wgrad is not None and dy_wgrad is dy and dy.format.col_from_row  # rows serve wgrad too
+        if dgrad is not None or shared:
             by_rows = self.dgrad.settled(dy, dgrad, "row")
-        if wgrad is not None and not (one and dgrad is None):
-            wide = 0 if dgrad is None else dgrad.b.shape[1]
-            if not one or (wide >= COLUMNS_HIDE and self.gathers_columns(dy.format, dy.shape[0], dy.shape[1], wide)):
-                by_columns = self.wgrad.settled(dy_wgrad, None, "col")
-                if one and not (by_rows.hides and by_columns.hides):
-                    by_columns = None
-        one = one and by_columns is None
+        if wgrad is not None and not shared:
+            by_columns = self.wgrad.settled(dy_wgrad, None, "col")
+        elif shared and dgrad is not None and (width := dgrad.b.shape[1]) >= COLUMNS_HIDE:
+            if self.gathers_columns(dy.format, dy.shape[0], dy.shape[1], width):
+                by_columns = self.wgrad.settled(dy, None, "col")
+                shared = not (by_rows.hides and by_columns.hides)
         with self.dgrad.operation(_BACKWARD[dgrad is not None, wgrad is not None], dy_wgrad if dy is None else dy):
             if by_rows is not None:
-                rows = by_rows.all_gather(dy, "row", multiplied=dgrad is not None, whole=one)
-            if by_columns is not None:
+                rows = by_rows.all_gather(dy, "row", multiplied=dgrad is not None, whole=shared)
+            if by_columns is not None and not shared:
                 columns = by_columns.all_gather(dy_wgrad, "col")
             if dgrad is not None:
                 dx = by_rows.all_gather_gemm(dgrad, rows)
-            if rows is not None and not one:
+            if rows is not None and not shared:
                 rows.close()  # now: behind wgrad, the close of columns would wait until this one's flags are set
-            read: Any = rows if one else columns
             if wgrad is not None:
+                read: Any = rows if shared else columns
                 dw = wgrad(read.whole(), x)
                 read.close()
         return dx, dw

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,13 +150,21 @@ class PlanInfo(NamedTuple):
     reason: str
 
 
+class Recompute(Enum):
+    """Where backward computes and quantizes a linear's input again, in place of keeping it, if what it is computed from
+    is kept: nowhere; in a pass that reads that anyway (one_read()); also in a pass of its own."""
+
+    NOWHERE = 0
+    BESIDE = 1
+    APART = 2
+
+
 class LinearPlan:
     """One linear: y = x @ w^T + b.
 
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
-    recompute: the input had better be computed and quantized again than kept, where what it is computed from is kept.
-    recompute_apart: also where a read of its own is needed for that. one_read: see one_read().
+    before: the plan of the linear whose output the input is computed from, if any; recompute: what is then asked for.
     beside: what of fprop's and dgrad's product a kernel computes where no tokens are gathered; None: nothing.
     compiled: in a graph of torch.compile, which serves any number of tokens.
     info: for the report, None where it shows no row. The rest follows from these.
@@ -163,11 +172,11 @@ class LinearPlan:
 
     def __init__(
         self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
-        keep_original: bool = False, info: PlanInfo | None = None, recompute: bool = False, one_read: bool = False,
-        compiled: bool = False, recompute_apart: bool = False, beside: tuple[Beside, Beside] | None = None,
+        keep_original: bool = False, info: PlanInfo | None = None, before: LinearPlan | None = None,
+        recompute: Recompute = Recompute.NOWHERE, compiled: bool = False, beside: tuple[Beside, Beside] | None = None,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
-        self.keep_original, self.info, self.one_read, self.compiled = keep_original, info, one_read, compiled
+        self.keep_original, self.info, self.compiled = keep_original, info, compiled
         self.tp = tp = parallel.tp
         fprop, dgrad, wgrad = operands.fprop, operands.dgrad, operands.wgrad
         self.x_is_wgrads = wgrad.b is fprop.a  # fprop and wgrad read the same quantized x
@@ -182,8 +191,12 @@ class LinearPlan:
         # Kept a byte an element: x; the weight, in either layout, with one scale for all.
         self.x_in_bytes = _is_bytes(wgrad.b.format) and not keep_original
         self.w_in_bytes = self.w_is_dgrads and _is_bytes(fprop.b.format)
-        self.recomputes_x = recompute and not sink.late  # wgrad after backward would need h until then
-        self.recomputes_apart = recompute_apart and not sink.late
+        self.one_read = before is not None and one_read(before, operands, tp)
+        if before is None or sink.late:  # wgrad after backward would need what the input is computed from until then
+            recompute = Recompute.NOWHERE
+        self.recomputes_apart = recompute is Recompute.APART
+        quantized_beside = self.one_read and bool(fprop.a.format.label)
+        self.recomputes_x = self.recomputes_apart or (recompute is Recompute.BESIDE and quantized_beside)
         self._beside = beside
         # Whether a kernel may leave something of fprop's and of dgrad's product for the next GEMM. Where tokens are
         # gathered, the exchange knows.

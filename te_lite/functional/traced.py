@@ -22,7 +22,7 @@ from te_lite.functional.layernorm_mlp import MLPLayer
 from te_lite.functional.linear import LINEAR
 from te_lite.functional.norm import NormSpec
 from te_lite.functional.parallel import Unsplit
-from te_lite.functional.plan import LinearPlan, WgradSink, one_read
+from te_lite.functional.plan import LinearPlan, Recompute, WgradSink
 from te_lite.kept import sources
 from te_lite.ops.activation import Activation
 from te_lite.overlap.collective import Collective
@@ -38,15 +38,15 @@ from te_lite.recipe import HighPrecision, Recipe
 class Kind:
     """What a compiled call is, but for its tensors: a value, so that modules that are alike share what is compiled.
 
-    fits: of each linear, whether `recipe` quantizes it. keep_original: LinearPlan's. recomputes: the module's
-    _recomputes. norm, activation: None where there is none. parts: of the first weight.
+    fits: of each linear, whether `recipe` quantizes it. keep_original, recompute: LinearPlan's. norm, activation: None
+    where there is none. parts: of the first weight.
     """
 
     recipe: Recipe
     dtype: torch.dtype
     fits: tuple[bool, ...]
     keep_original: bool
-    recomputes: tuple[bool, ...]
+    recompute: Recompute
     norm: NormSpec | None
     activation: Activation | None
     parts: int
@@ -58,9 +58,10 @@ class Kind:
         recipe = self.recipe if self.fits[index] else HighPrecision()
         operands = operands_for(recipe, Site(index, self.dtype, tp, states.__getitem__, None))
         fprop, dgrad, wgrad = (Collective(Place(tp, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
-        parallel, once = Unsplit(tp, (fprop, dgrad, wgrad)), before is not None and one_read(before, operands, tp)
-        again = before is not None and self.recomputes[once and bool(operands.fprop.a.format.label)]
-        return LinearPlan(operands, parallel, WgradSink(), self.dtype, self.keep_original, None, again, once, True)
+        return LinearPlan(
+            operands, Unsplit(tp, (fprop, dgrad, wgrad)), WgradSink(), self.dtype, self.keep_original, None, before,
+            self.recompute, compiled=True,
+        )  # fmt: skip
 
 
 _kinds: dict[str, Kind] = {}

@@ -16,7 +16,7 @@ from te_lite import epoch
 from te_lite.arguments import flag
 from te_lite.autocast import OPEN, Pass, State
 from te_lite.functional.layer import PLAIN, Call
-from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, WgradSink
+from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, Recompute, WgradSink
 from te_lite.functional.shared_input import SharedInput
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
@@ -58,7 +58,7 @@ class TeLiteModule(SpecModule):
     gemm_names: tuple[str, ...] = ("",)
     save_original_input = False
     # LinearPlan's recompute, of a linear that follows another: where it takes time, where it takes about none.
-    _recomputes = False, False
+    _recompute = Recompute.NOWHERE
     _graph_scales: GraphScales
     _layer: Any  # see layer_of()
     _default: State | None = None  # what a call follows where no autocast is open

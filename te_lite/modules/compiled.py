@@ -70,7 +70,7 @@ def _made(value: Any) -> Any:
 
 @constant
 def _name(recipe: Any, dtype: Any, shapes: Any, options: Any, norm: Any, activation: Any, parts: int) -> str:
-    """Of the Kind. shapes: of the weights. options: its keep_original and recomputes. parts: of the first weight."""
+    """Of the Kind. shapes: of the weights. options: its keep_original and recompute. parts: of the first weight."""
     made = HighPrecision() if recipe is None else _made(recipe)
     fits = tuple([all(size % made.feature_multiple == 0 for size in shape) for shape in shapes])
     spec = None if norm is None else NormSpec(_made(norm[0]), *norm[1:])
@@ -163,7 +163,7 @@ def _computed(module: Any, inp: Tensor, params: list, parts: list, recipe: Any) 
     first, linears_here = 2 * normed, len(module.gemm_names)
     shapes = [tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]]
     shapes[0] = sum([part.shape[0] for part in parts], shapes[0][0]), shapes[0][1]
-    options = module.save_original_input, module._recomputes
+    options = module.save_original_input, module._recompute
     name = _name(recipe, _amp_dtype(inp), tuple(shapes), options, norm, activation, 1 + len(parts))
     return linears(name, inp, *params, *parts)
 

@@ -13,6 +13,7 @@ from te_lite.arguments import flag
 from te_lite.checkpoint import checkpoint as recompute
 from te_lite.functional.layer import run_layer
 from te_lite.functional.layernorm_mlp import MLPLayer
+from te_lite.functional.plan import Recompute
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.linear import add_linear
 from te_lite.modules.norm import layer_of
@@ -90,7 +91,9 @@ class LayerNormMLP(TeLiteModule):
         asked = flag("LayerNormMLP", "recompute_activation", recompute_activation)
         self.recompute_activation = None if recompute_activation is None else asked
         cheap = recomputation_cost(hidden_size, act.glu) <= MOST_COST
-        self._recomputes = (cheap, True) if recompute_activation is None else (asked, asked)
+        self._recompute = Recompute.APART if cheap else Recompute.BESIDE
+        if recompute_activation is not None:
+            self._recompute = Recompute.APART if asked else Recompute.NOWHERE
         self.hidden_size = hidden_size
         wide = ffn_hidden_size * (2 if act.glu else 1)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_lite.autocast import Pass, State
 from te_lite.functional.parallel import parallel_linear
-from te_lite.functional.plan import LinearPlan, PlanInfo, one_read
+from te_lite.functional.plan import LinearPlan, PlanInfo
 from te_lite.functional.recordings import Recordings
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
@@ -109,11 +109,9 @@ def _build_plan(
     name, reason = short if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
     info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)
     parallel = parallel_linear(tp, exchanges)
-    sink, once = module._sinks[index], before is not None and one_read(before, operands, tp)
-    recompute = before is not None and module._recomputes[once and bool(operands.fprop.a.format.label)]
     plan = LinearPlan(
-        operands, parallel, sink, dtype, module.save_original_input, info, recompute, once,
-        recompute_apart=module._recomputes[0], beside=beside(operands, dtype, device),
+        operands, parallel, module._sinks[index], dtype, module.save_original_input, info, before, module._recompute,
+        beside=beside(operands, dtype, device),
     )  # fmt: skip
     stateless = used.is_fp8 and not (used.delayed() or used.custom() or calibrating or watching is not None)
     if module._shared is not None and stateless and plan.x_is_wgrads and not tp.gathers_input:

@@ -52,14 +52,16 @@ def test_host_profile_shares():
 
 
 def test_host_profile_of_a_module():
-    options = ("--device", "cpu", "--profile", "60", "--modules", "Linear", "--recipes", "bf16")
+    options = ("--device", "cpu", "--profile", "60", "--modules", "Linear", "--recipes", "current")
     text = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "modules.py", *options], check=True, capture_output=True, text=True
     ).stdout
-    whole, forward = map(int, re.search(r"Linear bf16: host (\d+) us a step, (\d+) of it the forward", text).groups())
+    whole, forward = map(
+        int, re.search(r"Linear current: host (\d+) us a step, (\d+) of it the forward", text).groups()
+    )
     assert 0 < forward < whole
     lines = text.rpartition("by the line and what it calls")[2]
-    for name in ("linear_forward", "linear_backward"):
+    for name in ("linear_forward", "quantize_grad"):  # of forward, of backward
         found = [float(us) for us in re.findall(rf"([\d.]+)  functional/linear.py:\d+ {name}\n", lines)]
         assert found and 0 < max(found) < whole
 
