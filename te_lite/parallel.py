@@ -43,6 +43,24 @@ class TensorParallel:
         return self.active and self.sequence_parallel and self.mode == "row"
 
 
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether destroy_process_group() has ended it, or the world."""
+    try:
+        return not dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The group's ranks, by their numbers in the world; RuntimeError where it was destroyed."""
+    if is_destroyed(group):
+        raise RuntimeError(
+            "a process group that was destroyed is still in use: call destroy_ub(), give modules another group by "
+            "set_tensor_parallel_group(group), and pass it to the verbs"
+        )
+    return tuple(dist.get_process_group_ranks(group))
+
+
 def shard(features: int, tp_size: int, what: str) -> int:
     """`features` / tp_size, or a ValueError naming `what`."""
     if features % tp_size:

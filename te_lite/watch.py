@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from torch import Tensor
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.recorder import OPEN, called
 from te_lite.ops.registry import capturing
+from te_lite.parallel import ranks_of
 
 CHECK_RANKS = os.environ.get("TE_LITE_CHECK_RANKS", "cpu")
 if CHECK_RANKS not in ("cpu", "1", "0"):
@@ -47,6 +49,23 @@ class Watch(Protocol):
 
 
 watches: dict[tuple[int, ...], Watch] = {}  # by ranks
+_world: Callable[[], Any] = type(None)  # weakly, the world that these are ranks of
+
+
+def watch(ranks: tuple[int, ...], by: Watch) -> None:
+    """From now on `by` watches these ranks."""
+    global _world
+    watches[ranks], _world = by, weakref.ref(dist.group.WORLD)
+
+
+def check_world() -> None:
+    """RuntimeError where torch.distributed was left and begun again since userbuffers were made: its ranks may have
+    other numbers now."""
+    if watches and _world() is not dist.group.WORLD:
+        raise RuntimeError(
+            "userbuffers belong to a process group that was destroyed since they were made: call destroy_ub(), then "
+            "initialize_ub() in the new one"
+        )
 
 
 def collective(
@@ -56,10 +75,14 @@ def collective(
     rank, where ranks have come to different ones and are watched or compared. given: all that it reads and writes."""
     if watches or compares(tensor.device):
         text = f"{what}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        members = dist.get_process_group_ranks(group) if watches else ()
-        for ranks, watch in watches.items():
+        members: tuple[int, ...] = ()
+        if watches:
+            members = ranks_of(group)
+            if _world() is not dist.group.WORLD:
+                check_world()
+        for ranks, one in watches.items():
             if set(ranks).issubset(members):
-                watch.meet(text)
+                one.meet(text)
         compare(text, group, tensor.device)
     if not tensor.numel():
         return
@@ -85,8 +108,8 @@ def _name_failed() -> None:
     """Raises the error of a rank that has failed, as soon as one is known."""
     deadline = time.monotonic() + NAMING_S
     while watches and time.monotonic() < deadline:
-        for watch in list(watches.values()):
-            watch.check()
+        for one in list(watches.values()):
+            one.check()
         time.sleep(0.01)
 
 
@@ -109,7 +132,7 @@ def compare(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
         return
     texts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text, group)
-    said = list(zip(dist.get_process_group_ranks(group), texts, strict=True))
+    said = list(zip(ranks_of(group), texts, strict=True))
     found = (f"ranks {[rank for rank, other in said if other == one]}: {one}" for one in dict.fromkeys(texts))
     raise RuntimeError(
         f"the ranks of a group do not run the same: {'; '.join(found)}. All must call the same modules in the same "
@@ -121,21 +144,25 @@ def compare(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
 @ranged("te_lite.amax_all_reduce")
 def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:
     """values, not negative and no nan, becomes its elementwise maximum over the group."""
-    watch = _watch(group)
-    if watch is not None and values.numel() and watch.maximum(what, values, elementwise=True) is not None:
+    by = _watch(group)
+    if by is not None and values.numel() and by.maximum(what, values, elementwise=True) is not None:
         return
     collective(what, values, group, partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group), values)
 
 
 def _watch(group: dist.ProcessGroup) -> Watch | None:
     """Of userbuffers of exactly the group's ranks."""
-    return watches.get(tuple(dist.get_process_group_ranks(group))) if watches else None
+    if not watches:
+        return None
+    if _world() is not dist.group.WORLD:  # no call where all is well, for a step comes here often
+        check_world()
+    return watches.get(ranks_of(group))
 
 
 def group_max(what: str, partials: Tensor, group: dist.ProcessGroup) -> Tensor:
     """fp32 [1]: the largest of the partials [P] of all ranks of the group, which are not negative and no nan."""
-    watch = _watch(group)
-    largest = None if watch is None else watch.maximum(what, partials, elementwise=False)
+    by = _watch(group)
+    largest = None if by is None else by.maximum(what, partials, elementwise=False)
     if largest is None:
         largest = partials.new_empty(1)
         called(_largest_into, partials, largest)

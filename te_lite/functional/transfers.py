@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -45,9 +46,10 @@ class Transfer:
         self.verb, self.group, self.dim, self.strict = verb, group, dim, strict
         self.back: Transfer | None = None
         self._result: Tensor | None = None
-        x = x.detach().movedim(dim, 0)
-        self._rest, self._dtype, self.text = x.shape[1:], x.dtype, f"te.{verb}, {x.dtype} {list(x.shape)}"
-        found, tp = group_of(group, x.device), TensorParallel("column", dist.get_world_size(group), group, True)
+        x = x.detach().resolve_conj().resolve_neg().movedim(dim, 0)  # of what torch does lazily no bytes are there
+        self._rest, self.text = x.shape[1:], f"te.{verb}(dim={dim}), {x.dtype} {list(x.shape)}"
+        tp = TensorParallel("column", dist.get_world_size(group), group, True)
+        found = group_of(group, x.device) if tp.active else "the group has one rank"
         if isinstance(found, str) and strict:
             raise RuntimeError(f"te.{verb}: overlap was asked for and does not happen: {found}; or leave strict out")
         x = x.contiguous().view(x.shape[0], self._rest.numel())
@@ -67,15 +69,16 @@ class Transfer:
         with ub.operation(self.text):
             begun: Any = bulk.all_gather(q, "row") if gathers else bulk.reduce_scatter(gemm, x)
         use: Gather | Scatter = begun if gathers else begun.scatter
-        use.buffer.held[use.slot] = self.result
+        held, slot, verb, text, own = use.buffer.held, use.slot, self.verb, self.text, weakref.WeakMethod(self.result)
+        held[slot] = self.result
 
-        def finish() -> Tensor:
+        def finish() -> Tensor:  # without self, which has it
             if ub.closed:
-                raise RuntimeError(f"te.{self.verb}: destroy_ub() has ended its userbuffers before wait(); wait first")
-            if use.buffer.held.get(use.slot) == self.result:
-                del use.buffer.held[use.slot]
+                raise RuntimeError(f"te.{verb}: destroy_ub() has ended its userbuffers before wait(); wait first")
+            if held.get(slot) == own():
+                del held[slot]
             with ExitStack() as on_error, torch.inference_mode(False):
-                on_error.push(Operation(ub, self.text))  # tells the others; not announced again
+                on_error.push(Operation(ub, text))  # tells the others; not announced again
                 if not gathers:
                     return begun.result()
                 whole: Any = begun.whole().map(torch.clone).row
@@ -85,9 +88,9 @@ class Transfer:
         return finish
 
     def _collectively(self, x: Tensor) -> Callable[[], Tensor]:
-        size, works = dist.get_world_size(self.group), list[Any]()
-        if self.verb == "all_gather":
-            x = x.view(torch.uint8) if x.itemsize == 1 else x  # not every backend knows fp8
+        size, works, dtype, gathers = dist.get_world_size(self.group), list[Any](), x.dtype, self.verb == "all_gather"
+        if gathers:
+            x = x.view(torch.uint8)  # no backend knows every dtype
             run, out = _all_gather_into, x.new_empty(x.shape[0] * size, x.shape[1])
         else:
             x = x.to(_wire_dtype(self.group, x.dtype))
@@ -97,7 +100,7 @@ class Transfer:
         def finish() -> Tensor:
             for work in works:
                 work.wait()
-            return out.view(self._dtype) if out.itemsize == self._dtype.itemsize else out.to(self._dtype)
+            return out.view(dtype) if gathers else out.to(dtype)
 
         return finish
 
@@ -143,8 +146,9 @@ class End(torch.autograd.Function):
 class Handle:
     """An exchange that has begun. wait() gives its result, in memory of the caller's own; every call the same tensor.
 
-    What was given must not be written to before. A handle that is dropped without wait() warns: its result is lost.
-    Nobody hangs: what it sends is on its way, and what it receives is taken when the slot is needed again.
+    What was given must not be written to before. A handle that is dropped without wait() warns: its result is lost. Not
+    in a backward: a checkpoint's recomputation ends early. Nobody hangs: what it sends is on its way, and what it
+    receives is taken when the slot is needed again.
     """
 
     _out: Tensor | None = None
@@ -152,7 +156,7 @@ class Handle:
 
     def __init__(self, verb: str, x: Tensor, group: dist.ProcessGroup, dim: int, strict: bool) -> None:
         self._transfer = Transfer(verb, x, group, dim, strict)
-        self._waited = False
+        self._waited = torch._C._current_graph_task_id() != -1
         self._token = Begin.apply(x, self._transfer)
 
     def wait(self) -> Tensor:

@@ -17,7 +17,7 @@ from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
 from te_lite.overlap.one_rank import beside
 from te_lite.overlap.userbuffers import exchanges_for, group_of
-from te_lite.parallel import TensorParallel
+from te_lite.parallel import TensorParallel, ranks_of
 from te_lite.quantize.quantizer import GemmOperands, Site, observer, operands_for
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import HighPrecision, Recipe
@@ -82,6 +82,8 @@ def _build_plan(
     mode, gemm_name, device = module._modes[index], module.gemm_names[index], weight.device
     shape = weight.shape[1], weight.shape[0]
     tp = TensorParallel(mode, module.tp_size, module.tp_group, module.sequence_parallel)
+    if tp.active:
+        ranks_of(tp.group)  # refuses one that was destroyed
     multiple = recipe.feature_multiple
     fits = not recipe.is_fp8 or all(size % multiple == 0 for size in shape)
     used: Recipe = recipe if fits else HighPrecision()

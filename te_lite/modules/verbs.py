@@ -37,7 +37,7 @@ from te_lite.overlap.collective import Collective
 from te_lite.overlap.exchange import Place
 from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.userbuffers import GEMMS, Exchanges, group_of
-from te_lite.parallel import TensorParallel, group_size
+from te_lite.parallel import TensorParallel, group_size, is_destroyed
 from te_lite.quantize import replay
 from te_lite.recipe import HighPrecision, Recipe, as_recipe
 from te_lite.tables import warn_once
@@ -76,9 +76,16 @@ class DelayedScales(nn.Module):
         return self.__dict__ | {"plans": {}}
 
 
-_plans: dict[tuple, Planned] = {}  # of calls without DelayedScales
+_plans: dict[tuple, Planned] = {}  # of calls without DelayedScales. A key: the verb, its group, ..., epoch.number
 atexit.register(_plans.clear)  # they hold process groups, which must not outlive torch.distributed
 _outstanding = replay.Outstanding()
+
+
+def _forget_stale_plans() -> None:
+    """Of userbuffers that have gone, and of groups that were destroyed, whose threads and files they would keep."""
+    for key in list(_plans):
+        if key[-1] != epoch.number or is_destroyed(key[1]):
+            _plans.pop(key, None)
 
 
 def _eager(function: Callable[P, T]) -> Callable[P, T]:
@@ -110,6 +117,11 @@ def _exchanges(verb: str, tp: TensorParallel, n: int, device: torch.device, over
     strict = strict or found.strict
     each = zip(GEMMS, methods, strict=True)
     return tuple([EXCHANGES[method](Place(tp, gemm, found, method, text, strict=strict)) for gemm, method in each])
+
+
+def _strict(verb: str, strict: Any) -> bool:
+    """Of a call, or of the open te.autocast."""
+    return flag(f"te.{verb}", "strict", strict) or bool(OPEN.stack and OPEN.stack[-1].strict)
 
 
 def _group(verb: str, group: Any) -> int:
@@ -170,7 +182,7 @@ def _planned(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, gro
         used = HighPrecision()
     Pass.any_module = True
     tp, n = TensorParallel(mode, size, group, True), len(weights)
-    exchanges = _exchanges(verb, tp, n, x.device, overlap, strict, f"te.{verb} of {shapes}, recipe {used},")
+    exchanges = _exchanges(verb, tp, n, x.device, overlap, strict, f"te.{verb}(dim={dim}) of {shapes}, recipe {used},")
     parallel = (parallel_linear if n == 1 else Prepared)(tp, exchanges)
     states = None if scales is None else scales.states
     operands = [quantizers(used, state, i, dtype, tp, x.device, states) for i in range(n)]
@@ -179,8 +191,7 @@ def _planned(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, gro
 
 def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: Any,
             recipe: Any, scales: Any, overlap: str | None, strict: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    grad, context = torch.is_grad_enabled(), OPEN.stack[-1] if OPEN.stack else None
-    strict = flag(f"te.{verb}", "strict", strict) or (context is not None and context.strict)
+    grad, context, strict = torch.is_grad_enabled(), OPEN.stack[-1] if OPEN.stack else None, _strict(verb, strict)
     state = context.state if context is not None and recipe is None else None
     if recipe is None and (torch._C._current_graph_task_id() != -1 or replay.OPEN.frames):  # perhaps computed again
         state = replay.recall(f"state of te.{verb}", partial(checks.followed, f"te.{verb}", _outstanding, state))
@@ -198,6 +209,7 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     kept = scales.plans if delayed else _plans
     planned = kept.get(key)
     if planned is None:
+        _forget_stale_plans()
         if delayed or len(kept) >= MOST_PLANS:  # a second plan of the same scales would go on with those of before
             kept.clear()
         asked = (group, dim, recipe, scales, overlap, strict, state)
@@ -284,7 +296,7 @@ def all_gather(x_shard: Tensor, group: dist.ProcessGroup, *, dim: int = 0, stric
     """
     _group("all_gather", group)
     dim = _dimension("all_gather", x_shard, dim, True)
-    return Handle("all_gather", x_shard, group, dim, flag("te.all_gather", "strict", strict))
+    return Handle("all_gather", x_shard, group, dim, _strict("all_gather", strict))
 
 
 @_eager
@@ -299,4 +311,4 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, dim: int = 0, strict:
     if x.shape[dim] % size or x.dtype not in DTYPES:
         rule = f"must be bfloat16, float16 or float32, and dimension {dim} a multiple of the group's {size} ranks"
         raise ValueError(f"te.reduce_scatter got {x.dtype} {list(x.shape)}: {rule}; cast or pad it")
-    return Handle("reduce_scatter", x, group, dim, flag("te.reduce_scatter", "strict", strict))
+    return Handle("reduce_scatter", x, group, dim, _strict("reduce_scatter", strict))

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from te_lite.parallel import ranks_of
+
 T = TypeVar("T")
 
 BACKENDS = (None, "gloo", "nccl", "mpi")
@@ -49,7 +51,7 @@ class Rendezvous:
         world, rank = dist.get_world_size(), dist.get_rank()
         if tp_group is not None and dist.get_rank(tp_group) < 0:
             raise ValueError(f"tp_group does not contain this rank, {rank}; pass the group that it belongs to")
-        self.ranks = everyone = tuple(range(world) if tp_group is None else dist.get_process_group_ranks(tp_group))
+        self.ranks = everyone = tuple(range(world)) if tp_group is None else ranks_of(tp_group)
         self._places: dict[int, tuple[str, int]] = {}  # rank -> host and process
         said = self._gather(((host_identity(), os.getpid()), f"tp_size={tp_size}", f"bootstrap_backend={backend!r}"))
         self._places = {one: place for one, (place, *_) in zip(everyone, said, strict=True)}

@@ -92,7 +92,7 @@ class Place:
     def text(self, what: str, q: QTensor | Tensor, gemm: Gemm | None = None) -> str:
         """What the ranks must agree on. q: what is moved, or multiplied by `gemm`."""
         if self.group is None:
-            return what
+            return f"{self.label} {what}".lstrip()
         by = "" if gemm is None else f" x {gemm.columns}"
         label = getattr(getattr(q, "format", None), "label", "") or str(q.dtype).removeprefix("torch.")
         return f"{self.label} {what}, {self.tp.mode}-parallel, {label} {list(q.shape)}{by}{self.recipe}"

@@ -22,8 +22,8 @@ from te_lite.overlap.exchange import Place
 from te_lite.overlap.exchanges import EXCHANGES
 from te_lite.overlap.group import Group
 from te_lite.overlap.symmetric import SymmetricMemory
-from te_lite.parallel import TensorParallel
-from te_lite.watch import watches
+from te_lite.parallel import TensorParallel, ranks_of
+from te_lite.watch import check_world, watch, watches
 
 UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 
@@ -110,7 +110,8 @@ def initialize_ub(
         try:
             options = {"strict": strict, "graphs": cuda_graphs, "symmetric": symmetric_bytes}
             group = Group(exchange, place, tokens, hidden, dtype, layers, **options)
-            _groups[ranks] = watches[ranks] = group
+            _groups[ranks] = group
+            watch(ranks, group)
         except BootstrapError as error:
             if strict:
                 raise
@@ -140,10 +141,11 @@ def groups() -> list[Group]:
     return [group for group in _groups.values() if isinstance(group, Group)]
 
 
-def group_of(ranks_of: dist.ProcessGroup, device: torch.device) -> Group | str:
+def group_of(group: dist.ProcessGroup, device: torch.device) -> Group | str:
     """The userbuffers of exactly these ranks, for tensors on `device`, or why there are none."""
-    ranks = dist.get_process_group_ranks(ranks_of)
-    found = _groups.get(tuple(ranks), f"no userbuffers for the ranks {ranks}: call initialize_ub(..., tp_group=...)")
+    check_world()
+    ranks = ranks_of(group)
+    found = _groups.get(ranks, f"no userbuffers for the ranks {[*ranks]}: call initialize_ub(..., tp_group=...)")
     if isinstance(found, Group) and found.device != device:
         return f"activations are on {device}, userbuffers on {found.device}: call initialize_ub(..., device=...)"
     return found

@@ -69,6 +69,8 @@ class ScaleState:
         """The pool for states like this one, which takes it up at the next update."""
         owner = self.key.owner
         with owner.lock:
+            # A pool keeps its group, and is dropped by an update only where it was used before.
+            owner.pools = [pool for pool in owner.pools if pool.fixed or len(pool.members)]
             free = (pool for pool in owner.pools if pool.key == self.key and not pool.fixed)
             self.pool = next(free, None) or Pool(self.key)
             self.pool.members[self], self.pool.merged = None, 0

@@ -17,7 +17,7 @@ from te_lite.ops.gemm import apart, gemm_fp8
 from te_lite.ops.norm import Formula, norm_cast
 from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import PAD, transpose
-from te_lite.parallel import TensorParallel
+from te_lite.parallel import TensorParallel, ranks_of
 from te_lite.quantize.delayed import ScaleState
 from te_lite.quantize.identity import HIGH_PRECISION, Calibrating, Identity
 from te_lite.quantize.qtensor import Fp8Format, Held, Layout, QTensor, Scaled, TensorFormat
@@ -212,8 +212,8 @@ def _check_delayed(recipe: DelayedScaling, tp: TensorParallel, amax_group: dist.
             "DelayedScaling(reduce_amax=False) with sequence parallelism: ranks would scale shards of one tensor "
             "differently; use reduce_amax=True or Float8CurrentScaling"
         )
-    ranks = set(dist.get_process_group_ranks(amax_group))
-    missing = set(dist.get_process_group_ranks(tp.group)) - ranks
+    ranks = set(ranks_of(amax_group or tp.group))
+    missing = set(ranks_of(tp.group)) - ranks
     if missing:
         raise ValueError(
             f"amax group {sorted(ranks)} lacks tensor-parallel ranks {sorted(missing)}: with sequence parallelism it "

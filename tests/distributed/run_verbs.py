@@ -34,6 +34,7 @@ from te_lite.testing.numerics import assert_bitwise_equal  # noqa: E402
 from tests.distributed.overlapping import begin, in_eighths, poison, specified  # noqa: E402
 from tests.distributed.suites import run_checks  # noqa: E402
 from tests.distributed.verbs_checks import CHECKS as OTHERS  # noqa: E402
+from tests.distributed.verbs_hostile import HOSTILE  # noqa: E402
 from tests.distributed.verbs_symmetric import symmetric  # noqa: E402
 from tests.harness import OPTIONS  # noqa: E402
 
@@ -266,7 +267,7 @@ def recipes(args: argparse.Namespace, device: torch.device) -> None:
 
 
 CHECKS = {"exact": exact, "recipes": recipes}
-CHECKS |= {check.__name__: lambda args, device, check=check: check(device) for check in (symmetric, *OTHERS)}
+CHECKS |= {check.__name__: lambda args, device, check=check: check(device) for check in (symmetric, *OTHERS, *HOSTILE)}
 
 
 def main() -> int:

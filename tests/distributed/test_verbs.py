@@ -6,13 +6,14 @@ import pytest
 
 from te_lite.testing.distributed import launch, rank_device_params
 from tests.distributed.verbs_checks import CHECKS
+from tests.distributed.verbs_hostile import HOSTILE
 
 SCRIPT = Path(__file__).with_name("run_verbs.py")
 
 
 def check(ranks, device):
     lines = launch(SCRIPT, "--device", device, ranks=ranks, timeout=120).splitlines()
-    names = ["exact", *["recipes"] * (device == "cpu"), "symmetric", *(check.__name__ for check in CHECKS)]
+    names = ["exact", *["recipes"] * (device == "cpu"), "symmetric", *(check.__name__ for check in (*CHECKS, *HOSTILE))]
     assert [line.split(":")[0] for line in lines] == names
 
 
@@ -40,3 +41,7 @@ def test_a_sum_that_is_rounded_once_too_often_is_found(tmp_path):
     )
     with pytest.raises(AssertionError, match=r"repeat it: --only exact --seed \d+ --iterations 1"):
         launch(script, "--only", "exact", ranks=2, timeout=60)
+
+
+def test_userbuffers_of_another_world_are_refused():
+    launch(Path(__file__).with_name("run_new_world.py"), ranks=2, timeout=60)

@@ -284,13 +284,13 @@ def ranks_that_differ_are_named(device: torch.device) -> None:
     """A call that differs ends the group on every rank, with both calls in the message; so does a rank that fails."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     begin(64 * size, 32, world, device, dtype=torch.float32)
-    with refused(RuntimeError, "te.all_gather_linear of .32, 16.", "te.all_gather_linear of .48, 16."):
+    with refused(RuntimeError, r"te.all_gather_linear\(dim=0\) of .32, 16.", r"of .48, 16."):
         for _ in range(400):
             te.all_gather_linear(torch.ones(4, 16), torch.ones(48 if rank else 32, 16), world)
     te.destroy_ub()
     dist.barrier()
     begin(64 * size, 32, world, device, dtype=torch.float32)
-    told = RuntimeError, "rank 0 failed in te.all_gather, torch.float32", "out of it"
+    told = RuntimeError, r"rank 0 failed in te.all_gather\(dim=0\), torch.float32", "out of it"
     with refused(*told if rank else (MemoryError, "out of it")):
         handle = te.all_gather(torch.ones(4, 4), world)
         copy_fails = mock.patch("torch.clone", side_effect=MemoryError("out of it"))  # out of the slot
