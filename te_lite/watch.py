@@ -15,7 +15,7 @@ import os
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,9 +75,12 @@ def collective(
     rank, where ranks have come to different ones and are watched or compared. given: all that it reads and writes."""
     if watches or compares(tensor.device):
         text = f"{what}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        members: tuple[int, ...] = ()
+        members: Sequence[int] = ()
         if watches:
-            members = ranks_of(group)
+            try:
+                members = dist.get_process_group_ranks(group)
+            except KeyError:
+                ranks_of(group)  # says what is wrong. No call where all is well, for a step comes here often
             if _world() is not dist.group.WORLD:
                 check_world()
         for ranks, one in watches.items():
@@ -154,9 +157,12 @@ def _watch(group: dist.ProcessGroup) -> Watch | None:
     """Of userbuffers of exactly the group's ranks."""
     if not watches:
         return None
-    if _world() is not dist.group.WORLD:  # no call where all is well, for a step comes here often
+    if _world() is not dist.group.WORLD:
         check_world()
-    return watches.get(ranks_of(group))
+    try:
+        return watches.get(tuple(dist.get_process_group_ranks(group)))
+    except KeyError:
+        return watches.get(ranks_of(group))
 
 
 def group_max(what: str, partials: Tensor, group: dist.ProcessGroup) -> Tensor:

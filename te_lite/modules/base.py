@@ -225,6 +225,7 @@ class TeLiteModule(SpecModule):
             None if state is None else state.key, inp.dtype, inp.device, shape and shape[-1], len(shape) > 1, amp,
             strict, inp.__class__ is FakeTensor, weight.dtype, weight.device, epoch.number,
             weight.__class__ in PLAIN or weight.__class__, last.__class__ in PLAIN or last.__class__,
+            self._scales.version,
         )  # fmt: skip
         (planned, plans), delayed = self._planned, state is not None and state.delayed
         if planned != key:
@@ -267,9 +268,12 @@ class TeLiteModule(SpecModule):
 
     def _plan(self, key: tuple, inp: Tensor, weights: tuple[Tensor, ...], state: State | None, strict: bool) -> Plans:
         """Checks what the key stands for, and plans anew."""
-        dtype = checks.check_input(self, inp, weights[0])
+        dtype, user, real = checks.check_input(self, inp, weights[0]), self._graph_scales.user, makes_data(inp.device)
+        if user is not None and state is not None and state.delayed and real and user.one_pass.pools is not state.pools:
+            self._graph_scales.hand_over()
         plans = build_plans(self, state, dtype, weights, strict)
-        self._planned = (key, plans) if makes_data(inp.device) else UNPLANNED
+        key = *key[:-1], self._scales.version
+        self._planned = (key, plans) if real else UNPLANNED
         self._outstanding.start(state)
         self.clear_caches()
         return plans

@@ -216,7 +216,7 @@ def call(
     params.append(residual)
     if state is not None and state.delayed:
         graph = module._graph_scales
-        if not graph.ready:
+        if not graph.here.ready:
             raise RuntimeError("delayed scaling's states were not made ready for compiled code")
         params += [graph.forward_scales, graph.forward_amaxes, graph.backward_scales, graph.backward_amaxes]
     if getattr(module, "checkpoint", False) and torch.is_grad_enabled():

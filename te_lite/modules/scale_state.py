@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_lite.ops.registry import FakeTensor, makes_data
 from te_lite.quantize.delayed import PoolKey, Pools, ScaleState
-from te_lite.quantize.graph_scales import changed
+from te_lite.quantize.graph_scales import LIVE, changed
 from te_lite.quantize.per_tensor import GRADS_PER_GEMM, INPUTS_PER_GEMM
 from te_lite.recipe import DelayedScaling
 
@@ -72,12 +72,15 @@ def as_tensor(state: Any) -> Tensor:
 
 
 class ScaleStates:
-    """The forward and backward ScaleState of one module with `gemms` linears, or what a checkpoint said of them."""
+    """The forward and backward ScaleState of one module with `gemms` linears, or what a checkpoint said of them.
+
+    version: another one after live states were replaced or dropped. What holds some asks for them anew."""
 
     def __init__(self, gemms: int) -> None:
         self.sizes = {"forward": INPUTS_PER_GEMM * gemms, "backward": GRADS_PER_GEMM * gemms}
         self._live: dict[str, ScaleState] = {}
         self._loaded = torch.empty(0, device="cpu")
+        self.version = 0
 
     def fits(self, *asked: Any) -> bool:
         """Whether state(*asked) makes nothing in the place of another state."""
@@ -112,8 +115,10 @@ class ScaleStates:
         key = self._key(recipe, group, device, owner, direction)
         if not makes_data(device):
             return ScaleState(key._replace(direction="none"), self.sizes[direction])
-        state = self._live.get(direction)
-        if state is None or state.key != key:
+        with LIVE:
+            state = self._live.get(direction)
+            if state is not None and state.key == key:
+                return state
             if state is not None and state.pool.fixed:
                 raise RuntimeError(
                     "a CUDA graph uses this module's scales or those beside them, so that another thread, another "
@@ -122,9 +127,10 @@ class ScaleStates:
             made = ScaleState(key, self.sizes[direction], like=state)
             if state is None and self._loaded.numel():
                 made.load(*self._parse(self._loaded, direction))
-            state = self._live[direction] = made
-            changed()
-        return state
+            self._live[direction] = made
+            self.version += state is not None
+        changed()
+        return made
 
     def dump(self) -> Tensor:
         """What load() takes, of the same size before a module has run and after."""
@@ -157,6 +163,7 @@ class ScaleStates:
         self._loaded = tensor.detach().clone()
         self._loaded[:1] = VERSION  # older files have 1
         self._live = {direction: state for direction, state in self._live.items() if state.pool.fixed}
+        self.version += 1
         for direction, state in self._live.items():  # a CUDA graph reads them where they lie
             fresh = torch.zeros_like(state.history[:1]), torch.ones_like(state.scale), state.key.fp8_max
             state.load(*parsed.get(direction, fresh))
@@ -190,4 +197,4 @@ class ScaleStates:
 
     def __getstate__(self) -> dict[str, Any]:
         """The numbers without the live states, for copying and pickling."""
-        return {"sizes": self.sizes, "_live": {}, "_loaded": self._compact()}
+        return {"sizes": self.sizes, "_live": {}, "_loaded": self._compact(), "version": 0}

@@ -82,6 +82,13 @@ class ScaleState:
             Pool(self.key).hold([self], self.history, self._scale)
         self.pool.fix()
 
+    def step(self) -> None:
+        """Of this state alone, which then lies in a pool of its own. Where no maximum was taken, nothing changes."""
+        with self.key.owner.lock, torch.inference_mode(False):
+            alone = Pool(self.key)
+            alone.hold([self], self.history.clone(), self.scale.clone())
+        alone.update()
+
     @property
     def scale(self) -> Tensor:
         return self._scale if self.offset is None else self.pool.scale[self.offset : self.offset + self.n]
@@ -222,6 +229,7 @@ class Pools:
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []
+        self.thread = threading.current_thread()
         self.lock = threading.RLock()  # of the list, and of what lies in which pool
         self.held = self.one_graph = False  # in recording()
         self._pending = False  # a module ran backward and its pass' first one did not, since the last step

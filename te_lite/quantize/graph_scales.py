@@ -8,6 +8,9 @@ where the next one begins, or where somebody asks for the state. A step without 
 
 This goes through all modules at each step. What is the same at the next step is worked out once and kept in the Pools:
 Followed for the scales, Maxima for the maxima. changed() makes both stale, for all threads.
+
+Threads that run forwards each see their own modules: a module belongs to the thread whose autocast it ran under last.
+Another thread may take it over where code is compiled for it there, or where that thread has ended.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ if TYPE_CHECKING:
 active = False  # code was compiled under delayed scaling: from then on autocasts come here
 _all: weakref.WeakSet[GraphScales] = weakref.WeakSet()
 _lock = threading.Lock()  # of _all: a thread may add to it while another goes through it
+LIVE = threading.RLock()  # of which states modules have
 _now = object()  # another one after each change
 _written: Any = object()  # another one after each change of which tensors the scales are written to
-_brought: Callable[[], Any] = type(None)  # weakly, the Followed that did it last
 _uses: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 _CPU = torch.device("cpu")
 
@@ -39,6 +42,17 @@ def changed() -> None:
     """To be called after a change of which modules there are, which states they have, or where these lie."""
     global _now
     _now = object()
+
+
+class Here(threading.local):
+    """What holds in this thread. ready: of one module, that its scales are those of an autocast like the newest one
+    here. brought: of all, weakly, the Followed that did it last."""
+
+    ready = False
+    brought: Callable[[], Any] = type(None)
+
+
+_here = Here()
 
 
 def _awaits_backward(amaxes: Any) -> bool:
@@ -60,7 +74,7 @@ class InGraph:
 class GraphScales:
     """What compiled code has of a module's ScaleStates, fp32 [n] each.
 
-    user: the State of the newest autocast that the module may have run under; None: of none. ready: the scales are
+    user: the State of the newest autocast that the module may have run under; None: of none. here.ready: the scales are
     those of an autocast like it. They are not where eager mode has states of another recipe or thread, which stay as
     they are as long as nothing is compiled for the module.
     """
@@ -72,7 +86,7 @@ class GraphScales:
 
     def __init__(self, states: Any, device: torch.device) -> None:
         """states: ScaleStates, see modules/scale_state.py."""
-        self.states, self.device, self.ready = states, device, False
+        self.states, self.device, self.here = states, device, Here()
         self.compiled = False  # for this very module; another may run what was compiled for one that is like it
         self.user: Any = None
         self.states_now: tuple[ScaleState, ...] = ()  # of `user`: forward, backward
@@ -93,20 +107,22 @@ class GraphScales:
     def follow(self, user: Any, using: bool) -> bool:
         """Whether states_now are from now on those under `user`, a State. using: code for it is being compiled."""
         pools, before, states = user.one_pass.pools, self.user, self.states
-        mine = before is not None and before.one_pass.pools is pools
+        theirs = None if before is None else before.one_pass.pools
+        mine = theirs is pools
         same = mine and before.recipe == user.recipe and before.group is user.group and states.holds(self.states_now)
         self.compiled = self.compiled or using
         if same:
-            self.ready = True
-        else:
-            asked = [(user.recipe, user.group, self.device, pools, direction) for direction in states.sizes]
-            fits = all([states.fits(*given) for given in asked])
-            self.ready = using or fits or (mine and self.compiled and not states.fixed())
-            if not self.ready:
+            return True
+        takes = self.compiled and not states.fixed() and (mine or (theirs is not None and not theirs.thread.is_alive()))
+        if theirs is not None and not mine and (using or takes):
+            self.hand_over()
+        asked = [(user.recipe, user.group, self.device, pools, direction) for direction in states.sizes]
+        with LIVE:
+            if not (using or takes or all([states.fits(*given) for given in asked])):
                 return False
             self.states_now = tuple([states.state(*given) for given in asked])
             self.user = user
-            changed()
+        changed()
         return True
 
     @torch.inference_mode(False)  # training may follow
@@ -132,6 +148,17 @@ class GraphScales:
                 torch.maximum(now.data, amaxes, out=now.data)
                 amaxes.zero_()
         return now.data  # not `now`: a backward that comes later finds what it saved
+
+    @torch.inference_mode(False)  # training may follow
+    def hand_over(self) -> None:
+        """Before the states go on in other pools: what compiled code has left, and the step of the backward scales. Of
+        this module alone, for the rest of those pools is another thread's."""
+        if not self.states.holds(self.states_now):
+            return
+        for state, maxima in zip(self.states_now, (self.forward_amaxes.data, self.left()), strict=True):
+            torch.maximum(state.history[0], maxima, out=state.history[0])
+            maxima.zero_()
+        self.states_now[1].step()
 
     def settle(self) -> None:
         """Before somebody reads the state: what compiled code has left, and the step of the backward scales."""
@@ -189,7 +216,6 @@ class Followed:
     @torch.inference_mode(False)  # training may follow
     def bring(self) -> None:
         """Writes the scales of now to those of the modules."""
-        global _brought
         with self.user.one_pass.pools.lock:  # another thread's update may move states
             if self._laid_out is not _now:
                 self._lay_out()
@@ -204,11 +230,11 @@ class Followed:
             self._gather()
         if self._to:
             torch._foreach_copy_(self._to, self._from)
-        if _brought() is not self:
-            _brought = weakref.ref(self)
+        if _here.brought() is not self:
+            _here.brought = weakref.ref(self)
             for refs, ready in ((self._ready, True), (self._others, False)):
                 for one in [one for ref in refs if (one := ref()) is not None]:
-                    one.ready = ready
+                    one.here.ready = ready
 
 
 class Maxima:

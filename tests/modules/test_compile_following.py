@@ -169,7 +169,7 @@ def test_two_threads_take_turns():
             steps_alike(call, [here], i)
             pool.submit(steps_alike, call, [there], i).result()
             with under(SHORT):
-                assert i == 0 or (here[1]._graph_scales.ready and not there[1]._graph_scales.ready)
+                assert i == 0 or (here[1]._graph_scales.here.ready and not there[1]._graph_scales.here.ready)
     owners = [pair[1]._scales._live["forward"].key.owner for pair in (here, there)]
     assert owners[0] is not owners[1]
 
