@@ -61,7 +61,7 @@ class Call:
 
 
 PLAIN = (Tensor, torch.nn.Parameter)  # what is read without asking for its class
-_unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
+unsafe_view = torch.ops.aten._unsafe_view.default  # a view that is no view: autograd sees no base
 
 
 def as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,7 +109,7 @@ def as_output(
     shape = output_shape(x_shape, y.shape[-1], plan)
     if quantizer is not None:
         return QuantizedTensor(quantizer.quantize(plain(y))[0], shape)
-    return _unsafe_view(y, shape)
+    return unsafe_view(y, shape)
 
 
 class Layer(Protocol):

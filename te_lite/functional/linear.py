@@ -186,10 +186,10 @@ LINEAR = LinearLayer()
 
 
 def run_linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """y. torch's own linear computes it where te_lite adds nothing to it: the products are the same, and autograd's
-    nodes take the host less time than a Function."""
+    """y. torch's own linear computes it where te_lite adds nothing to it, and its backward closes no pass of delayed
+    scaling: the products are the same, and autograd's nodes take the host less time than a Function."""
     (plan,) = call.plans
-    if not (plan.is_torchs and residual is None and _is_torchs(call, plan.dtype, x, weight, bias)):
+    if call.first or not (plan.is_torchs and residual is None and _is_torchs(call, plan.dtype, x, weight, bias)):
         return run_layer(LINEAR, call, x, weight, bias, residual)
     matrix = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     y = torch.nn.functional.linear(matrix, weight, bias)

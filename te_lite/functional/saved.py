@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_lite.ops.gemm import placed
 from te_lite.quantize.qtensor import QTensor
+
+_TWICE = b"te_lite computes no second derivatives, its backward is once_differentiable: leave out create_graph=True"
 
 
 def without_amp(method: Callable) -> Callable:
@@ -36,13 +37,21 @@ def forward_method(method: Callable) -> Any:
 
 
 def backward_method(method: Callable) -> Any:
-    """Decorates its backward likewise. A gradient of its gradients is refused, as once_differentiable does it."""
-    refusing = once_differentiable(without_amp(method))
+    """Decorates its backward likewise. A gradient of its gradients is refused: under create_graph=True they have a node
+    whose backward raises, also where the incoming gradient is a constant, which torch's once_differentiable lets pass.
+    """
+    plain = without_amp(method)
 
     @wraps(method)
     def run(ctx: Any, *args: Any) -> Any:
-        usual = not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
-        return method(ctx, *args) if usual else refusing(ctx, *args)
+        if not torch.is_grad_enabled():
+            return plain(ctx, *args) if torch._C._is_any_autocast_enabled() else method(ctx, *args)
+        with torch.no_grad():
+            grads = plain(ctx, *args)
+        many = [t if t is None else t.detach().requires_grad_() for t in (grads if type(grads) is tuple else (grads,))]
+        node: Any = torch._C._functions.DelayedError(_TWICE, len(many))  # Any: it takes None too
+        refused = node(*many)
+        return refused if type(grads) is tuple else refused[0]
 
     return staticmethod(run)
 

@@ -283,7 +283,11 @@ class TeLiteModule(SpecModule):
     ) -> tuple[Any, ...]:
         made_of = parts or weights[:1], *[(w,) for w in weights[1:]]
         each = zip(self._caches, weights, made_of, plans, strict=True)
-        return tuple([cache.get(first, w, of, plan.operands) for cache, w, of, plan in each])
+        # What is joined of parts and not quantized is joined anew in each call anyway, and backward joins it once more.
+        return tuple([
+            None if len(of) > 1 and not plan.operands.fprop.b.format.label else cache.get(first, w, of, plan.operands)
+            for cache, w, of, plan in each
+        ])  # fmt: skip
 
     def _claims_first(self, one_pass: Pass, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
         """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
@@ -307,6 +311,14 @@ class TeLiteModule(SpecModule):
         self._scales.load(state)
         self._graph_scales = GraphScales(self._scales, self._graph_scales.device)
         self._planned = UNPLANNED
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> SpecModule:
+        self.clear_caches()  # torch swaps no parameter that somebody refers to weakly
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        self.clear_caches()
+        super()._load_from_state_dict(*given)
 
     def _renewed(self) -> None:
         super()._renewed()

@@ -15,6 +15,7 @@ from te_lite import epoch
 from te_lite.arguments import flag
 from te_lite.autocast import OPEN, Pass, State, model_init
 from te_lite.functional.grouped import GroupedCall, GroupedFunction, GroupedWgrad
+from te_lite.functional.layer import as_output
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.base import TeLiteModule
@@ -171,7 +172,7 @@ class GroupedLinear(TeLiteModule):
         fresh = partial(_check_versions, weights, tuple([weight._version for weight in weights])) if grad else None
         call = GroupedCall(rule, grad, cached, given, sink, after, note, original, fresh, sizes)
         y = GroupedFunction.apply(call, x, w, bias, offs)
-        y = y.view(*inp.shape[:-1], self.out_features) if inp.dim() != 2 else y
+        y = as_output(y, inp.shape)
         if not self.return_bias:
             return y
         return y, [getattr(self, name) for name in self.bias_names]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_lite.arguments import flag, remedy
+from te_lite.functional.layer import unsafe_view
 from te_lite.functional.norm import NormFunction, NormSpec
 from te_lite.modules.checks import amp_dtype, check_dtype
 from te_lite.modules.weights import ParamSpec, StatelessModule, check_param, default_device
@@ -104,7 +105,7 @@ class _Norm(StatelessModule):
             params = params[0].flatten(), None if params[1] is None else params[1].flatten()
         args = (self._spec, grad, x.flatten(-len(last)), *params)
         y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
-        return y if len(last) == 1 else y.reshape(inp.shape)
+        return y if len(last) == 1 else unsafe_view(y, inp.shape)
 
     def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
         for name in self._specs:  # older versions kept them flat

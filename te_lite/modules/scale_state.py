@@ -162,8 +162,8 @@ class ScaleStates:
         parsed = {direction: self._parse(tensor, direction) for direction in self.sizes if tensor.numel()}
         self._loaded = tensor.detach().clone()
         self._loaded[:1] = VERSION  # older files have 1
-        self._live = {direction: state for direction, state in self._live.items() if state.pool.fixed}
-        self.version += 1
+        before, self._live = self._live, {way: state for way, state in self._live.items() if state.pool.fixed}
+        self.version += len(before) - len(self._live)
         for direction, state in self._live.items():  # a CUDA graph reads them where they lie
             fresh = torch.zeros_like(state.history[:1]), torch.ones_like(state.scale), state.key.fp8_max
             state.load(*parsed.get(direction, fresh))

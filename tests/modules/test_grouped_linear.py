@@ -129,6 +129,14 @@ def test_return_bias_and_leading_dimensions():
     equal([y.view(TOKENS, N)], [plain(x, SIZES)])
 
 
+def test_outputs_are_no_views():
+    """Pipelines free their outputs, and refuse views."""
+    y = te.GroupedLinear(2, 64, 48, device="cpu")(torch.randn(4, 8, 64), [16, 16])
+    assert y.shape == (4, 8, 48) and not y._is_view()
+    norm = te.LayerNorm((4, 8), device="cpu")
+    assert not norm(torch.randn(2, 3, 4, 8, requires_grad=True))._is_view()
+
+
 def test_weights_lie_together_and_are_read_where_they_lie():
     module = made()
     first = module.weight0

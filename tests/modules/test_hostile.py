@@ -109,6 +109,20 @@ def test_a_second_derivative_is_refused(kind):
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_derivative_of_a_constant_gradient_is_refused(kind):
+    """As in a penalty on a gradient, which would be silently without effect. Whoever does not use it is not refused."""
+    module, x = layer(kind), tokens()
+    with te.autocast(recipe="current"):
+        y = module(x)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives.*once_differentiable"):
+        (dx.float().norm() + 0 * y.sum()).backward()
+    with te.autocast(recipe="current"):
+        module(x).sum().backward(create_graph=True)
+    assert x.grad.isfinite().all()
+
+
 def test_a_bf16_mlp_computes_its_activation_once():
     from torch.utils._python_dispatch import TorchDispatchMode
 

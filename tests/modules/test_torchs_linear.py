@@ -1,12 +1,14 @@
 """Linear in high precision where te_lite adds nothing: torch's own linear computes it, bit for bit."""
 
+import contextlib
+
 import pytest
 import torch
 
 import te_lite as te
 from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal
-from tests.harness import leaf
+from tests.harness import delayed_state, leaf
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((7, 48), (1, 64), (0, 32), (4, 9, 64), (2, 3, 5, 32))
@@ -126,3 +128,16 @@ def test_it_can_be_differentiated_twice():
     for mine, theirs in zip(*found, strict=True):
         assert_bitwise_equal("second", mine, theirs)
         assert mine.abs().max() > 0
+
+
+def test_a_pass_that_it_begins_is_closed():
+    """Under delayed scaling the backward of the first module of a pass takes the step, of whatever precision it is."""
+    first = te.Linear(24, 32, bias=False, device="cpu")  # its features are no multiple of 16
+    module = te.Linear(32, 32, bias=False, device="cpu")
+    losses = []
+    for scale in (1, 10):
+        x = torch.randn(16, 32, requires_grad=True)
+        with te.autocast(recipe="delayed"), pytest.warns(UserWarning) if scale == 1 else contextlib.nullcontext():
+            losses.append(scale * module(x + 0 * first(torch.randn(16, 24))).sum())
+    sum(losses).backward()
+    assert delayed_state(module)["history_bwd"][:, 0].count_nonzero() == 2

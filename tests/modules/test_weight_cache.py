@@ -1,6 +1,7 @@
 """is_first_microbatch: when a quantized weight is reused, and when it must not be (requirements 7)."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -194,3 +195,32 @@ def test_a_cached_weight_does_not_record_its_amax_again():
     assert all(bool(torch.isfinite(out).all()) for out in outs)
     # The second step's x has a new scale, its weight the old: a third result.
     assert not torch.equal(outs[0], outs[1])
+
+
+def test_torch_may_swap_parameters_of_a_module_that_keeps_weights():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module = te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float16):
+            module.to(dtype)
+            with te.autocast(recipe="current"):
+                module(torch.randn(16, 32, dtype=dtype), is_first_microbatch=True)
+            module.load_state_dict(module.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_weights_of_parts_in_a_checkpoint(recipe):
+    """A copy's parts do not lie side by side: its weight is joined anew when the call is computed again."""
+    module = copy.deepcopy(te.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16, parameters_split=("a", "b")))
+    grads = []
+    for again in (False, True):
+        x = torch.randn(32, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for first in (True, False):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                call = functools.partial(module, is_first_microbatch=first)
+                y = te.checkpoint(call, x, use_reentrant=False) if again else call(x)
+            y.sum().backward()
+        grads.append(x.grad)
+    assert_bitwise_equal("dx", *grads)
