@@ -117,8 +117,8 @@ def check(case: MoeCase, truth: Any, reference: Any, weights: dict, known: dict[
     check_swapped(run, case)
     honest = reference
     if case.recipe != "bf16":
-        # The alias's permutation has zeros in padded rows, as Transformer Engine's, and Megatron's own has tokens there:
-        # other rows to quantize.
+        # The alias's permutation has zeros in padded rows, as Transformer Engine's; Megatron's own has tokens there,
+        # which are other rows to quantize.
         plain = MoeCase(case.recipe, grouped=False, pad=case.pad, permute=case.pad, fp8_param=case.fp8_param)
         if plain not in known:
             each = MoeRun(False, plain, weights)
