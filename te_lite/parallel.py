@@ -44,7 +44,7 @@ class TensorParallel:
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """Whether destroy_process_group() has ended it, or the world."""
+    """Whether it is no group of torch.distributed, or no longer, since destroy_process_group() has ended it or all."""
     try:
         return not dist.get_process_group_ranks(group)
     except KeyError:
@@ -55,8 +55,8 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     """The group's ranks, by their numbers in the world; RuntimeError where it was destroyed."""
     if is_destroyed(group):
         raise RuntimeError(
-            "a process group that was destroyed is still in use: call destroy_ub(), give modules another group by "
-            "set_tensor_parallel_group(group), and pass it to the verbs"
+            "a process group that torch.distributed does not know, perhaps for it was destroyed, is in use: call "
+            "destroy_ub(), give modules another group by set_tensor_parallel_group(group), and pass it to the verbs"
         )
     return tuple(dist.get_process_group_ranks(group))
 

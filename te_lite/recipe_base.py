@@ -35,13 +35,16 @@ class Format(Enum):
 
 
 def _check_types(made: Any) -> None:
-    """A field whose default is a bool, an int ... holds nothing else: True is no length, "no" is no bool."""
+    """A field whose default is a bool, an int ... holds nothing else: True is no length, "no" is no bool. Other numbers
+    become floats where that is one: a kernel is compiled for the kind of number that it was first given."""
     for item in fields(made):
         value, kind = getattr(made, item.name), type(item.default)
         fits = type(value) is kind or kind is float and type(value) is not bool and isinstance(value, Real)
         if not fits and kind in (bool, int, float, str, MMParams):
             given = f"{type(made).__name__}({item.name}={reprlib.repr(value)})"
             raise TypeError(f"{given}: must be {kind.__name__}; the default is {item.default!r}")
+        if kind is float and type(value) is not float:
+            object.__setattr__(made, item.name, float(value))
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,8 @@ def _follow_attention(
         return run
 
     parts = {name: projection(name) if name in ATTENTION else other(name) for name in module._modules}
+    if named.get("position_embeddings", ()) is None:  # some take them apart before the projections
+        named = named | {"position_embeddings": (torch.zeros(1, 1, 1, device="cpu"),) * 2}
     try:
         _run(module, training, *args, parts=parts, **named)
     except _Read:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from te_lite.autocast import OPEN, Pass, current
+from te_lite.functional.saved import backward_method
 from te_lite.quantize import replay
 from te_lite.quantize.delayed import Pool, Pools
 from te_lite.quantize.tensor import QuantizedTensor
@@ -238,8 +238,7 @@ class Replay(torch.autograd.Function):
         ctx.mark_non_differentiable(*[t for t, grad in pairs if grad is None and t is not None])
         return outputs
 
-    @staticmethod
-    @once_differentiable
+    @backward_method
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         slot: Slot = ctx.slot
         for leaf, static in zip(ctx.leaves, slot.grads, strict=True):

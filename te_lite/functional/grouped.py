@@ -28,7 +28,7 @@ from te_lite.quantize.grouped import (
 
 
 class GroupedWgrad(NamedTuple):
-    """functional/plan.py's Wgrad for all groups: dy and x for wgrad."""
+    """functional/plan.py's PendingWgrad for all groups: dy and x for wgrad."""
 
     rule: Rule
     dy: Operand

@@ -15,8 +15,6 @@ from torch import Tensor
 from te_lite.ops.gemm import placed
 from te_lite.quantize.qtensor import QTensor
 
-_TWICE = b"te_lite computes no second derivatives, its backward is once_differentiable: leave out create_graph=True"
-
 
 def without_amp(method: Callable) -> Callable:
     """For an autograd.Function's methods: torch.amp.autocast is off inside, where every dtype is chosen by the plan."""
@@ -37,21 +35,18 @@ def forward_method(method: Callable) -> Any:
 
 
 def backward_method(method: Callable) -> Any:
-    """Decorates its backward likewise. A gradient of its gradients is refused: under create_graph=True they have a node
-    whose backward raises, also where the incoming gradient is a constant, which torch's once_differentiable lets pass.
-    """
+    """Decorates its backward likewise. It refuses create_graph=True: there is no second derivative, and torch's
+    once_differentiable lets pass what takes its gradients for constants."""
     plain = without_amp(method)
 
     @wraps(method)
     def run(ctx: Any, *args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(ctx, *args) if torch._C._is_any_autocast_enabled() else method(ctx, *args)
-        with torch.no_grad():
-            grads = plain(ctx, *args)
-        many = [t if t is None else t.detach().requires_grad_() for t in (grads if type(grads) is tuple else (grads,))]
-        node: Any = torch._C._functions.DelayedError(_TWICE, len(many))  # Any: it takes None too
-        refused = node(*many)
-        return refused if type(grads) is tuple else refused[0]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "te_lite computes no second derivatives, its backward is once_differentiable: leave out "
+                "create_graph=True, or put torch's module in the place of te_lite's where they are needed"
+            )
+        return plain(ctx, *args) if torch._C._is_any_autocast_enabled() else method(ctx, *args)
 
     return staticmethod(run)
 

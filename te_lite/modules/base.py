@@ -57,8 +57,7 @@ class TeLiteModule(SpecModule):
 
     gemm_names: tuple[str, ...] = ("",)
     save_original_input = False
-    # LinearPlan's recompute, of a linear that follows another: where it takes time, where it takes about none.
-    _recompute = Recompute.NOWHERE
+    _recompute = Recompute.NOWHERE  # LinearPlan's, of a linear that follows another
     _graph_scales: GraphScales
     _layer: Any  # see layer_of()
     _default: State | None = None  # what a call follows where no autocast is open
@@ -268,12 +267,14 @@ class TeLiteModule(SpecModule):
 
     def _plan(self, key: tuple, inp: Tensor, weights: tuple[Tensor, ...], state: State | None, strict: bool) -> Plans:
         """Checks what the key stands for, and plans anew."""
-        dtype, user, real = checks.check_input(self, inp, weights[0]), self._graph_scales.user, makes_data(inp.device)
-        if user is not None and state is not None and state.delayed and real and user.one_pass.pools is not state.pools:
-            self._graph_scales.hand_over()
+        dtype, real = checks.check_input(self, inp, weights[0]), makes_data(inp.device)
+        pools = state.one_pass.pools if state is not None and state.delayed and real else None
+        waits = pools is not None and self._graph_scales.hand_over(pools)
         plans = build_plans(self, state, dtype, weights, strict)
-        key = *key[:-1], self._scales.version
-        self._planned = (key, plans) if real else UNPLANNED
+        if waits:
+            self._scales.step_taken()
+        # Where states were replaced meanwhile the next call plans again.
+        self._planned = (key, plans) if real and key[-1] == self._scales.version else UNPLANNED
         self._outstanding.start(state)
         self.clear_caches()
         return plans

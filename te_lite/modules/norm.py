@@ -25,7 +25,7 @@ def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> Norm
         raise ValueError(f"normalization={normalization!r}: must be one of {NORMALIZATIONS}; {near}")
     if not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r}: must be finite and >= 0; 1e-5 is usual")
-    return NormSpec(eps, normalization == "RMSNorm", bool(zero_centered_gamma))
+    return NormSpec(float(eps), normalization == "RMSNorm", bool(zero_centered_gamma))
 
 
 def norm_params(spec: NormSpec, shape: tuple[int, ...], sequence_parallel: bool | None) -> dict[str, ParamSpec]:

@@ -132,6 +132,12 @@ class ScaleStates:
         changed()
         return made
 
+    def step_taken(self) -> None:
+        """After states have come from another thread's pools: the step that the backward scales wait for."""
+        state = self._live["backward"]
+        state.pool.touched = True
+        state.key.owner.step_taken()
+
     def dump(self) -> Tensor:
         """What load() takes, of the same size before a module has run and after."""
         compact = self._compact()

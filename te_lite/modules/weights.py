@@ -97,10 +97,11 @@ def give_own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str
     the same memory. safetensors and accelerate take tensors of one storage for one tensor with several names."""
     for name, param in module._parameters.items():
         kept = state_dict.get(prefix + name)
-        if type(kept) is not Tensor or kept is param or kept.is_meta or not kept.numel():
+        if type(kept) is not Tensor or kept is param or kept.is_meta or kept.is_inference() or not kept.numel():
             continue
         if kept.nbytes != kept.untyped_storage().nbytes() and (kept.is_cuda or not kept.is_shared()):
-            kept.data = from_dlpack(to_dlpack(kept))
+            with torch.inference_mode(False):
+                kept.data = from_dlpack(to_dlpack(kept.detach()))  # another tensor: it keeps the block alive
 
 
 class SpecModule(nn.Module):

@@ -24,8 +24,9 @@ def new_scalar(like: Tensor) -> Tensor:
     try:
         return _blocks[key].pop()  # one step: threads share streams
     except (KeyError, IndexError):
-        rows = like.new_empty((_PER_BLOCK, 4), dtype=torch.float32)[:, :1].unbind(0)
-        # .data: each has a version counter of its own, or a write to one would look like a write to all.
-        first, *block = [row.data for row in rows]
+        with torch.inference_mode(False):  # training may follow, and take the next ones
+            rows = like.new_empty((_PER_BLOCK, 4), dtype=torch.float32)[:, :1].unbind(0)
+            # .data: each has a version counter of its own, or a write to one would look like a write to all.
+            first, *block = [row.data for row in rows]
         _blocks[key] = block
         return first

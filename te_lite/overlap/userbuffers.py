@@ -85,6 +85,7 @@ def initialize_ub(
     try:
         for name, value in (("use_fp8", use_fp8), ("strict", strict), ("cuda_graphs", cuda_graphs)):
             flag("initialize_ub", name, value)
+        check_world()
         place = _device(device)
         modes = UserBufferQuantizationMode.NONE if quantization_modes is None else quantization_modes
         layers = _checked(shape, dtype, ub_cfgs, modes)

@@ -82,13 +82,6 @@ class ScaleState:
             Pool(self.key).hold([self], self.history, self._scale)
         self.pool.fix()
 
-    def step(self) -> None:
-        """Of this state alone, which then lies in a pool of its own. Where no maximum was taken, nothing changes."""
-        with self.key.owner.lock, torch.inference_mode(False):
-            alone = Pool(self.key)
-            alone.hold([self], self.history.clone(), self.scale.clone())
-        alone.update()
-
     @property
     def scale(self) -> Tensor:
         return self._scale if self.offset is None else self.pool.scale[self.offset : self.offset + self.n]
@@ -251,6 +244,13 @@ class Pools:
                 # Under a FakeTensorMode fake scales would take the place of real ones.
                 if makes_data(pool.key.device):
                     pool.update()
+
+    def step_taken(self) -> None:
+        """The step of backward scales that have come from another thread with the maxima of their last backward. Where
+        gradients are off it waits: ranks evaluate as they like, and a step may need all of them."""
+        for pool in self.pools if torch.is_grad_enabled() else ():
+            if pool.touched and pool.key.direction == "backward" and not pool.fixed:
+                pool.update()
 
     def close(self, first: bool) -> None:
         """After a module's backward. first: of its pass, which is the last to get here, so that all gradients are known

@@ -114,14 +114,15 @@ class GraphScales:
         if same:
             return True
         takes = self.compiled and not states.fixed() and (mine or (theirs is not None and not theirs.thread.is_alive()))
-        if theirs is not None and not mine and (using or takes):
-            self.hand_over()
+        waits = (using or takes) and self.hand_over(pools)
         asked = [(user.recipe, user.group, self.device, pools, direction) for direction in states.sizes]
         with LIVE:
             if not (using or takes or all([states.fits(*given) for given in asked])):
                 return False
             self.states_now = tuple([states.state(*given) for given in asked])
             self.user = user
+        if waits:
+            self.states_now[1].pool.touched = True
         changed()
         return True
 
@@ -150,15 +151,18 @@ class GraphScales:
         return now.data  # not `now`: a backward that comes later finds what it saved
 
     @torch.inference_mode(False)  # training may follow
-    def hand_over(self) -> None:
-        """Before the states go on in other pools: what compiled code has left, and the step of the backward scales. Of
-        this module alone, for the rest of those pools is another thread's."""
-        if not self.states.holds(self.states_now):
-            return
-        for state, maxima in zip(self.states_now, (self.forward_amaxes.data, self.left()), strict=True):
+    def hand_over(self, to: Pools) -> bool:
+        """Before the states go on in these pools, if they are others: their histories take what compiled code has left.
+        Whether backward scales then wait for a step, which the pools that they leave would have given them."""
+        there = self.user is None or self.user.one_pass.pools is to
+        if there or self.states.fixed() or not self.states.holds(self.states_now):
+            return False
+        forward, backward = self.forward_amaxes.data, self.left()
+        waits = bool(backward.any())
+        for state, maxima in zip(self.states_now, (forward, backward), strict=True):
             torch.maximum(state.history[0], maxima, out=state.history[0])
             maxima.zero_()
-        self.states_now[1].step()
+        return waits
 
     def settle(self) -> None:
         """Before somebody reads the state: what compiled code has left, and the step of the backward scales."""
@@ -269,7 +273,9 @@ def compiling(scales: GraphScales, user: Any) -> None:
     if not active:
         active = True
         Followed(user, _known()).bring()
-    Followed(user, [scales], using=True).bring()
+    followed = Followed(user, [scales], using=True)
+    user.one_pass.pools.step_taken()
+    followed.bring()
     changed()
 
 
@@ -280,6 +286,7 @@ def begin(user: Any) -> None:
     if makes_data(_CPU):  # no FakeTensorMode is open
         if pools.followed is None or not pools.followed.fits(user):
             pools.followed = Followed(user, _known())
+            pools.step_taken()
         pools.followed.bring()
 
 

@@ -1,6 +1,7 @@
 """te.fuse: checkpoints, copies and sharding of fused models, and te.unfuse."""
 
 import copy
+import gc
 import io
 import re
 import warnings
@@ -59,6 +60,32 @@ def test_files_of_safetensors_have_every_weight(tmp_path):
             param.data.normal_()
         load()
         assert_same(made.state_dict(), before)
+
+
+@pytest.mark.parametrize("end", ["deleted", "cast", "assigned"])
+def test_a_state_dict_outlives_its_module(end):
+    """The memory of parameters that lie side by side is kept by what a state dict has of them."""
+    module = te.Linear(256, 768, parameters_split=("q", "k", "v"), device="cpu", params_dtype=torch.float32)
+    x, y = torch.randn(4, 256), None
+    before, state = copy.deepcopy(dict(module.named_parameters())), module.state_dict()
+    if end == "deleted":
+        del module
+    elif end == "cast":
+        module.half()
+    else:
+        y = module(x)
+        module.load_state_dict(state, assign=True)
+    gc.collect()
+    other = [torch.full((256, 256), torch.nan) for _ in range(20)]  # into memory that is free
+    for name, param in before.items():
+        assert torch.equal(state[name], param), name
+    if end == "assigned":
+        assert torch.equal(module(x), y)
+    assert all(t.isnan().all() for t in other)
+    module = te.Linear(64, 96, parameters_split=("q", "k"), device="cpu")
+    with torch.inference_mode():
+        state = module.state_dict()
+    assert not any(state[name].is_inference() for name, _ in module.named_parameters())
 
 
 def test_files_of_safetensors_have_every_part_of_a_split_weight(tmp_path):

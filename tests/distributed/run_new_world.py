@@ -44,6 +44,9 @@ def main() -> None:
     for call in calls:
         with refused(RuntimeError, "was destroyed since", r"destroy_ub\(\), then initialize_ub\(\)"):
             call()
+    alone = [dist.new_group([other]) for other in range(2)][dist.get_rank()]
+    with refused(RuntimeError, "was destroyed since"):  # nor do others' ranks make the old ones valid again
+        te.initialize_ub([64, 32], 1, **given | {"tp_group": alone})
     for ub in (False, True):
         te.destroy_ub()
         if ub:

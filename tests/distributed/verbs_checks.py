@@ -235,9 +235,8 @@ def no_second_derivative(device: torch.device) -> None:
         lambda: te.linear_reduce_scatter(torch.cat([x] * dist.get_world_size()), w, dist.group.WORLD),
         lambda: te.all_gather(x, dist.group.WORLD).wait(),
     ):
-        (grad,) = torch.autograd.grad(run().square().sum(), x, create_graph=True)
-        with refused(RuntimeError, "once_differentiable|does not require grad"):
-            grad.sum().backward()
+        with refused(RuntimeError, "once_differentiable"):
+            torch.autograd.grad(run().square().sum(), x, create_graph=True)
 
 
 def delayed_scales_live_in_checkpoints(device: torch.device) -> None:

@@ -218,6 +218,21 @@ def test_no_scalar_is_handed_out_twice(device, monkeypatch):
     assert len(set(addresses)) == len(addresses) == 12000
 
 
+@pytest.mark.parametrize("device", ["fake", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scalars_of_an_evaluation_serve_the_training_after_it(device, monkeypatch):
+    """A block that is made in inference mode is no block of inference tensors, which nothing may keep for backward."""
+    if device == "fake":
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(scalars, "_blocks", {})
+    like = FakeCuda() if device == "fake" else torch.empty(1, device=device)
+    with torch.inference_mode():
+        taken = [scalars.new_scalar(like)]
+    taken.append(scalars.new_scalar(like))
+    assert not any(t.is_inference() for t in taken) and len({t._version for t in taken}) == 1
+    taken[0].add_(1)
+    assert taken[1]._version == 0
+
+
 def test_reports_while_plans_are_built():
     done = threading.Event()
 
