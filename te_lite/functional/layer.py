@@ -23,10 +23,10 @@ from te_lite.functional.saved import (
     backward_method,
     check_parts,
     forward_method,
-    joined_again,
+    kept_parts,
+    parts_joined,
     placed_items,
     taken_apart,
-    without_copy,
 )
 from te_lite.ops.source import Source, plain
 from te_lite.overlap.epilogues import GemmInput
@@ -171,7 +171,7 @@ class LayerFunction(torch.autograd.Function):
         if call.grad:
             kept, copies = tensors[outputs:], list[int]()
             if call.parts:
-                kept, copies = without_copy(call, kept)
+                kept, copies = kept_parts(call, kept)
             ctx.save_for_backward(*kept)
             ctx.kept = layer, call, needs, shape, shells, form, copies
         return tensors[0] if outputs == 1 else tuple(tensors[:2])
@@ -183,7 +183,7 @@ class LayerFunction(torch.autograd.Function):
         layer, call, needs, x_shape, shells, form, copies = ctx.kept
         if call.parts:
             check_parts(call, needs[:2])  # before saved_tensors, whose own check may miss them
-        saved = joined_again(call, ctx.saved_tensors, copies, dy) if call.parts else ctx.saved_tensors
+        saved = parts_joined(call, ctx.saved_tensors, copies, dy) if call.parts else ctx.saved_tensors
         plans, recordings, answers = call.plans, call.plans[0].recordings, call.plans[0].sink.answers
 
         # 2. Recorded launches are issued, where there are any: try_replay() says what `key` and `found` mean. `inputs`

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_lite.functional.layer import PLAIN, Backward, Call, as_matrix, as_operand, as_output, run_layer
 from te_lite.functional.plan import LinearPlan
-from te_lite.functional.saved import after
+from te_lite.functional.saved import not_before
 from te_lite.ops.cast import transform
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.recorder import OPEN
@@ -113,7 +113,7 @@ def _weight_for_dgrad(plan: LinearPlan, kept: Any, weight: Tensor, dq: Any) -> Q
         return kept
     source = Source("plain", weight.contiguous())
     if plan.compiled and kept.seed is not None and dq.row_scale is not None:
-        kept = replace(kept, seed=after(dq.row_scale.view(-1)[:1], kept.seed))
+        kept = replace(kept, seed=not_before(dq.row_scale.view(-1)[:1], kept.seed))
     return quantizer.again(source, kept) if same else quantizer.quantize(source, row=False, col=True)[0]
 
 

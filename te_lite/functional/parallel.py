@@ -69,6 +69,7 @@ class Column(Unsplit):
 
     def __init__(self, tp: TensorParallel, exchanges: Exchanges) -> None:
         super().__init__(tp, exchanges)
+        # An exchange has the name of the GEMM that it runs beside, not of what it moves. "": no overlap asked for.
         asked = [exchange.place.method for exchange in (self.dgrad, self.wgrad)]
         self.bulk = any(asked) and asked[0] in ("", "bulk")
 
@@ -156,30 +157,32 @@ class Row(Unsplit):
     def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Results:
         """dy = all_gather(dy), dy_wgrad = all_gather(dy_wgrad);  dx = dgrad(dy);  dw = wgrad(dy_wgrad, x)"""
         self.dgrad.place.note = self.wgrad.place.note = None
-        by_rows: Any = None  # the exchange that gathers dy by row, where somebody reads it so
-        by_columns: Any = None  # likewise dy_wgrad by column
-        rows: Any = None  # its Gathering
-        columns = dx = dw = None
-        shared = wgrad is not None and dy_wgrad is dy and dy.format.col_from_row  # rows serve wgrad too
-        if dgrad is not None or shared:
-            by_rows = self.dgrad.settled(dy, dgrad, "row")
-        if wgrad is not None and not shared:
-            by_columns = self.wgrad.settled(dy_wgrad, None, "col")
-        elif shared and dgrad is not None and (width := dgrad.b.shape[1]) >= COLUMNS_HIDE:
+        by_row: Any = None  # the exchange that gathers dy by row, where somebody reads it so
+        by_col: Any = None  # the one that gathers dy_wgrad by column
+        rows: Any = None  # what these have begun
+        columns: Any = None
+        dx = dw = None
+        from_rows = wgrad is not None and dy_wgrad is dy and dy.format.col_from_row  # wgrad reads the gathered rows
+        if dgrad is not None or from_rows:
+            by_row = self.dgrad.settled(dy, dgrad, "row")
+        if wgrad is not None and not from_rows:
+            by_col = self.wgrad.settled(dy_wgrad, None, "col")
+        elif from_rows and dgrad is not None and (width := dgrad.b.shape[1]) >= COLUMNS_HIDE:
             if self.gathers_columns(dy.format, dy.shape[0], dy.shape[1], width):
-                by_columns = self.wgrad.settled(dy, None, "col")
-                shared = not (by_rows.hides and by_columns.hides)
+                second = self.wgrad.settled(dy, None, "col")
+                if by_row.hides and second.hides:
+                    by_col, from_rows = second, False
         with self.dgrad.operation(_BACKWARD[dgrad is not None, wgrad is not None], dy_wgrad if dy is None else dy):
-            if by_rows is not None:
-                rows = by_rows.all_gather(dy, "row", multiplied=dgrad is not None, whole=shared)
-            if by_columns is not None and not shared:
-                columns = by_columns.all_gather(dy_wgrad, "col")
+            if by_row is not None:
+                rows = by_row.all_gather(dy, "row", multiplied=dgrad is not None, whole=from_rows)
+            if by_col is not None:
+                columns = by_col.all_gather(dy_wgrad, "col")
             if dgrad is not None:
-                dx = by_rows.all_gather_gemm(dgrad, rows)
-            if rows is not None and not shared:
+                dx = by_row.all_gather_gemm(dgrad, rows)
+            if rows is not None and not from_rows:
                 rows.close()  # now: behind wgrad, the close of columns would wait until this one's flags are set
             if wgrad is not None:
-                read: Any = rows if shared else columns
+                read = rows if from_rows else columns
                 dw = wgrad(read.whole(), x)
                 read.close()
         return dx, dw

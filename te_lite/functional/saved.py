@@ -108,9 +108,9 @@ def placed_items(shells: Shells, saved: Iterable[Tensor]) -> tuple[list[Any], li
     return items, tensors
 
 
-def without_copy(call: Any, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """(what is kept in place of `tensors` where the weight was joined of parts; for joined_again()). A weight that is a
-    copy of its parts is not kept, but they are: FSDP frees them meanwhile."""
+def kept_parts(call: Any, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """(what is kept in place of `tensors` where the weight was joined of parts; for parts_joined()). A weight that is a
+    copy of its parts is not kept, but they are: FSDP frees them meanwhile. call.weights then has the first of them."""
     whole = call.weights[0]
     if _aliases(whole, call.parts[0]):
         return tensors, []
@@ -133,19 +133,19 @@ def check_parts(call: Any, needs: Iterable[bool]) -> None:
         )
 
 
-def after(event: Tensor, t: Tensor) -> Tensor:
-    """t, in a compiled graph's backward. event: one element of what follows from dy. A compiler would compute what does
-    not follow from dy in forward, and keep it."""
+def not_before(event: Tensor, t: Tensor) -> Tensor:
+    """t itself, of which a compiled graph cannot use anything before `event` is there, one element of what follows from
+    dy. A compiler would compute what does not follow from dy in forward, and keep it."""
     return torch.where(event > 0.0, t, t)
 
 
-def joined_again(call: Any, saved: Sequence[Tensor], at: list[int], dy: Tensor) -> Sequence[Tensor]:
-    """The tensors of without_copy()."""
+def parts_joined(call: Any, saved: Sequence[Tensor], at: list[int], dy: Tensor) -> Sequence[Tensor]:
+    """The tensors that kept_parts() was given, from what it gave: the parts are joined again."""
     if not at:
         return saved
     tensors, parts = list(saved[: -len(call.parts)]), saved[-len(call.parts) :]
     if call.plans[0].compiled and dy.numel():
-        parts = [after(dy[(0,) * dy.dim()], part) for part in parts]
+        parts = [not_before(dy[(0,) * dy.dim()], part) for part in parts]
     whole = torch.cat(tuple(parts))
     for i in at:
         tensors.insert(i, whole)

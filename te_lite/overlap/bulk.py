@@ -67,7 +67,8 @@ class Bulk(Collective):
         return known
 
     def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
-        """What settled() gives for calls of these shapes."""
+        """The exchange that runs calls of these shapes: this one, or another where it refuses them. Exchanges override
+        it: they ask super() first, and decide by shapes alone, so that all ranks decide alike."""
         group, rows = self.group, a.shape[0]
         if group.closed:
             refusal = "destroy_ub() has ended its userbuffers since the forward began"
@@ -77,7 +78,9 @@ class Bulk(Collective):
             assert gemm is not None
             rows //= self.tp.size
             refusal = group.scatter_refusal(rows, gemm.columns, gemm.dtype)
-        return self.refused(refusal) if refusal and rows else self if rows else Collective(self.place)
+        if not rows:  # nothing is moved
+            return Collective(self.place)
+        return self.refused(refusal) if refusal else self
 
     def refused(self, why: str) -> Collective:
         """What runs where this exchange does not. RuntimeError under strict."""

@@ -1,7 +1,7 @@
 """The table of exchanges that hide communication, by the names that ub_cfgs gives them.
 
-A new exchange is a class in a file of its own and a line here; ub_cfgs, overlap_report() and the tests of every
-exchange take it from the table. Order counts: of those that fit a GEMM the first is its default, but where
+A new exchange is a class in a file of its own and a line here, from which ub_cfgs and overlap_report() take it
+(CONTRIBUTING.md says where its tests are). Order counts: of those that fit a GEMM the first is its default, but where
 config.py names one.
 """
 

@@ -18,7 +18,7 @@ from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, TensorFormat
 from te_lite.recipe import HighPrecision, Recipe
 
-Quantized = tuple[QTensor, Tensor | None]  # and the column sums of the values, fp32, where they were asked for
+Quantized = tuple[QTensor, Tensor | None]  # and the column sums of the values, where they were asked for
 Both = tuple[QTensor, Tensor | None, Any]  # and another QTensor from the same read
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from te_lite.ops import source as S
 from te_lite.ops.activation import ACTIVATIONS, Activation, built
+from tests import reference
 
 NAMES = ACTIVATIONS
 BASES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -21,6 +22,10 @@ BASES: dict[str, Callable[[Tensor], Tensor]] = {
 GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
 CLAMPED = "clamped_swiglu"
 ONES = [*map(Activation.of, NAMES), Activation.of(CLAMPED, {"limit": 1.5, "alpha": 0.3, "glu_linear_offset": -0.4})]
+
+
+def test_modules_are_compared_for_every_activation():
+    assert set(reference.ALL_ACTIVATIONS) == set(NAMES)
 
 
 def activation64(one: Activation, h: Tensor) -> Tensor:
