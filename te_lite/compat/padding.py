@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class _Padding(nn.Module):
         """(sizes of the groups, sizes once padded), of which inp has the first, or `padded` the second."""
         state = current()
         align = self.align_size or (32 if state is not None and state.recipe.mxfp8() else 16)
-        sizes = list(m_splits)
+        sizes = m_splits.tolist() if isinstance(m_splits, Tensor) else [index(size) for size in m_splits]
         wide = [-(-size // align) * align for size in sizes]
         rows = sum(wide if padded else sizes)
         if len(sizes) != self.num_gemms or inp.shape[0] != rows:

@@ -126,7 +126,7 @@ def check_parts(call: Any, needs: Iterable[bool]) -> None:
     Autograd checks the versions of what it saved. But a joined weight has a version of its own, which does not change
     when its parts are written to. To be called before anything that was saved is read.
     """
-    if any(needs) and tuple([part._version for part in call.parts]) != call.versions:
+    if any(needs) and call.versions and tuple([part._version for part in call.parts]) != call.versions:
         raise RuntimeError(
             "a split weight was written to between forward and backward, which still needed it; run backward before "
             "the optimizer's step"

@@ -261,7 +261,7 @@ class TeLiteModule(SpecModule):
             claims = replay.recall((id(self), "first"), partial(self._claims_first, state.one_pass, inp, weights))
         elif pools is not None and grad and not state.one_pass.claimed:
             claims = self._claims_first(state.one_pass, inp, weights)
-        versions = tuple([part._version for part in parts]) if grad and parts else ()
+        versions = tuple([part._version for part in parts]) if grad and parts and not parts[0].is_inference() else ()
         note = self._outstanding.note(state, grad)
         return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions, note)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -169,13 +170,15 @@ class GroupedLinear(TeLiteModule):
         sink = partial(self._put_wgrad, weights) if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None
         note = self._outstanding.note(state, grad)
         original = self.save_original_input and not rule.delayed
-        fresh = partial(_check_versions, weights, tuple([weight._version for weight in weights])) if grad else None
+        tracked = grad and not any([weight.is_inference() for weight in weights])  # or they have no version
+        fresh = partial(_check_versions, weights, tuple([weight._version for weight in weights])) if tracked else None
         call = GroupedCall(rule, grad, cached, given, sink, after, note, original, fresh, sizes)
         y = GroupedFunction.apply(call, x, w, bias, offs)
         y = as_output(y, inp.shape)
         if not self.return_bias:
             return y
-        return y, [getattr(self, name) for name in self.bias_names]
+        biases = [getattr(self, name) for name in self.bias_names]
+        return y, biases if torch.is_grad_enabled() else [bias.detach() for bias in biases]  # as _outputs() does
 
     def _state(self) -> tuple[State | None, bool]:
         """What this call follows, and whether it may be computed again."""
@@ -237,7 +240,8 @@ class GroupedLinear(TeLiteModule):
             check_offs("GroupedLinear", ends, x.device)
             return ends, None
         splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
-        whole = all(type(size) is int and size >= 0 for size in splits)
+        whole = all(isinstance(size, Integral) and type(size) is not bool and int(size) >= 0 for size in splits)
+        splits = [int(size) for size in splits] if whole else splits
         if len(splits) != count or not whole or sum(splits) != tokens:
             raise ValueError(
                 f"GroupedLinear got m_splits {splits} for {tokens} tokens: must be the tokens of each of {count} "

@@ -56,6 +56,8 @@ def _check(x: Any, w: Any, offs: Any, bias: Any) -> None:
         given = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
         if given != wanted or bias.device != x.device:
             raise ValueError(f"{_NAME} got bias {given}: must be {wanted}, [G, N], on {x.device}, or None")
+        if bias.dtype not in DTYPES:
+            raise TypeError(f"{_NAME} got bias of {bias.dtype}: must be bfloat16, float16 or float32; cast it")
 
 
 def fitting(owner: Any, rule: Rule, recipe: Recipe, n: int, k: int) -> Rule:
@@ -107,7 +109,7 @@ def scaled_grouped_mm(
             f"{_NAME} under delayed scaling: its scales must live between the calls; use te.GroupedLinear, or another "
             "recipe, such as 'current'"
         )
-    amp = None if compiling or not isinstance(x, Tensor) else checks.amp_dtype(x)
+    amp = checks.amp_dtype(x) if isinstance(x, Tensor) else None
     if amp is not None:
         x, w_t = x.to(amp), w_t.to(amp)
     _check(x, w_t, offs, bias)

@@ -78,7 +78,8 @@ class QuantizedTensor(Flattened):
         data = q.col if q.row is None else q.row
         if data is None:
             raise RuntimeError(f"a QuantizedTensor {tuple(shape)} was cleared: nothing to view or copy; quantize anew")
-        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=q.dtype, device=data.device)
+        with torch.inference_mode(data.is_inference()):  # as its bytes, also where somebody only looks at them
+            self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=q.dtype, device=data.device)
         self.q, self.quantizer = q, quantizer
         return self
 

@@ -5,6 +5,7 @@ import inspect
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -129,12 +130,42 @@ def test_return_bias_and_leading_dimensions():
     equal([y.view(TOKENS, N)], [plain(x, SIZES)])
 
 
+def test_a_bias_that_is_returned_from_a_reentrant_checkpoint():
+    """torch makes what it returns its own: a parameter would no longer be one, and backward would not end."""
+    module = te.GroupedLinear(3, 32, 48, device="cpu", return_bias=True)
+
+    def function(x):
+        y, biases = module(x, [3, 0, 7])
+        return y, biases[0]
+
+    y, bias = torch.utils.checkpoint.checkpoint(function, torch.randn(10, 32, requires_grad=True), use_reentrant=True)
+    assert module.bias0.is_leaf
+    (y.sum() + bias.sum()).backward()
+    assert module.bias0.grad is not None
+
+
+def test_modules_of_inference_mode_and_sizes_of_any_kind():
+    x = torch.randn(10, 32)
+    with torch.inference_mode():
+        made = te.GroupedLinear(3, 32, 48, device="cpu"), te.Linear(32, 48, device="cpu", parameters_split=("a", "b"))
+    for module in made:
+        module.requires_grad_(False)
+    assert made[1](x).shape == (10, 48)
+    want = made[0](x, [3, 0, 7])
+    padded, sizes = te.Fp8Padding(3)(x, torch.tensor([3, 0, 7]))
+    assert sizes == [16, 0, 16] and all(type(size) is int for size in sizes)
+    assert made[0](padded, sizes).shape == (32, 48)
+    for splits in (torch.tensor([3, 0, 7]), list(np.array([3, 0, 7])), np.array([3, 0, 7])):
+        assert torch.equal(made[0](x, splits), want)
+    with pytest.raises(ValueError, match="m_splits"):
+        made[0](x, [3.0, 0, 7])
+
+
 def test_outputs_are_no_views():
     """Pipelines free their outputs, and refuse views."""
     y = te.GroupedLinear(2, 64, 48, device="cpu")(torch.randn(4, 8, 64), [16, 16])
     assert y.shape == (4, 8, 48) and not y._is_view()
-    norm = te.LayerNorm((4, 8), device="cpu")
-    assert not norm(torch.randn(2, 3, 4, 8, requires_grad=True))._is_view()
+    assert not te.LayerNorm((4, 8), device="cpu")(torch.randn(2, 3, 4, 8, requires_grad=True))._is_view()
 
 
 def test_weights_lie_together_and_are_read_where_they_lie():

@@ -218,6 +218,28 @@ def test_it_is_traced_whole(device):
     torch._dynamo.reset()
 
 
+def test_traced_under_torchs_autocast():
+    """As in eager mode: x may come from a linear in 16 bits, beside weights in fp32."""
+    w, offs = torch.randn(2, 48, 32, requires_grad=True), torch.tensor([3, 8], dtype=torch.int32)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: te.scaled_grouped_mm(x, w.mT, offs, recipe="rowwise"), backend="aot_eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(8, 32, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            want, got = te.scaled_grouped_mm(x, w.mT, offs, recipe="rowwise"), compiled(x)
+        assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+        grads = [torch.autograd.grad(y.float().square().sum(), (x, w)) for y in (want, got)]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    torch._dynamo.reset()
+
+
+def test_a_bias_of_another_kind_is_refused():
+    x, w, offs = torch.randn(5, 16), torch.randn(2, 16, 16), torch.tensor([2, 5], dtype=torch.int32)
+    for dtype in (torch.float64, torch.int64):
+        with pytest.raises(TypeError, match="must be bfloat16, float16 or float32"):
+            te.scaled_grouped_mm(x, w, offs, bias=torch.ones(2, 16, dtype=dtype))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_graph_replays_with_other_offsets(recipe):

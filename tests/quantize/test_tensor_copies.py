@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import te_lite as te
 from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.quantize.kinds import COL_FROM_ROW, all_kinds, assert_holds, devices, made, oracle, same_bytes, values
@@ -145,3 +146,18 @@ def test_printing(kind):
     assert f"scale_inv {scale.min().item():.4g} to {scale.max().item():.4g}" in text
     assert "(0, 32)" in repr(made(kind, values(0, 32)))
     assert "read only" in repr(QuantizedTensor(x.q, x.shape))
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "blockwise", "delayed"])
+def test_a_state_dict_that_is_taken_in_inference_mode(recipe):
+    """As by a hook of a validation. A look at a tensor is of the kind of its bytes."""
+    with te.quantized_model_init(recipe=recipe):
+        module = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cpu")
+    with torch.inference_mode():
+        state = module.state_dict()
+        seen = module.weight.detach(), module.weight.view(1, 64, 64), state["weight"]
+        values = module.weight.dequantize()
+    assert not any(t.is_inference() for t in seen)
+    assert torch.equal(state["weight"].dequantize(), values)
+    other = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cpu")
+    other.load_state_dict({name: value for name, value in state.items() if name != "_extra_state"}, strict=False)
