@@ -207,7 +207,8 @@ class Statistics:
 
 @contextmanager
 def collect_statistics(model: nn.Module | None = None) -> Iterator[Statistics]:
-    """Inside, every te_lite module notes what quantization does to its GEMM operands; results stay the same bits.
+    """Inside, every te_lite module notes what quantization does to its GEMM operands; results stay the same bits. Those
+    of groups note nothing, and warn.
 
     model: its module names name the layers; otherwise each module's own `name`, or its class, does. Read at any time,
     also afterwards: stats.rows(), print(stats), stats.log_line(), stats.plot(path). RuntimeError inside of another,

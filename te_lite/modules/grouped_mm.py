@@ -15,6 +15,7 @@ from te_lite.ops.grouped_layout import MOST_GROUPS
 from te_lite.ops.source import DTYPES
 from te_lite.quantize import replay
 from te_lite.quantize.grouped import Rule, rule_of
+from te_lite.quantize.quantizer import observer
 from te_lite.recipe import HighPrecision, Recipe, as_recipe
 from te_lite.tables import warn_once
 
@@ -61,7 +62,10 @@ def _check(x: Any, w: Any, offs: Any, bias: Any) -> None:
 
 
 def fitting(owner: Any, rule: Rule, recipe: Recipe, n: int, k: int) -> Rule:
-    """rule, or high precision, with a warning, where the features are not what fp8 GEMMs take."""
+    """rule, or high precision, with a warning, where the features are not what fp8 GEMMs take. Warns where statistics
+    are taken, too."""
+    if observer() is not None and recipe.is_fp8 and not torch.compiler.is_compiling():
+        warn_once(f"{owner}", f"te.collect_statistics leaves out {owner}: it has no rows of groups")
     multiple = recipe.feature_multiple
     if not (n % multiple or k % multiple):
         return rule

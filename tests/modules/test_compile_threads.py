@@ -53,17 +53,17 @@ def test_eager_calls_see_states_that_compiled_code_has_replaced(other):
 
 
 def test_a_new_thread_for_each_forward():
-    """The module goes from each to the next, with the step of its backward scales, and nothing is compiled again."""
+    """The module goes from each to the next, with the step of its backward scales, and nothing is compiled again. In
+    between nobody reads the state and no eager call runs: both would take that step."""
     eager, net = twins(linear("cpu"))
     call, graphs = counting(lambda module, x: module(x))
-    want, got = {}, {}
-    for i in range(12):
-        want |= in_a_thread(step, eager, eager, i, SHORT, "cpu") | state_of(eager)
-        got |= in_a_thread(step, net, functools.partial(call, net), i, SHORT, "cpu") | state_of(net)
-        assert_same(got, want)
-    assert len(graphs) == 1
-    last = step(net, functools.partial(call, net), 12, SHORT, "cpu") | state_of(net)  # this thread, too
-    assert_same(last, step(eager, eager, 12, SHORT, "cpu") | state_of(eager))
+    want: dict = {}
+    got: dict = {}
+    for results, module, run in ((got, net, functools.partial(call, net)), (want, eager, eager)):
+        for i in range(12):
+            results |= in_a_thread(step, module, run, i, SHORT, "cpu")
+        results |= step(module, run, 12, SHORT, "cpu") | state_of(module)  # this thread, too
+    assert_same(got, want)
     assert len(graphs) == 1
 
 

@@ -233,6 +233,18 @@ def test_traced_under_torchs_autocast():
     torch._dynamo.reset()
 
 
+def test_statistics_say_that_groups_are_left_out():
+    x, w, offs = torch.randn(5, 16), torch.randn(2, 16, 16), torch.tensor([2, 5], dtype=torch.int32)
+    module = te.GroupedLinear(2, 16, 16, device="cpu")
+    for name, call in (
+        ("te.scaled_grouped_mm", lambda: te.scaled_grouped_mm(x, w, offs)),
+        ("GroupedLinear", lambda: module(x, [2, 3])),
+    ):
+        with te.collect_statistics(), te.autocast(recipe="current"):
+            with pytest.warns(UserWarning, match=rf"collect_statistics leaves out {name}"):
+                call()
+
+
 def test_a_bias_of_another_kind_is_refused():
     x, w, offs = torch.randn(5, 16), torch.randn(2, 16, 16), torch.tensor([2, 5], dtype=torch.int32)
     for dtype in (torch.float64, torch.int64):

@@ -17,15 +17,8 @@ def _only_masks(map_type: str) -> None:
         raise NotImplementedError(f"map_type={map_type!r}: te_lite permutes by masks [tokens, experts]; pass 'mask'")
 
 
-def moe_permute(
-    inp: Tensor, routing_map: Tensor, num_out_tokens: int | None = -1, max_token_num: int = -1, map_type: str = "mask"
-) -> tuple[Tensor, Tensor]:
-    """inp [T, H] -> (rows [N, H] grouped by expert, each in the order of tokens; row_id_map).
-
-    routing_map: bool or int [T, E]. num_out_tokens: N, at most T * E; None or below 0 counts it, for which the host
-    waits. ValueError where the sizes do not fit together.
-    """
-    _only_masks(map_type)
+def _row_id_map(inp: Tensor, routing_map: Tensor, num_out_tokens: int | None) -> Tensor:
+    """Of moe_permute's arguments."""
     if len(inp) != len(routing_map):
         raise ValueError(f"moe_permute of {len(inp)} tokens with a routing_map of {len(routing_map)}: must be as many")
     by_expert = routing_map.bool().t().reshape(-1)
@@ -36,23 +29,35 @@ def moe_permute(
             f"num_out_tokens={count} for {tuple(routing_map.shape)} tokens and experts: must be at most their product"
         )
     routed, at = by_expert.byte().sort(descending=True, stable=True)
-    routed, at = routed[:count].bool(), at[:count]
-    tokens = max(1, len(inp))
-    token, expert = at % tokens, at // tokens
-    rows = inp.index_select(0, token)
-    if given:
-        rows, token = torch.where(routed[:, None], rows, 0), torch.where(routed, token, -1)
-    return rows, torch.stack((token, expert))
+    routed, at, tokens = routed[:count].bool(), at[:count], max(1, len(inp))
+    return torch.stack((torch.where(routed, at % tokens, -1), at // tokens))
+
+
+def _rows(inp: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
+    """inp[token], 0 where it is not wanted, which a row of no token is not to be."""
+    return torch.where(wanted[:, None], inp.index_select(0, token.clamp(min=0)), 0)
+
+
+def moe_permute(
+    inp: Tensor, routing_map: Tensor, num_out_tokens: int | None = -1, max_token_num: int = -1, map_type: str = "mask"
+) -> tuple[Tensor, Tensor]:
+    """inp [T, H] -> (rows [N, H] grouped by expert, each in the order of tokens; row_id_map).
+
+    routing_map: bool or int [T, E]. num_out_tokens: N, at most T * E; None or below 0 counts it, for which the host
+    waits. ValueError where the sizes do not fit together.
+    """
+    _only_masks(map_type)
+    row_id_map = _row_id_map(inp, routing_map, num_out_tokens)
+    return _rows(inp, row_id_map[0], row_id_map[0] >= 0), row_id_map
 
 
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | None = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """moe_permute, and probs [T, E] of each row, [N]. Rows of probability 0, as padded routing maps have, are 0."""
-    rows, row_id_map = moe_permute(inp, routing_map, num_out_tokens)
-    token, expert = row_id_map
+    token, expert = row_id_map = _row_id_map(inp, routing_map, num_out_tokens)
     of_rows = torch.where(token >= 0, probs[token, expert], 0)
-    return torch.where((of_rows != 0)[:, None], rows, 0), of_rows, row_id_map
+    return _rows(inp, token, of_rows != 0), of_rows, row_id_map
 
 
 def moe_unpermute(
