@@ -126,15 +126,13 @@ class Parts:
 def courses(want: str, again: bool, apart: bool) -> dict[str, tuple[str, str]]:
     """What MLPLayer does by default, by which GEMM is fused: candidates of (fc1, dgrad). again, apart: whether
     activation(h) is computed again where a pass reads h anyway, and where none does."""
+    behind = again if want == "amax" else apart  # the kernel's gradient of h
+    rows = ("row", "fused row"), ("pass", "fused")
     quantizes = want != "high precision"
-    rows = "row" if again and quantizes else "pass"
-    now = rows, "one read" if again else "pass"
-    fc1 = "fused row" if again and quantizes else "fused"
-    if want == "amax":
-        dgrad = "fused one read" if again else "fused"
-    else:
-        dgrad = "fused, again" if apart or (again and quantizes) else "fused"
-    return {"now": now, "fc1": (fc1, now[1]), "dgrad": (now[0], dgrad), "both": (fc1, dgrad)}
+    (now, fc1), (dgrad, both) = (rows[not (one and quantizes)] for one in (again, behind))
+    passes = "one read" if again else "pass"
+    fused = ("fused one read" if want == "amax" else "fused, again") if behind else "fused"
+    return {"now": (now, passes), "fc1": (fc1, passes), "dgrad": (dgrad, fused), "both": (both, fused)}
 
 
 def timed(what: str, run: list[bench.Candidate], clock: bench.Clock, args: argparse.Namespace) -> list[dict]:

@@ -88,8 +88,8 @@ def checkpoint(
 
 
 class Kept(NamedTuple):
-    """Of an input. version: as it was saved, since torch does not compare it for what goes through hooks; None: it is
-    this rank's part of a tensor that is the same on all ranks, padded to equal parts."""
+    """What is kept of an input. version: as it was saved, since torch does not compare it for what goes through hooks;
+    None: it is this rank's part of a tensor that is the same on all ranks, padded to equal parts."""
 
     saved: Tensor
     version: int | None

@@ -154,7 +154,7 @@ def all_reduce_max(what: str, values: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _watch(group: dist.ProcessGroup) -> Watch | None:
-    """Of userbuffers of exactly the group's ranks."""
+    """The Watch of userbuffers of exactly the group's ranks; None where there is none."""
     if not watches:
         return None
     if _world() is not dist.group.WORLD:

@@ -86,7 +86,7 @@ class CallerQuantizer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the bytes."""
+        """The dtype of the bytes."""
         format: Any = self._value.format
         return format.dtype
 
@@ -171,7 +171,8 @@ class CallerQuantizer:
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
-        """Of _columnwise_data: [K, ...] of a tensor [..., K], but where it is not transposed (MXFP8, 1x128 of E5M2)."""
+        """The shape of _columnwise_data: [K, ...] of a tensor [..., K], but where it is not transposed (MXFP8, 1x128 of
+        E5M2)."""
         *leading, last = rowwise_data_shape
         return (*leading, last) if getattr(self._value.format, "flat", False) else (last, *leading)
 
@@ -189,7 +190,7 @@ class CallerQuantizer:
 
 class _InBlocks(CallerQuantizer):
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
-        """Of _rowwise_scale_inv or _columnwise_scale_inv of a tensor of `shape`."""
+        """The shape of _rowwise_scale_inv or _columnwise_scale_inv of a tensor of `shape`."""
         asked = self.copy()
         asked.set_usage(rowwise=not columnwise, columnwise=columnwise)
         scale = asked.make_empty(shape, device="meta").q.operand_scale

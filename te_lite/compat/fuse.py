@@ -75,7 +75,7 @@ class _Half(NamedTuple):
         return tuple(self.owner._modules.get(name) for name in self.names)
 
     def row(self, reason: str = "") -> Layer:
-        """Of the report; sizes are 0 where there are none."""
+        """The row of the report for this half; sizes are 0 where there are none."""
         shapes = [tuple(getattr(getattr(linear, "weight", None), "shape", (0, 0))) for linear in self.linears]
         out = shapes[2][0] if self.names == MLP else sum(shape[0] for shape in shapes)
         return Layer(self.name, shapes[0][-1], out, reason)
@@ -214,7 +214,8 @@ def _warn(report: FuseReport, left: list[Stays]) -> None:
 
 
 def _convert_others(model: nn.Module, recipe: Recipe, keep: Filter | None) -> Iterator[Layer]:
-    """Of all linears that no fused module reads; the projections of decoder layers are converted."""
+    """The rows of the report for all linears that no fused module reads. The projections of decoder layers are
+    converted, unless why_not() says why one stays."""
     projections = {id(half.owner._modules.get(name)) for half in _halves(model) for name in (*half.names, "o_proj")}
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear):

@@ -27,7 +27,7 @@ def address(t: Tensor) -> Address:
 
 
 def amp_dtype() -> torch.dtype | None:
-    """Of the open torch.amp.autocast."""
+    """The dtype of the open torch.amp.autocast on CUDA; None where none is open."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 

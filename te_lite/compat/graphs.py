@@ -120,7 +120,7 @@ def _one(*names_and_values: Any) -> Any:
 
 
 def _enabled(enabled: Any, recipe: Any, count: int) -> list[bool]:
-    """Of each module."""
+    """Whether the autocast of each module is enabled."""
     each = enabled if isinstance(enabled, tuple) else (recipe is not None if enabled is None else enabled,) * count
     if len(each) != count:
         raise ValueError(f"{NAME}(enabled={enabled!r}) for {count} modules: must be a bool, or a tuple of one a module")

@@ -90,7 +90,9 @@ def as_operand(x: Tensor, plan: LinearPlan, *, grad: bool) -> GemmInput:
 
 
 def output_shape(x_shape: torch.Size, features: int, plan: LinearPlan | None) -> tuple[int, ...]:
-    """Of y for x of x_shape. plan: of the linear, where a gather or a scatter of tokens changes the first dimension."""
+    """The shape of y for x of x_shape.
+
+    plan: of the linear, where a gather or a scatter of tokens changes the first dimension."""
     leading = list(x_shape[:-1])
     if plan is not None and plan.gathers_x:
         leading[0] *= plan.tp.size

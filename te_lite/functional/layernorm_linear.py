@@ -19,7 +19,7 @@ class NormLinearLayer:
         self.spec = spec
 
     def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> Needs:
-        """Of the norm, the weight and the bias."""
+        """Which gradients are wanted: of the norm, the weight and the bias; for the bias its dtype or None."""
         gamma, beta, weight, bias, _ = params
         need_ln = call.grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
         return need_ln, call.grad and weight.requires_grad, sum_dtypes(call, bias)[0]

@@ -53,7 +53,7 @@ class MLPLayer:
         self.spec, self.activation = spec, activation
 
     def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
-        """Of the norm, w1, h and w2; of b1 and b2."""
+        """Which gradients are wanted: of the norm, w1, h and w2; of b1 and b2, for each its dtype or None."""
         gamma, beta, w1, b1, w2, b2, _ = params
         sums1, sums2 = sum_dtypes(call, b1, b2)
         need_ln = call.grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
@@ -83,8 +83,7 @@ class MLPLayer:
         a_again = need_h and need_w2 and plan2.recomputes_x
         one_read = a_again and plan2.one_read and (need_ln or need_w1)
         if one_read and want_dh not in ("", "amax"):
-            # No pass reads h, so a costs a read of its own. In fp8 that is less than what the kernel saves.
-            a_again, one_read = want_dh == "fp8" or plan2.recomputes_apart, False
+            a_again, one_read = plan2.recomputes_apart, False  # no pass reads h
         return Course(want_a, want_dh, a_again, one_read)
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
@@ -96,7 +95,7 @@ class MLPLayer:
         want_a, _, a_again, _ = self._course(call, needs, gathered, w1, w2)
         epilogue = Activate(plan2.operands.fprop.a, activation, want_a, col=need_w2 and not a_again)
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
-        if need_w2 and not a_again:
+        if need_w2 and not (a_again or plan2.recomputes_x):  # else keeping a is what they are spent on
             saved += plan2.bytes_saved(gathered, width)
         keeps_w1 = need_ln and plan1.keeps_weight(saved, w1, call.cached[0])
         keeps_w2 = need_h and plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1])

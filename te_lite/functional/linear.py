@@ -140,7 +140,7 @@ def linear_backward(
 
 
 def sum_dtypes(call: Call, *biases: Tensor | None) -> list[SumDtype]:
-    """Of the biases' gradients, as far as they are wanted."""
+    """The dtypes of the biases' gradients; None for one that is not wanted."""
     found: list[SumDtype] = []
     for bias in biases:  # no comprehension: a call in Python 3.11
         found.append(bias.dtype if call.grad and bias is not None and bias.requires_grad else None)
@@ -151,7 +151,7 @@ class LinearLayer:
     """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N]."""
 
     def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> Needs:
-        """Of x, the weight and the bias."""
+        """Which gradients are wanted: of x, the weight and the bias; for the bias its dtype or None."""
         weight, bias, _ = params
         return call.grad and x.requires_grad, call.grad and weight.requires_grad, sum_dtypes(call, bias)[0]
 

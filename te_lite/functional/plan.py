@@ -151,12 +151,14 @@ class PlanInfo(NamedTuple):
 
 
 class Recompute(Enum):
-    """Where backward computes and quantizes a linear's input again, in place of keeping it, if what it is computed from
-    is kept: nowhere; in a pass that reads that anyway (one_read()); also in a pass of its own."""
+    """Where backward computes and quantizes a linear's input again, in place of keeping it, if what that is computed
+    from is kept: nowhere; in a pass that reads it anyway (one_read()); else, where the recipe has no such pass, in a
+    pass of its own; always."""
 
     NOWHERE = 0
     BESIDE = 1
-    APART = 2
+    ELSE_APART = 2
+    ALWAYS = 3
 
 
 class LinearPlan:
@@ -194,9 +196,9 @@ class LinearPlan:
         self.one_read = before is not None and one_read(before, operands, tp)
         if before is None or sink.late:  # wgrad after backward would need what the input is computed from until then
             recompute = Recompute.NOWHERE
-        self.recomputes_apart = recompute is Recompute.APART
-        quantized_beside = self.one_read and bool(fprop.a.format.label)
-        self.recomputes_x = self.recomputes_apart or (recompute is Recompute.BESIDE and quantized_beside)
+        beside_it = self.one_read and bool(fprop.a.format.label)
+        self.recomputes_apart = recompute is Recompute.ALWAYS or (recompute is Recompute.ELSE_APART and not beside_it)
+        self.recomputes_x = self.recomputes_apart or (recompute is not Recompute.NOWHERE and beside_it)
         self._beside = beside
         # Whether a kernel may leave something of fprop's and of dgrad's product for the next GEMM. Where tokens are
         # gathered, the exchange knows.
@@ -223,7 +225,7 @@ class LinearPlan:
 
     @property
     def places(self) -> list[Place]:
-        """Of its exchanges."""
+        """The places of its exchanges."""
         return [one.place for one in self.parallel.exchanges] if self.tp.active else []
 
     @ranged("te_lite.wgrad")

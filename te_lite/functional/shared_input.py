@@ -22,7 +22,7 @@ class _Known(NamedTuple):
 
 
 class SharedInput:
-    """Of `linears` linears, by numbers from 0 on, whose quantizers have no state.
+    """The input that `linears` linears share, by numbers from 0 on, whose quantizers have no state.
 
     Each takes what another one has quantized where both were called with the same tensor, which was not written to
     meanwhile, on the same stream, and want the same of it. It is let go when all have had it, or the tensor is gone.

@@ -52,8 +52,9 @@ class Kind:
     parts: int
 
     def plan(self, index: int, states: Mapping[str, InGraph], before: LinearPlan | None) -> LinearPlan:
-        """Of the linear of that index, on one rank, its gradient autograd's. states: of delayed scaling. before: of the
-        linear before it."""
+        """The plan of the linear of that index, on one rank; its weight gradient is returned to autograd.
+
+        states: of delayed scaling. before: of the linear before it."""
         tp = TensorParallel()
         recipe = self.recipe if self.fits[index] else HighPrecision()
         operands = operands_for(recipe, Site(index, self.dtype, tp, states.__getitem__, None))

@@ -129,7 +129,7 @@ class TeLiteModule(SpecModule):
     # weight gradients
 
     def _make_sink(self, index: int) -> WgradSink:
-        """Of the linear of that index."""
+        """The sink for weight gradients of the linear of that index."""
         sink = MainGrad() if self.fuse_wgrad_accumulation else WgradSink()
         return DelayedWgrads(sink, self._callers(index)) if self.delay_wgrad_compute else sink
 

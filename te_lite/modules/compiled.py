@@ -70,7 +70,9 @@ def _made(value: Any) -> Any:
 
 @constant
 def _name(recipe: Any, dtype: Any, shapes: Any, options: Any, norm: Any, activation: Any, parts: int) -> str:
-    """Of the Kind. shapes: of the weights. options: its keep_original and recompute. parts: of the first weight."""
+    """The name of the Kind.
+
+    shapes: of the weights. options: its keep_original and recompute. parts: of the first weight."""
     made = HighPrecision() if recipe is None else _made(recipe)
     fits = tuple([all(size % made.feature_multiple == 0 for size in shape) for shape in shapes])
     spec = None if norm is None else NormSpec(_made(norm[0]), *norm[1:])

@@ -91,9 +91,9 @@ class LayerNormMLP(TeLiteModule):
         asked = flag("LayerNormMLP", "recompute_activation", recompute_activation)
         self.recompute_activation = None if recompute_activation is None else asked
         cheap = recomputation_cost(hidden_size, act.glu) <= MOST_COST
-        self._recompute = Recompute.APART if cheap else Recompute.BESIDE
+        self._recompute = Recompute.ELSE_APART if cheap else Recompute.BESIDE
         if recompute_activation is not None:
-            self._recompute = Recompute.APART if asked else Recompute.NOWHERE
+            self._recompute = Recompute.ALWAYS if asked else Recompute.NOWHERE
         self.hidden_size = hidden_size
         wide = ffn_hidden_size * (2 if act.glu else 1)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:

@@ -35,7 +35,7 @@ class Composed(nn.Module):
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """Of the linears. te.reduce_sequence_parallel_grads takes it for the norms beside them."""
+        """The group of the linears. te.reduce_sequence_parallel_grads takes it for the norms beside them."""
         return next(m.tp_group for m in self.modules() if isinstance(m, TeLiteModule))
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:

@@ -64,7 +64,9 @@ def quantizers(
     recipe: Recipe, state: State | None, index: int, dtype: torch.dtype, tp: TensorParallel, device: torch.device,
     scales: Any,
 ) -> GemmOperands:  # fmt: skip
-    """Of the linear `index` of those that share `scales`: ScaleStates, asked under delayed scaling alone."""
+    """The quantizers of the linear `index`, one of those that share `scales`.
+
+    scales: ScaleStates, asked under delayed scaling alone."""
     group = tp.group if state is None or state.group is None else state.group
     pools = None if state is None else state.one_pass.pools
     calibrating = state is not None and not state.enabled

@@ -55,7 +55,8 @@ def _rotated(t: Tensor, interleaved: bool) -> Tensor:
 
 
 def _positions(t: Tensor, form: str, start: Tensor | None, cu_seqlens: Tensor | None, padded: Tensor | None) -> Tensor:
-    """Of each token, in the shape of t without heads and channels; 0 between packed sequences."""
+    """The position of each token, in the shape of t without heads and channels; 0 between packed sequences. Without
+    `start` a batch has size 1: all its sequences have the same positions."""
     if form not in ("sbhd", "bshd", "thd"):
         raise ValueError(f"tensor_format={form!r}: must be 'sbhd', 'bshd' or 'thd'; pass one")
     at = torch.arange(t.shape[form == "bshd"], device=t.device)

@@ -82,7 +82,8 @@ _outstanding = replay.Outstanding()
 
 
 def _forget_stale_plans() -> None:
-    """Of userbuffers that have gone, and of groups that were destroyed, whose threads and files they would keep."""
+    """Drops the plans of userbuffers that have gone, and of groups that were destroyed, whose threads and files they
+    would keep."""
     for key in list(_plans):
         if key[-1] != epoch.number or is_destroyed(key[1]):
             _plans.pop(key, None)
@@ -104,7 +105,8 @@ def _eager(function: Callable[P, T]) -> Callable[P, T]:
 
 def _exchanges(verb: str, tp: TensorParallel, n: int, device: torch.device, overlap: str | None, strict: bool,
                text: str) -> Exchanges:  # fmt: skip
-    """Of fprop, dgrad and wgrad of n linears. Several sum dx before it is scattered: in bulk, behind their wgrads.
+    """The exchanges of fprop, dgrad and wgrad of n linears. Several linears sum dx before it is scattered: in bulk,
+    behind their wgrads.
     text: what the ranks must agree on, beside what travels."""
     assert tp.group is not None
     found = group_of(tp.group, device) if tp.active else "the group has one rank"
@@ -120,7 +122,7 @@ def _exchanges(verb: str, tp: TensorParallel, n: int, device: torch.device, over
 
 
 def _strict(verb: str, strict: Any) -> bool:
-    """Of a call, or of the open te.autocast."""
+    """Whether the call or the open te.autocast is strict."""
     return flag(f"te.{verb}", "strict", strict) or bool(OPEN.stack and OPEN.stack[-1].strict)
 
 

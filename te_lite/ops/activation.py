@@ -99,7 +99,7 @@ class Activation(NamedTuple):
 
 @cache
 def built(name: str, parameters: tuple[float, ...]) -> Activation:
-    """Of checked values."""
+    """The activation of that name, of values that were checked."""
     return Activation(name, parameters, *_RULES[name][:3])
 
 

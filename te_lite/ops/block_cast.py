@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_kernel, dequantize_kernel
+from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_kernel, by_halves, dequantize_kernel
 from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref, transform
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
@@ -70,15 +70,9 @@ def _cast_ref(v: Tensor, block: tuple[int, int], *rule: Any, dtype: torch.dtype 
 
 
 def _allocate(
-    source: Source,
-    block: int,
-    square: bool,
-    row: bool,
-    col: bool,
-    flat: bool,
-    bias_grad: SumDtype,
+    source: Source, block: int, square: bool, row: bool, col: bool, flat: bool, bias_grad: SumDtype,
     dtype: torch.dtype = E4M3,
-) -> Blocks:
+) -> Blocks:  # fmt: skip
     x, (m, n) = source.x, (source.rows, source.cols)
     mb, nb = -(-m // block), -(-n // block)
     kind = torch.uint8 if block == MX_BLOCK else torch.float32
@@ -88,7 +82,8 @@ def _allocate(
 
     def squares(outer: int, inner: int) -> Tensor:
         # cuBLAS wants rows of a multiple of four scales, along the inner dimension.
-        return x.new_zeros((outer, -(-inner // 4) * 4), dtype=kind)[:, :inner]
+        new = x.new_zeros if inner % 4 else x.new_empty
+        return new((outer, -(-inner // 4) * 4), dtype=kind)[:, :inner]
 
     row_data = row_scale = col_data = col_scale = None
     if row:
@@ -158,7 +153,9 @@ def _block_cast_cuda(source, block, square, pow2, eps, largest, flat, row, row_s
     by_words = block == BLOCK and col is not None and not (square or flat) and col.dtype == E4M3
     if by_words and bias_grad is None and words_fit(source):
         form = WORDS
-    config = block_config(block, square, row is not None, col is not None, form.kind, pow2)
+    by_row, by_col, sums = row is not None, col is not None, bias_grad is not None
+    halves = by_halves(by_row, by_col, form, sums)
+    config = block_config(block, square, by_row, by_col, form, pow2, sums)
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     splits, partial = partial_sums(bias_grad, tiles_m)
@@ -166,9 +163,9 @@ def _block_cast_cuda(source, block, square, pow2, eps, largest, flat, row, row_s
     strides += (0, 0) if col is None else col_scale.stride()[:: -1 if square else 1]
     cap = 255 - 127 - math.frexp(largest)[1] if pow2 else largest
     tensors = (*source.tensors, row, row_scale, col, col_scale, partial)
-    constants = (form, square, cap, pow2, flat, block_m, block_n, tiles_m > splits)
+    constants = (form, square, cap, pow2, flat, block_m, block_n, tiles_m > splits, halves)
     numbers = (eps, rows, cols, padded_rows(rows), *strides)
-    launch(block_kernel, tiles_n * splits, (), tensors, numbers, constants, num_warps, registers)
+    launch(block_kernel, tiles_n * splits * (1 + halves), (), tensors, numbers, constants, num_warps, registers)
     if partial is not None:
         column_sums(partial, bias_grad)
 

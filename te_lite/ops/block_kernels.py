@@ -8,6 +8,7 @@ import triton.language as tl
 from te_lite.ops import tiles
 from te_lite.ops.cast_kernels import Config, scale_of
 from te_lite.ops.launch import begin
+from te_lite.ops.source import Form
 from te_lite.ops.word_tiles import column_bits, column_words, row_bits, to_fp8_pairs, word_quarters
 
 # (block length, row wanted, col wanted) -> tile, one block high: columns of blocks need no second one. Square blocks
@@ -26,18 +27,27 @@ _FEWEST = 80 if triton.__version__.startswith("3.6.") else 104
 WORD_BLOCK_CONFIGS = {False: Config(128, 64, 4), True: Config(128, 128, 8, registers=_FEWEST)}
 
 
-def block_config(block: int, square: bool, row: bool, col: bool, kind: str, pow2: bool) -> Config:
-    """Of the tables above. kind: of the source, or "words".
+def by_halves(row: bool, col: bool, form: Form, sums: bool) -> bool:
+    """Whether each of the two tiles of a gated activation's gradient gets a program of its own."""
+    return form.two and row and col and not sums
 
-    Sources that are computed get a warp for 1024 values: with a plain tensor's, the two tiles of a gated activation's
-    gradient spill up to 6 KB a thread (read from the compiler for sm_90; not timed).
+
+def block_config(block: int, square: bool, row: bool, col: bool, form: Form, pow2: bool, sums: bool) -> Config:
+    """The Config of a kernel, by the tables above. sums: of columns are wanted too.
+
+    The two tiles of a gated activation's gradient, and all that is computed for MX, get a warp for 1024 values: with a
+    plain tensor's they spill up to 6 KB a thread (read from the compiler for sm_90).
     """
-    if kind == "words":
+    if form.kind == "words":
         config = WORD_BLOCK_CONFIGS[row]
         return config if pow2 else config._replace(registers=None)  # divisions would spill
     config = BLOCK_CONFIGS[block, row or square, col or square]
-    num_warps = config.block_m * config.block_n // 1024
-    return config if kind == "plain" else Config(config.block_m, config.block_n, num_warps)
+    if form.kind == "plain":
+        return config
+    if block == 128 and (not form.two or by_halves(row, col, form, sums)):
+        # With at most 128 registers two tiles in both layouts fit at once, and one loads while the other stores.
+        return Config(128, 128, 8, None if sums else 128) if row and col else config
+    return Config(config.block_m, config.block_n, config.block_m * config.block_n // 1024)
 
 
 DEQUANTIZE_CONFIG = Config(32, 256, 4)
@@ -146,7 +156,7 @@ def _block_tile(
     FORM: tl.constexpr, SQUARE: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of block_kernel: sums of four rows, and those of the second tile."""
+    """One tile of block_kernel, both where there are two: sums of four rows, and those of the second tile."""
     m0 = tile_m * BLOCK_M
     a, b, _ = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
     for i in tl.static_range(1 + FORM.two):
@@ -154,6 +164,22 @@ def _block_tile(
             (a, b)[i], outputs, strides, eps, m0, n0, n0 + i * cols, rows, cols, width, padded, SQUARE, CAP, POW2, FLAT
         )
     return tiles.sum_of(a), tiles.sum_of(b)
+
+
+@triton.jit
+def _half_tile(
+    source, outputs, strides, tile_m, n0, eps, rows, cols, width, padded,
+    FORM: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One of two tiles of block_kernel, the first for programs with even numbers. What it reads is in L2 for the other
+    one; a branch each, so that nothing is computed for the one that is not written."""
+    m0 = tile_m * BLOCK_M
+    for i in tl.static_range(2):
+        if tl.program_id(0) % 2 == i:
+            v = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)[i]
+            n_out = n0 + i * cols
+            _emit_blocks(v, outputs, strides, eps, m0, n0, n_out, rows, cols, width, padded, False, CAP, POW2, FLAT)
 
 
 @triton.jit
@@ -201,22 +227,27 @@ def block_kernel(
     x, dy, mean, rstd, gamma, beta, row, row_scale, col, col_scale, partial,
     eps, rows, cols, padded, row_scale_m, row_scale_n, col_scale_m, col_scale_n,
     FORM: tl.constexpr, SQUARE: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr, FLAT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """One read of the source: fp8 in blocks along its rows, along its columns (or square ones), column sums.
 
     row [rows, width]; col [width, padded], or [rows, width] when FLAT; scales at the strides given. Blocks are as long
     as a tile is high, BLOCK_M; those of 32 are MX's.
-    Programs and tiles as in transform_kernel.
+    Programs and tiles as in transform_kernel; with HALVES (by_halves) two programs for the tiles of one place.
     """
     begin()
     TWO: tl.constexpr = FORM.two
     width = cols * 2 if TWO else cols
     source, outputs = (x, dy, mean, rstd, gamma, beta), (row, row_scale, col, col_scale)
     strides = (row_scale_m, row_scale_n, col_scale_m, col_scale_n)
-    split, n0, tiles_n = tiles.tile_of_program(cols, BLOCK_N, FORM.kind == "norm")
+    split, n0, tiles_n = tiles.tile_of_program(cols, BLOCK_N, FORM.kind == "norm", 1 + HALVES)
     if FORM.kind == "words":
         _word_tile(x, outputs, strides, split, n0, eps, rows, cols, padded, FORM, CAP, POW2, BLOCK_M, BLOCK_N)
+    elif HALVES:
+        _half_tile(
+            source, outputs, strides, split, n0, eps, rows, cols, width, padded,
+            FORM, CAP, POW2, FLAT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     elif not LOOP:
         total, total2 = _block_tile(
             source, outputs, strides, split, n0, eps, rows, cols, width, padded,

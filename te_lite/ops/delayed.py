@@ -30,16 +30,17 @@ def _delayed_update_kernel(
     in_cols = cols < n
     column_ptr = history_ptr + cols.to(tl.int64) * stride_col
     current = tl.load(column_ptr, mask=in_cols, other=0.0)
+    before = tl.load(scale_ptr + cols.to(tl.int64) * stride_scale, mask=in_cols, other=0.0)
     finite = tl.abs(current) <= _FP32_MAX  # false for nan
     current = tl.where(finite, current, 0.0)
     rolls = in_cols & (current != 0.0)
     amax = current
     for first in range(0, L, BLOCK_L):
         rows = first + tl.arange(0, BLOCK_L)
-        mask = (rows < L)[:, None] & rolls[None, :]
         source = rows + 1  # row 0 comes last, and is the one row that an earlier step has overwritten
+        # Also of columns that do not roll, which are known later.
         old = tl.load(column_ptr[None, :] + source.to(tl.int64)[:, None] * stride_row,
-                      mask=mask & (source < L)[:, None], other=0.0)  # fmt: skip
+                      mask=in_cols[None, :] & (source < L)[:, None], other=0.0)  # fmt: skip
         new = tl.where((source == L)[:, None], current[None, :], old)
         if not MOST_RECENT:
             # A maximum would drop a nan; inf ends the same way, at the previous scale.
@@ -48,12 +49,12 @@ def _delayed_update_kernel(
         new = tl.where((rows == 0)[:, None], 0.0, new)
         # Every thread's row i + 1 must be in registers before another thread stores there.
         tl.debug_barrier()
+        mask = (rows < L)[:, None] & rolls[None, :]
         tl.store(column_ptr[None, :] + rows.to(tl.int64)[:, None] * stride_row, new, mask=mask)
     tl.store(column_ptr, tl.zeros([BLOCK_C], tl.float32), mask=in_cols & (rolls == 0))
     scale = tl.div_rn(tl.zeros([BLOCK_C], tl.float32) + fp8_max, tl.where(rolls, amax, 1.0))
     scale = tl.minimum(scale, _FP32_MAX)
     update = rolls & (amax <= _FP32_MAX) & (amax > 0.0)
-    before = tl.load(scale_ptr + cols.to(tl.int64) * stride_scale, mask=in_cols, other=0.0)
     tl.store(out_ptr + cols.to(tl.int64) * stride_out, tl.where(update, scale, before), mask=in_cols)
 
 

@@ -12,7 +12,7 @@ from te_lite.ops.registry import Op, register, returns_nothing
 
 
 def product_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Of a[M, K] @ b[N, K]^T."""
+    """The number of floating-point operations of a[M, K] @ b[N, K]^T."""
     return 2 * a[0] * a[1] * b[0]
 
 

@@ -126,17 +126,11 @@ def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, out=None):
             to = out if out is not None and out.dtype == dtype else a.new_empty((len(a), len(b)), dtype=dtype)
             if product(to, a, b, scale, scale_b, SQUARES if square else BLOCKS, bias):
                 return to
+        of_a, of_b = kinds.BlockWise1x128, kinds.BlockWise128x128 if square else kinds.BlockWise1x128
         made = F.scaled_mm(
-            padded,
-            b.t(),
-            scale_a=scale,
-            scale_recipe_a=kinds.BlockWise1x128,
-            scale_b=scale_b,
-            scale_recipe_b=kinds.BlockWise128x128 if square else kinds.BlockWise1x128,
-            bias=bias,
-            output_dtype=dtype,
-            use_fast_accum=False,
-        )
+            padded, b.t(), scale_a=scale, scale_recipe_a=of_a, scale_b=scale_b, scale_recipe_b=of_b, bias=bias,
+            output_dtype=dtype, use_fast_accum=False,
+        )  # fmt: skip
         # No view: callers may replace what a result holds.
         return made if len(made) == len(a) else made[: len(a)].clone()
 

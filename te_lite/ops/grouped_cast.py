@@ -38,8 +38,8 @@ class Cast(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of what a kernel reads, as one matrix [rows, cols]. padded: row length of its columns. per_group: rows of each
-    group where all have the same. stride: from one group's columns to the next one's."""
+    """The sizes of what a kernel reads, as one matrix [rows, cols]. padded: row length of its columns. per_group: rows
+    of each group where all have the same. stride: from one group's columns to the next one's."""
 
     groups: int
     rows: int

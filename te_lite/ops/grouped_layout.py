@@ -32,7 +32,8 @@ def capacity(rows: int, groups: int) -> int:
 
 
 def lanes(groups: int) -> int:
-    """Of the vectors in which kernels find a tile's group; few different ones, for each is a kernel of its own."""
+    """The length of the vectors in which kernels find a tile's group. There are few different ones, for each is a
+    kernel of its own."""
     return max(16, triton.next_power_of_2(groups))
 
 

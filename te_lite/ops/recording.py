@@ -74,7 +74,8 @@ class Recording:
 
 
 def like_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of which empty_like() has the strides of empty(shape), which are part of backward's key; in memory one element.
+    """A tensor of which empty_like() has the strides of empty(shape), which are part of backward's key. In memory it
+    has at most one element.
 
     An expanded tensor of fewer than two elements counts as dense, and empty_like() would take over its strides of 0."""
     return torch.empty(shape if shape.numel() < 2 else (), dtype=dtype, device=device).expand(shape)

@@ -68,16 +68,17 @@ def to_fp8_words(q, E5M2: tl.constexpr):
 
 
 @triton.jit
-def tile_of_program(cols, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr):
+def tile_of_program(cols, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, SHARED: tl.constexpr = 1):
     """(row of tiles, first column, tiles in a row of tiles) of this program's tile; programs start in their order.
+    SHARED: so many neighbours have the same tile.
 
     LAST_FIRST: for a source that a kernel has read directly before, from its first row to its last: the end of what
     does not fit into the L2 cache is still there, and a reading that starts there finds it.
     """
-    program, tiles_n = tl.program_id(0), tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
+    program, tiles_n = tl.program_id(0) // SHARED, tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
     tile_m = program // tiles_n
     if LAST_FIRST:
-        tile_m = tl.num_programs(0) // tiles_n - 1 - tile_m
+        tile_m = tl.num_programs(0) // SHARED // tiles_n - 1 - tile_m
     return tile_m, (program % tiles_n) * BLOCK_N, tiles_n
 
 

@@ -159,7 +159,7 @@ class Collective:
         return gemm(gathering.whole())
 
     def reduce_scatter(self, gemm: Gemm, partial: Tensor) -> Summing:
-        """Of partial[M, n], which gemm.product() gave and nobody writes to before result()."""
+        """The sum over ranks of partial[M, n], which gemm.product() gave and nobody writes to before result()."""
         tp, scatters = self.tp, self.tp.sequence_parallel
         self.note(partial.nbytes * (tp.size - 1) // tp.size * (1 if scatters else 2))
         text = self.place.text(f"{self.place.gemm}'s {'reduce-scatter' if scatters else 'all-reduce'}", partial)

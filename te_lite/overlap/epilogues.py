@@ -22,7 +22,7 @@ GemmInput = Source | QTensor  # what is quantized for the next GEMM, or is alrea
 
 
 class Epilogue:
-    """Of a product[M, n], or of the sum of products over ranks."""
+    """What becomes of a product[M, n], or of the sum of products over ranks."""
 
     want = ""  # what a kernel may leave in place of the product, see Wanted in ops/gemm_gather.py; "": nothing
 
@@ -30,7 +30,8 @@ class Epilogue:
         raise NotImplementedError
 
     def of_slots(self, slots: Tensor, own: Tensor, rank: int) -> Any:
-        """Of the sum over ranks that is still in parts, slots[R, M, n] and own[M, n], as ops/reduce.py adds them."""
+        """The result for a sum over ranks that is still in parts, slots[R, M, n] and own[M, n], as ops/reduce.py adds
+        them."""
         return self(reduce_slots(slots, own, None, rank, slots.dtype, None))
 
 

@@ -59,7 +59,8 @@ class Beside:
 
 
 def beside(operands: GemmOperands, dtype: torch.dtype, device: torch.device) -> tuple[Beside, Beside]:
-    """Of fprop and of dgrad. TE_LITE_EPILOGUES decides: 0 nowhere, 1 wherever the kernel can, else by FASTER."""
+    """(what fprop's kernel computes beside its product, what dgrad's does). TE_LITE_EPILOGUES decides: 0 nowhere, 1
+    wherever the kernel can, else by FASTER."""
     word = os.environ.get("TE_LITE_EPILOGUES", "")
     if word not in _BY_WORD:
         raise ValueError(f"TE_LITE_EPILOGUES={word!r}: must be 0 or 1; leave it out for what measured faster")

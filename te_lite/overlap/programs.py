@@ -91,7 +91,7 @@ def _expect(program: _C.Program, buffer: Buffer, slot: int, piece: int) -> None:
 
 
 def targets(buffer: Buffer, slot: int, size_bytes: int) -> tuple[list[int], list[int]]:
-    """Of each rank, where this one's partial for it goes, and its first ready flag: addresses."""
+    """(where this rank's partial for each rank goes, that rank's first ready flag for it): addresses, one a rank."""
     arena, ranks = buffer.arena, range(buffer.arena.size)
     to = [arena.address(buffer.name, slot, rank) + arena.rank * size_bytes for rank in ranks]
     return to, [buffer.ready(slot, rank, arena.rank) for rank in ranks]

@@ -45,7 +45,8 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _checked(shape: Sequence[int], dtype: torch.dtype, ub_cfgs: Any, modes: Any) -> LayerMethods:
-    """Of initialize_ub's arguments what this rank can judge by itself. Of the modes only the number counts here."""
+    """The methods of the layers. Checks what this rank can judge by itself of initialize_ub's arguments; of the modes
+    only the type and the number count here."""
     if not isinstance(shape, Sequence) or len(shape) != 2 or not all(isinstance(n, Integral) and n > 0 for n in shape):
         raise ValueError(f"shape={shape!r}: must be [tokens, hidden], both positive integers")
     if dtype not in DTYPES:

@@ -29,7 +29,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Scaling(NamedTuple):
-    """Of one operand: powers of two only, the least amax that is believed."""
+    """How one operand is scaled. pow2: by powers of two only. eps: the least amax that is believed."""
 
     pow2: bool = False
     eps: float = 0.0

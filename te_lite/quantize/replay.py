@@ -149,7 +149,8 @@ class Outstanding:
         self._current, self._ever = type(None), _added(self._ever, state)
 
     def note(self, state: Any, grad: bool) -> Note | None:
-        """Of a call, for its Call. None where it wants no gradient, as in an evaluation. grad: they are enabled."""
+        """The Note of a call, for its Call. None where the call wants no gradient, as in an evaluation. grad: gradients
+        are enabled."""
         inside = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
         if not (grad or inside):
             return None

@@ -253,12 +253,15 @@ def test_asks_no_gemm_for_what_none_makes(recipe, activation, monkeypatch):
     assert asked == [""]
 
 
+@pytest.mark.parametrize("recompute", [None, False, True])
 @pytest.mark.parametrize("trains", [True, False])
-def test_asks_a_gemm_for_columns_where_backward_reads_them(trains, monkeypatch):
+@pytest.mark.parametrize("hidden", [64, 8192])  # features enough for a read of its own to be cheap
+def test_asks_a_gemm_for_columns_where_backward_reads_them(hidden, trains, recompute, monkeypatch):
+    """By default too: the GEMM that makes the gradient of h leaves no pass that would read h."""
     asked = []
     monkeypatch.setattr(Activate, "__call__", lambda epilogue, h: asked.append(epilogue) or (h, epilogue.source(h)))
     force(monkeypatch)
-    module = build(Spec(LN_MLP, activation="swiglu"), 64, ffn=96, recompute_activation=False)
+    module = build(Spec(LN_MLP, activation="swiglu", bias=False), hidden, ffn=128, recompute_activation=recompute)
     with torch.set_grad_enabled(trains), under("delayed"):
-        module(_tokens(32, 64))
-    assert [(epilogue.want, epilogue.col) for epilogue in asked] == [("fp8", trains)]
+        module(_tokens(32, hidden))
+    assert [(epilogue.want, epilogue.col) for epilogue in asked] == [("fp8", trains and not recompute)]

@@ -89,15 +89,17 @@ def test_blocks_of_a_plain_tensor(shape, dtype, kind, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(40, 160), (130, 272)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 160), (130, 272), (300, 384)], ids=str)
 def test_blocks_of_other_sources_hold_what_they_produce(shape, kind, device):
     """Against the unfused program on the same device: fp32 values, then the cast of a plain tensor. Sums in fp32."""
     for name, source in sources(*shape, torch.bfloat16, device).items():
         got = B.block_cast(source, row=True, col=True, bias_grad=torch.float32, **KINDS[kind])
         v = transform(source, hp_dtype=torch.float32).hp
         want = B.block_cast_ref(S.plain(v.cpu()), row=True, col=True, **KINDS[kind])
+        without = B.block_cast(source, row=True, col=True, **KINDS[kind])  # by halves, where there are two
         for i in range(4):
             same_bytes(got[i], want[i])
+            same_bytes(without[i], want[i])
         exact = v.double().sum(0)
         bound = v.double().abs().sum(0) * 2.0**-24 * shape[0]  # fp32 sums in any order
         finite = exact.isfinite()

@@ -208,7 +208,7 @@ def test_casts_of_words(fp8, row, current, x, tmp_path):
 @pytest.mark.parametrize("pow2", [False, True])
 @pytest.mark.parametrize("row", [False, True])
 def test_blocks_of_words(row, pow2, x, tmp_path):
-    block_m, block_n, num_warps, registers, _ = B.block_config(128, False, row, True, "words", pow2)
+    block_m, block_n, num_warps, registers, _ = B.block_config(128, False, row, True, WORDS, pow2, False)
     types = {"eps": "fp32", "x": x, "col": E4M3, "col_scale": "*fp32"} | dict.fromkeys(
         ("rows", "cols", "padded"), "i32"
     )
@@ -219,7 +219,7 @@ def test_blocks_of_words(row, pow2, x, tmp_path):
     constants |= {
         "FORM": WORDS, "SQUARE": False,
         "CAP": 0 if pow2 else 3.0e38, "POW2": pow2, "FLAT": False, "BLOCK_M": block_m, "BLOCK_N": block_n,
-        "LOOP": False,
+        "LOOP": False, "HALVES": False,
     }  # fmt: skip
     compiled = compile_sm90(B.block_kernel, types, constants, num_warps, registers=registers)
     most = (80 if pow2 else 128) if TUNED else (104 if pow2 else 224)
@@ -249,16 +249,20 @@ def test_transpose(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["plain", "norm", "act", "dact"])
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("row, col", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize(
     "block, square, fp8", [(32, False, E4M3), (32, False, E5M2), (128, False, E4M3), (128, True, E4M3)]
 )
-def test_blocks(block, square, fp8, row, col, kind, tmp_path):
-    """With column sums, the most that a tile can be asked for. Squares are of weights, which are plain."""
-    if square and kind != "plain":
-        pytest.skip("weights are plain")
-    block_m, block_n, num_warps, registers, _ = B.block_config(block, square, row, col, kind, True)
-    types = {"eps": "fp32", "x": "*bf16", "partial": "*fp32"}
+def test_blocks(block, square, fp8, row, col, sums, kind, tmp_path):
+    """Column sums are the most that a tile can be asked for. Squares are of weights, which are plain."""
+    if square and (kind != "plain" or sums):
+        pytest.skip("weights are plain, and have no sums")
+    if not (sums or square or (kind in ("act", "dact") and row and col)):
+        pytest.skip("less than with sums, or the same tile")
+    form = Form(kind, built("swiglu" if "act" in kind else "", ()))
+    block_m, block_n, num_warps, registers, _ = B.block_config(block, square, row, col, form, True, sums)
+    types = {"eps": "fp32", "x": "*bf16"} | ({"partial": "*fp32"} if sums else {})
     sizes = ("rows", "cols", "padded", "row_scale_m", "row_scale_n", "col_scale_m", "col_scale_n")
     types |= dict.fromkeys(sizes, "i32")
     scale = "*u8" if block == 32 else "*fp32"
@@ -267,12 +271,13 @@ def test_blocks(block, square, fp8, row, col, kind, tmp_path):
     types |= {"dy": "*bf16"} if kind == "dact" else {}
     types |= {"rstd": "*fp32", "mean": "*fp32", "gamma": "*bf16", "beta": "*bf16"} if kind == "norm" else {}
     constants = {
-        "FORM": Form(kind, built("swiglu" if "act" in kind else "", ())), "SQUARE": square, "CAP": 0, "POW2": True,
+        "FORM": form, "SQUARE": square, "CAP": 0, "POW2": True,
         "FLAT": block == 32, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOOP": False,
+        "HALVES": B.by_halves(row, col, form, sums),
     }  # fmt: skip
     compiled = compile_sm90(B.block_kernel, types, constants, num_warps, registers=registers)
     made = "e4m3x2" if fp8 == E4M3 else "e5m2x2"
     assert set(re.findall(r"cvt\.rn\.satfinite\.(\w+)\.f32", compiled.asm["ptx"])) == {made}
     # Two tiles of 128 x 128 with scales along both sides do not fit; 6 KB a thread was the alternative.
-    most = 288 if (block, row, col, kind) == (128, True, True, "dact") else 64
+    most = 288 if (block, row, col, kind, sums) == (128, True, True, "dact", True) else 64
     assert (local_memory(compiled, tmp_path) or 0) <= most, "registers spill"

@@ -26,7 +26,7 @@ class autocast(_autocast):
         super().__init__(enabled, calibrating, recipe, amax_reduction_group, strict=strict)
 
     def __exit__(self, exc_type: Any, *rest: Any) -> None:
-        """Of the context that it opened, which FP8GlobalStateManager may have replaced, or covered: RuntimeError."""
+        """Closes the context that it opened. FP8GlobalStateManager may have replaced or covered that: RuntimeError."""
         if not torch.compiler.is_dynamo_compiling():
             state = OPEN.stack[-1].state if OPEN.stack else None
             own = state.recipe == self.recipe if state is not None else not (self.enabled or self.calibrating)

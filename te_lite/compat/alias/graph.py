@@ -105,7 +105,7 @@ def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
 
 
 def forget_graphs() -> None:
-    """Of FP8GlobalStateManager.reset()."""
+    """Forgets the backward pools of replayed graphs, for FP8GlobalStateManager.reset()."""
     _backward_pools.clear()
 
 

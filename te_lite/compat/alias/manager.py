@@ -61,7 +61,7 @@ class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        """Of the open autocast; outside of any the default."""
+        """The recipe of the open autocast; outside of any the default."""
         state = current()
         return recipes.DelayedScaling() if state is None else state.recipe
 

@@ -132,7 +132,9 @@ class Fp8Meta(Mapping[str, Any]):
 
 
 class _Slot(Float8Quantizer):
-    """Of a tensor under delayed scaling. scale, amax: fp32 [1], the module's own, until the scales' next step."""
+    """The quantizer of a tensor under delayed scaling.
+
+    scale, amax: fp32 [1], the module's own, until the scales' next step."""
 
     def __init__(self, value: Any) -> None:
         CallerQuantizer.__init__(self, value, True, True)
@@ -148,8 +150,9 @@ def _for_callers(value: Quantizer | None) -> CallerQuantizer | None:
 
 
 def quantizers(module: TeLiteModule) -> dict[str, list[CallerQuantizer | None]]:
-    """Of the last call, by fp8_meta's keys, in the order of its scales; None: high precision. Empty where that call was
-    not by an fp8 recipe. They quantize as the module does, and under delayed scaling record the amax as it does."""
+    """The quantizers of the last call, by fp8_meta's keys, in the order of its scales; None: high precision. Empty
+    where that call was not by an fp8 recipe. They quantize as the module does, and under delayed scaling record the
+    amax as it does."""
     if not _said(module, True):
         return {}
     operands = [plan.operands for plan in module._planned[1]]

@@ -18,7 +18,7 @@ def _only_masks(map_type: str) -> None:
 
 
 def _row_id_map(inp: Tensor, routing_map: Tensor, num_out_tokens: int | None) -> Tensor:
-    """Of moe_permute's arguments."""
+    """The row_id_map for moe_permute's arguments."""
     if len(inp) != len(routing_map):
         raise ValueError(f"moe_permute of {len(inp)} tokens with a routing_map of {len(routing_map)}: must be as many")
     by_expert = routing_map.bool().t().reshape(-1)

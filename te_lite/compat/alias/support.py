@@ -59,7 +59,7 @@ def is_bf16_available(return_reason: bool = False) -> Any:
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """Of the current CUDA device; raises where there is none."""
+    """The compute capability of the current CUDA device; raises where there is none."""
     return torch.cuda.get_device_capability()
 
 
@@ -79,7 +79,8 @@ def check_recipe_support(recipe: Recipe) -> None:
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """Of activations and weights, or of gradients; a member of DType. AttributeError for recipes without a format."""
+    """The fp8 dtype of activations and weights, or of gradients; a member of DType. AttributeError for recipes without
+    a format."""
     format: Any = fp8_recipe.fp8_format  # type: ignore[attr-defined]
     return format.forward_dtype if fprop_tensor else format.backward_dtype
 
@@ -90,5 +91,5 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Of how many rows a group is a multiple after Fp8Padding: 32 under mxfp8, else 16."""
+    """The number of which a group's rows are a multiple after Fp8Padding: 32 under mxfp8, else 16."""
     return 32 if recipe.mxfp8() else 16

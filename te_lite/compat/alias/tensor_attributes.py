@@ -45,7 +45,7 @@ def _update_quantizer(tensor: QuantizedTensor, quantizer: CallerQuantizer) -> No
 
 
 def _fp8_dtype(tensor: QuantizedTensor) -> torch.dtype:
-    """Of its bytes, a member of DType."""
+    """The dtype of the tensor's bytes, a member of DType."""
     q: Any = tensor.q
     data = q.col if q.row is None else q.row
     return q.format.dtype if data is None else data.dtype
