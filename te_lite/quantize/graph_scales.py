@@ -48,8 +48,9 @@ class Here(threading.local):
     """What holds in this thread. ready: of one module, that its scales are those of an autocast like the newest one
     here. brought: of all, weakly, the Followed that did it last."""
 
-    ready = False
-    brought: Callable[[], Any] = type(None)
+    def __init__(self) -> None:
+        self.ready = False  # no default of the class, which torch 2.11's tracing would take for the value
+        self.brought: Callable[[], Any] = type(None)
 
 
 _here = Here()

@@ -209,30 +209,6 @@ def test_reduce_overhead(recipe):
     assert_same(train(net, compiled(net, "inductor", mode="reduce-overhead"), recipe, "cuda"), want)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-@pytest.mark.parametrize("kind", MODULES)
-def test_frozen_parameters(kind, recipe):
-    """Whichever parameters and input ask for a gradient, just these get theirs."""
-    eager, net = twins(make(kind, "cpu"))
-    call = compiled(net)
-    for frozen in [*dict(net.named_parameters()), "x"]:
-        results = []
-        for module, run in ((eager, eager), (net, call)):
-            torch.manual_seed(0)
-            x = torch.randn(48, WIDTH, dtype=BF16).requires_grad_(frozen != "x")
-            for name, p in module.named_parameters():
-                p.grad = None
-                p.requires_grad_(name != frozen)
-            with under(recipe):
-                y = run(x)
-            y.backward(torch.randn_like(y))
-            grads = {"x": x} | dict(module.named_parameters())
-            results.append({"y": y.detach()} | {n: p.grad for n, p in grads.items() if p.grad is not None})
-        assert frozen not in results[1]
-        assert_same(results[1], results[0])
-    assert_same(state_of(net), state_of(eager))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_input_may_change_before_backward(recipe):
     """By .data, which leaves no trace: what eager mode does not read again compiled code does not read either."""
