@@ -162,7 +162,10 @@ class LinearLayer:
             shared, reader = plan.shared
             col = needs[1] and not plan.keep_original
             operand = shared.quantize(reader, x, operand, plan.operands.fprop.a, col)
-        y, kept = linear_forward(plan, operand, weight, bias, needs[:2], cached, residual=residual)
+        keeps_w = False
+        if plan.w_in_bytes and needs[0] and needs[1] and plan.shared is None:  # x that siblings share is kept once
+            keeps_w = plan.keeps_weight(plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1]), weight, cached)
+        y, kept = linear_forward(plan, operand, weight, bias, needs[:2], cached, None, keeps_w, residual)
         original = x if needs[1] and plan.keep_original else None
         if call.output is not None or x.dim() != 2:
             y = as_output(y, x.shape, call.output, plan)

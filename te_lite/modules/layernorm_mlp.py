@@ -39,7 +39,8 @@ def recomputation_cost(hidden_size: int, glu: bool) -> float:
         the step  6 (G + 1) T F hidden_size flop: three GEMMs for each of fc1 and fc2
 
     T and F cancel, on tensor-parallel ranks too. Of fp8 and 16 bits the larger one counts, so that bf16 recomputes only
-    where all recipes do, and none keeps more than it. A glu of 8,192 features: 1.2%, of 4,096 features: 2.4%.
+    where all recipes do; but delayed scaling keeps a where fc1's GEMM makes it and no pass reads h. A glu of 8,192
+    features: 1.2%, of 4,096 features: 2.4%.
     """
     g = 2 if glu else 1
     costs = [
@@ -58,8 +59,9 @@ class LayerNormMLP(TeLiteModule):
     column-parallel and fc2 row-parallel. init_method fills fc1_weight, output_layer_init_method fc2_weight. seq_length
     and micro_batch_size are accepted and not needed. checkpoint=True keeps only x and computes the rest again in
     backward. recompute_activation=True keeps the input of the activation and not its result, which backward computes
-    again, with the same bits; None: where fp8 does so in the pass that computes the gradient of the input, or
-    recomputation_cost() is at most MOST_COST. The other arguments are LayerNormLinear's.
+    again, with the same bits; None: where fp8 does so in the pass that computes the gradient of the input, and where
+    there is no such pass if recomputation_cost() is at most MOST_COST; not where fc2's dgrad makes that gradient under
+    delayed scaling. The other arguments are LayerNormLinear's.
     """
 
     gemm_names = ("fc1", "fc2")

@@ -154,7 +154,7 @@ def _block_cast_cuda(source, block, square, pow2, eps, largest, flat, row, row_s
     if by_words and bias_grad is None and words_fit(source):
         form = WORDS
     by_row, by_col, sums = row is not None, col is not None, bias_grad is not None
-    halves = by_halves(by_row, by_col, form, sums)
+    halves = by_halves(square, by_row, by_col, form, sums)
     config = block_config(block, square, by_row, by_col, form, pow2, sums)
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)

@@ -27,9 +27,10 @@ _FEWEST = 80 if triton.__version__.startswith("3.6.") else 104
 WORD_BLOCK_CONFIGS = {False: Config(128, 64, 4), True: Config(128, 128, 8, registers=_FEWEST)}
 
 
-def by_halves(row: bool, col: bool, form: Form, sums: bool) -> bool:
-    """Whether each of the two tiles of a gated activation's gradient gets a program of its own."""
-    return form.two and row and col and not sums
+def by_halves(square: bool, row: bool, col: bool, form: Form, sums: bool) -> bool:
+    """Whether each of the two tiles of a gated activation's gradient gets a program of its own: in both layouts, not of
+    square blocks, not with column sums."""
+    return form.two and row and col and not (square or sums)
 
 
 def block_config(block: int, square: bool, row: bool, col: bool, form: Form, pow2: bool, sums: bool) -> Config:
@@ -44,9 +45,9 @@ def block_config(block: int, square: bool, row: bool, col: bool, form: Form, pow
     config = BLOCK_CONFIGS[block, row or square, col or square]
     if form.kind == "plain":
         return config
-    if block == 128 and (not form.two or by_halves(row, col, form, sums)):
+    if block == 128 and (not form.two or by_halves(square, row, col, form, sums)):
         # With at most 128 registers two tiles in both layouts fit at once, and one loads while the other stores.
-        return Config(128, 128, 8, None if sums else 128) if row and col else config
+        return Config(128, 128, 8, 128 if pow2 and not sums else None) if row and col else config
     return Config(config.block_m, config.block_n, config.block_m * config.block_n // 1024)
 
 

@@ -14,21 +14,15 @@ _ROWS, _COLUMNS = 64, 32  # 128 bytes of a row; small blocks, so that a few thou
 
 
 @triton.jit
-def _part(partial, first, n, rows, cols, BLOCK_R: tl.constexpr):
-    r = first + tl.arange(0, BLOCK_R)
-    mask = (r < rows)[:, None] & (n < cols)[None, :]
-    return tl.load(partial + r[:, None] * cols + n[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def _column_sums_kernel(partial, out, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     begin()
     n = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for first in range(0, rows, 4 * BLOCK_R):  # four loads on their way at once
-        parts = [_part(partial, first + i * BLOCK_R, n, rows, cols, BLOCK_R) for i in (0, 1, 2, 3)]
-        for i in tl.static_range(4):
-            total += parts[i]
+        r = [first + i * BLOCK_R + tl.arange(0, BLOCK_R) for i in (0, 1, 2, 3)]
+        masks = [(each < rows)[:, None] & (n < cols)[None, :] for each in r]
+        a, b, c, d = [tl.load(partial + r[i][:, None] * cols + n, mask=masks[i], other=0.0) for i in (0, 1, 2, 3)]
+        total = total + a + b + c + d
     tl.store(out + n, tl.sum(total, 0).to(out.dtype.element_ty), mask=n < cols)
 
 

@@ -93,7 +93,8 @@ def test_bits_are_those_of_each_for_itself(recipe, device, counted):
 
 def test_less_is_kept():
     kept = [bytes_kept(made(shares=shares)(tokens())) for shares in (True, False)]
-    assert kept[1] - kept[0] == 2 * (2 * TOKENS * K + 4)  # two of three columns, a byte an element, with their scales
+    # Two of three columns, a byte an element, with their scales; and three weights, which an x of its own pays for.
+    assert kept[1] - kept[0] == 2 * (2 * TOKENS * K + 4) + 3 * K * K
 
 
 def test_written_to_between_siblings(counted):

@@ -64,9 +64,9 @@ def test_bytes_per_token_and_per_parameter(kind, activation, again, recipe):
     assert slope <= PER_TOKEN[kind, activation][not unquantized] + scales - FFN * computed
     a_scale_a_column = 4 * kept_fp8 if recipe == "rowwise" else 0
     assert rest <= 2 * weights + SMALL + a_scale_a_column
-    first = {LINEAR: 0, LN_LINEAR: N * K, LN_MLP: FFN * K * (2 if activation == "swiglu" else 1)}[kind]
+    first = {LINEAR: N * K, LN_LINEAR: N * K, LN_MLP: FFN * K * (2 if activation == "swiglu" else 1)}[kind]
     second = FFN * K if kind == LN_MLP else 0
-    room = {LINEAR: 0, LN_LINEAR: K, LN_MLP: K + FFN * (not computed)}[kind]  # a token
+    room = {LINEAR: K, LN_LINEAR: K, LN_MLP: K + FFN * (not computed)}[kind]  # a token
     for stays in (first, first + second):
         m = stays // room if room else 640
         m += -m % 16

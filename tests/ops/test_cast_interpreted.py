@@ -248,7 +248,9 @@ BLOCKS = {
 @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
 @pytest.mark.parametrize("sums", [None, torch.float32])
 @pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("shape", [*SHAPES, Shape(300, 150, "many tiles along m")], ids=lambda s: s.why)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, Shape(300, 150, "many tiles along m"), Shape(140, 128, "whole blocks")], ids=lambda s: s.why
+)
 def test_interpreted_blocks(shape, kind, sums, dtype):
     (block, square, flat), compared = BLOCKS[kind], 0
     for name, source in _sources(shape.m, shape.n).items():
