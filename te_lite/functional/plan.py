@@ -22,7 +22,7 @@ from te_lite.ops.nvtx import ENABLED, ranged
 from te_lite.ops.recorder import WANTED
 from te_lite.ops.transpose import PAD
 from te_lite.overlap.exchange import Place
-from te_lite.overlap.one_rank import Beside
+from te_lite.overlap.one_rank import FusedProducts
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.identity import Identity
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
@@ -156,7 +156,7 @@ class Recompute(Enum):
     pass of its own; always."""
 
     NOWHERE = 0
-    BESIDE = 1
+    ONE_READ = 1
     ELSE_APART = 2
     ALWAYS = 3
 
@@ -167,7 +167,7 @@ class LinearPlan:
     operands: quantizers of the three GEMMs. parallel: how they run over ranks. sink: where dw goes. dtype: of y and dx.
     keep_original: backward quantizes the input again instead of keeping the quantized copy (save_original_input).
     before: the plan of the linear whose output the input is computed from, if any; recompute: what is then asked for.
-    beside: what of fprop's and dgrad's product a kernel computes where no tokens are gathered; None: nothing.
+    fused: what of fprop's and dgrad's product a kernel computes where no tokens are gathered; None: nothing.
     compiled: in a graph of torch.compile, which serves any number of tokens.
     info: for the report, None where it shows no row. The rest follows from these.
     """
@@ -175,7 +175,7 @@ class LinearPlan:
     def __init__(
         self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
         keep_original: bool = False, info: PlanInfo | None = None, before: LinearPlan | None = None,
-        recompute: Recompute = Recompute.NOWHERE, compiled: bool = False, beside: tuple[Beside, Beside] | None = None,
+        recompute: Recompute = Recompute.NOWHERE, compiled: bool = False, fused: FusedProducts | None = None,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
         self.keep_original, self.info, self.compiled = keep_original, info, compiled
@@ -196,13 +196,13 @@ class LinearPlan:
         self.one_read = before is not None and one_read(before, operands, tp)
         if before is None or sink.late:  # wgrad after backward would need what the input is computed from until then
             recompute = Recompute.NOWHERE
-        beside_it = self.one_read and bool(fprop.a.format.label)
-        self.recomputes_apart = recompute is Recompute.ALWAYS or (recompute is Recompute.ELSE_APART and not beside_it)
-        self.recomputes_x = self.recomputes_apart or (recompute is not Recompute.NOWHERE and beside_it)
-        self._beside = beside
+        shares_read = self.one_read and bool(fprop.a.format.label)
+        self.recomputes_apart = recompute is Recompute.ALWAYS or (recompute is Recompute.ELSE_APART and not shares_read)
+        self.recomputes_x = self.recomputes_apart or (recompute is not Recompute.NOWHERE and shares_read)
+        self._fused = fused
         # Whether a kernel may leave something of fprop's and of dgrad's product for the next GEMM. Where tokens are
         # gathered, the exchange knows.
-        fprop_makes, dgrad_makes = (bool(beside[0].spans), bool(beside[1].spans)) if beside else (False, False)
+        fprop_makes, dgrad_makes = (bool(fused[0].spans), bool(fused[1].spans)) if fused else (False, False)
         self.makes = self.gathers_x or fprop_makes, self.gathers_dy or dgrad_makes
         # fprop's quantized x leaves all that backward needs to quantize x again for wgrad.
         self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
@@ -240,7 +240,7 @@ class LinearPlan:
         """`want` of fprop's product of x[rows, K], or with grad of dgrad's of dy[rows, N], where a GEMM is to be asked
         for it; else "". For a plan that `makes` something and gathers nothing. weight: [N, K]."""
         n, k = reversed(weight.shape) if grad else weight.shape
-        return "" if self._beside is None else self._beside[grad](want, rows, n, k)
+        return "" if self._fused is None else self._fused[grad](want, rows, n, k)
 
     def bytes_saved(self, tokens: int, features: int) -> int:
         """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""

@@ -93,7 +93,7 @@ class LayerNormMLP(TeLiteModule):
         asked = flag("LayerNormMLP", "recompute_activation", recompute_activation)
         self.recompute_activation = None if recompute_activation is None else asked
         cheap = recomputation_cost(hidden_size, act.glu) <= MOST_COST
-        self._recompute = Recompute.ELSE_APART if cheap else Recompute.BESIDE
+        self._recompute = Recompute.ELSE_APART if cheap else Recompute.ONE_READ
         if recompute_activation is not None:
             self._recompute = Recompute.ALWAYS if asked else Recompute.NOWHERE
         self.hidden_size = hidden_size

@@ -15,7 +15,7 @@ from te_lite.functional.plan import LinearPlan, PlanInfo
 from te_lite.functional.recordings import Recordings
 from te_lite.modules.checks import check_recipe
 from te_lite.modules.weights import check_param
-from te_lite.overlap.one_rank import beside
+from te_lite.overlap.one_rank import fused_products
 from te_lite.overlap.userbuffers import exchanges_for, group_of
 from te_lite.parallel import TensorParallel, ranks_of
 from te_lite.quantize.quantizer import GemmOperands, Site, observer, operands_for
@@ -115,7 +115,7 @@ def _build_plan(
     parallel = parallel_linear(tp, exchanges)
     plan = LinearPlan(
         operands, parallel, module._sinks[index], dtype, module.save_original_input, info, before, module._recompute,
-        beside=beside(operands, dtype, device),
+        fused=fused_products(operands, dtype, device),
     )  # fmt: skip
     stateless = used.is_fp8 and not (used.delayed() or used.custom() or calibrating or watching is not None)
     if module._shared is not None and stateless and plan.x_is_wgrads and not tp.gathers_input:

@@ -15,7 +15,7 @@ from te_lite.ops import gemm_scaled as scaled
 from te_lite.ops.cublaslt import product
 from te_lite.ops.gemm import FP8, FP8_ALIGNMENT, apart, gemm, gemm_accumulate_
 from te_lite.ops.grouped_layout import PAD
-from te_lite.ops.launch import stream_beside
+from te_lite.ops.launch import side_stream
 from te_lite.ops.recorder import OPEN
 
 # Multiplications a group: 50 to 90 us of a GPU, in which the host issues a GEMM, or finds an algorithm for a new size.
@@ -38,15 +38,15 @@ def _in_turn(device: torch.device, one: Callable[[int], None], groups: int) -> N
             one(g)
         return
     with torch.cuda.device(device):
-        current, beside = torch.cuda.current_stream(), stream_beside(device)
-        beside.wait_stream(current)
+        current, side = torch.cuda.current_stream(), side_stream(device)
+        side.wait_stream(current)
         try:
             for g in range(groups):
-                torch.cuda.set_stream(beside if g % 2 else current)
+                torch.cuda.set_stream(side if g % 2 else current)
                 one(g)
         finally:
             torch.cuda.set_stream(current)
-            current.wait_stream(beside)
+            current.wait_stream(side)
 
 
 def _by_group(scale: Tensor) -> Sequence[Tensor]:

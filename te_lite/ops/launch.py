@@ -49,7 +49,7 @@ def begin():
 
 
 @cache
-def stream_beside(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     """For GEMMs that take turns; one for all, because cuBLAS keeps a workspace for each stream that it has seen.
 
     One host thread at a time issues to it: its users wait for it, and would wait for each other's work too.

@@ -14,7 +14,7 @@ from torch import Tensor
 from te_lite import _C
 from te_lite.ops.flags import compiled_wait
 from te_lite.ops.group_max import MOST_RANKS, MOST_VALUES
-from te_lite.ops.launch import stream_beside
+from te_lite.ops.launch import side_stream
 from te_lite.ops.nvrtc import unavailable
 from te_lite.ops.recorder import OPEN
 from te_lite.ops.registry import capturing
@@ -110,11 +110,11 @@ class Group:
         self.control = _C.Control(
             self.rank, self.size, addresses, self._control_memory, timeout_s(), names=list(self.ranks)
         )
-        self.stream = self.beside = None
+        self.stream = self.side_stream = None
         if self.device.type == "cpu":
             self.executor = _C.Executor(-1, self.control)
             return
-        self.stream, self.beside = torch.cuda.Stream(self.device, priority=-1), stream_beside(self.device)
+        self.stream, self.side_stream = torch.cuda.Stream(self.device, priority=-1), side_stream(self.device)
         flags = self.arena.address("gather.flags", 0, self.rank), self.arena.bytes - self._flags
         wait = compiled_wait(self.device)
         self.executor = _C.Executor(self.device.index, self.control, self.stream.cuda_stream, *flags, wait)

@@ -42,8 +42,8 @@ ANYWHERE = {(want, grad): Span() for want in ("high precision", "amax", "fp8") f
 _BY_WORD: dict[str, Mapping[tuple[str, bool], Span]] = {"": FASTER, "0": {}, "1": ANYWHERE}
 
 
-class Beside:
-    """What the kernel had better compute beside one of a linear's products: fprop's, or (grad) dgrad's."""
+class FusedProduct:
+    """What the kernel had better make of one of a linear's products: fprop's, or (grad) dgrad's."""
 
     def __init__(self, spans: Mapping[tuple[str, bool], Span], gemm: GemmQuantizers, grad: bool) -> None:
         fits = multiplied(gemm.a.format, gemm.b.format)
@@ -58,16 +58,18 @@ class Beside:
         return "" if act_refusal(m, n, want, self._grad, self._split) else want
 
 
-def beside(operands: GemmOperands, dtype: torch.dtype, device: torch.device) -> tuple[Beside, Beside]:
-    """(what fprop's kernel computes beside its product, what dgrad's does). TE_LITE_EPILOGUES decides: 0 nowhere, 1
-    wherever the kernel can, else by FASTER."""
+FusedProducts = tuple[FusedProduct, FusedProduct]  # of fprop, of dgrad
+
+
+def fused_products(operands: GemmOperands, dtype: torch.dtype, device: torch.device) -> FusedProducts:
+    """TE_LITE_EPILOGUES decides: 0 nowhere, 1 wherever the kernel can, else by FASTER."""
     word = os.environ.get("TE_LITE_EPILOGUES", "")
     if word not in _BY_WORD:
         raise ValueError(f"TE_LITE_EPILOGUES={word!r}: must be 0 or 1; leave it out for what measured faster")
     spans = _BY_WORD[word]
     if spans and (dtype == torch.float32 or unavailable(device)):
         spans = {}
-    return Beside(spans, operands.fprop, False), Beside(spans, operands.dgrad, True)
+    return FusedProduct(spans, operands.fprop, False), FusedProduct(spans, operands.dgrad, True)
 
 
 # What _words() gives, by device and stream: of one stream a launch touches its words when the one before has ended.

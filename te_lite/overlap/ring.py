@@ -69,22 +69,22 @@ class Ring(Bulk):
         tiles of the one before leave idle. Not by two host threads at once, whose streams might wait for each other;
         nor for a scatter, whose pieces the others wait for, since one may overtake another.
         """
-        own, group, beside = gathering.q, self.group, self.group.beside
+        own, group, side = gathering.q, self.group, self.group.side_stream
         rank, size, m = group.rank, group.size, own.shape[0]
         out = own.row.new_empty(size * m, gemm.columns, dtype=gemm.dtype)
         gemm.b.operand(gemm.layout)  # made now, if it has to be: both streams read it
         shard = own.format.from_wire(own.format.wire(own, "row"), "row", own, m)
-        if beside is not None:
+        if side is not None:
             main = torch.cuda.current_stream(group.device)
-            wait_stream(beside, main)
+            wait_stream(side, main)
         try:
             for i, source in enumerate((rank, *group.others)):
-                with nullcontext() if beside is None or i % 2 == 0 else torch.cuda.stream(beside):
+                with nullcontext() if side is None or i % 2 == 0 else torch.cuda.stream(side):
                     shard = shard if source == rank else gathering.shard(source)
                     gemm.product(shard, gemm.bias, None, out[source * m : (source + 1) * m])
         finally:
-            if beside is not None:
-                wait_stream(main, beside)
+            if side is not None:
+                wait_stream(main, side)
         return gemm.finish(out)
 
     def counts(self, gemm: Gemm, a: QTensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from te_lite.modules.weights import join
 from te_lite.ops import gemm_fused
 from te_lite.ops.recorder import Recorder
 from te_lite.overlap import one_rank
-from te_lite.overlap.one_rank import ANYWHERE, Beside, Span
+from te_lite.overlap.one_rank import ANYWHERE, FusedProduct, Span
 from te_lite.quantize.identity import Identity
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.quantizer import GemmQuantizers
@@ -170,13 +170,13 @@ def test_where_it_measured_faster():
     """By work and depth, of just that kind of product, in formats that the kernel multiplies."""
     plain, fp8 = Identity(), Current(FORMATS[torch.float8_e4m3fn])
     spans = {("amax", True): Span(1 << 20, 256)}
-    grad = Beside(spans, GemmQuantizers(fp8, fp8), True)
+    grad = FusedProduct(spans, GemmQuantizers(fp8, fp8), True)
     assert grad("amax", 64, 64, 256) == "amax"
     assert grad("amax", 63, 64, 256) == grad("amax", 64, 64, 257) == grad("fp8", 64, 64, 256) == ""
     assert grad("amax", 64, 96, 256) == ""  # columns that the kernel refuses
-    assert Beside(spans, GemmQuantizers(fp8, fp8), False)("amax", 64, 64, 256) == ""
-    assert Beside(spans, GemmQuantizers(fp8, plain), True)("amax", 64, 64, 256) == ""
-    split, fast = (Beside(ANYWHERE, GemmQuantizers(fp8, fp8, fast), False) for fast in (False, True))
+    assert FusedProduct(spans, GemmQuantizers(fp8, fp8), False)("amax", 64, 64, 256) == ""
+    assert FusedProduct(spans, GemmQuantizers(fp8, plain), True)("amax", 64, 64, 256) == ""
+    split, fast = (FusedProduct(ANYWHERE, GemmQuantizers(fp8, fp8, fast), False) for fast in (False, True))
     assert split("amax", 64, 64, 64) == "" and fast("amax", 64, 64, 64) == "amax"
 
 

@@ -67,7 +67,7 @@ def test_gemms_take_turns_on_two_streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     group = Group.__new__(Group)
-    group.beside, group.device, group.rank, group.size, group.others = beside, None, 1, 4, (2, 3, 0)
+    group.side_stream, group.device, group.rank, group.size, group.others = beside, None, 1, 4, (2, 3, 0)
     format = SimpleNamespace(wire=lambda *_: (), from_wire=lambda *_: "own")
     shard = SimpleNamespace(shape=(2, 16), row=torch.zeros(2, 16), format=format)
     b = SimpleNamespace(operand=lambda layout: log.append(f"operand on {current[0]}"))
