@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_kernel, by_halves, dequantize_kernel
+from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_kernel, dequantize_kernel
 from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref, transform
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
@@ -154,8 +154,7 @@ def _block_cast_cuda(source, block, square, pow2, eps, largest, flat, row, row_s
     if by_words and bias_grad is None and words_fit(source):
         form = WORDS
     by_row, by_col, sums = row is not None, col is not None, bias_grad is not None
-    halves = by_halves(square, by_row, by_col, form, sums)
-    config = block_config(block, square, by_row, by_col, form, pow2, sums)
+    config, halves = block_config(block, square, by_row, by_col, form, pow2, sums)
     block_m, block_n, num_warps, registers, _ = config
     tiles_n, tiles_m = -(-cols // block_n), -(-rows // block_m)
     splits, partial = partial_sums(bias_grad, tiles_m)

@@ -27,28 +27,26 @@ _FEWEST = 80 if triton.__version__.startswith("3.6.") else 104
 WORD_BLOCK_CONFIGS = {False: Config(128, 64, 4), True: Config(128, 128, 8, registers=_FEWEST)}
 
 
-def by_halves(square: bool, row: bool, col: bool, form: Form, sums: bool) -> bool:
-    """Whether each of the two tiles of a gated activation's gradient gets a program of its own: in both layouts, not of
-    square blocks, not with column sums."""
-    return form.two and row and col and not (square or sums)
+def block_config(
+    block: int, square: bool, row: bool, col: bool, form: Form, pow2: bool, sums: bool
+) -> tuple[Config, bool]:  # fmt: skip
+    """(the Config of a kernel, by the tables above; whether it goes by halves). sums: of columns are wanted too.
 
-
-def block_config(block: int, square: bool, row: bool, col: bool, form: Form, pow2: bool, sums: bool) -> Config:
-    """The Config of a kernel, by the tables above. sums: of columns are wanted too.
-
-    The two tiles of a gated activation's gradient, and all that is computed for MX, get a warp for 1024 values: with a
-    plain tensor's they spill up to 6 KB a thread (read from the compiler for sm_90).
+    By halves: each of the two tiles of a gated activation's gradient gets a program of its own. In both layouts, not of
+    square blocks, not with column sums. Where one program makes both, and for MX, what is computed gets a warp for 1024
+    values: with a plain tensor's the tiles spill up to 6 KB a thread (read from the compiler for sm_90).
     """
+    halves = form.two and row and col and not (square or sums)
     if form.kind == "words":
         config = WORD_BLOCK_CONFIGS[row]
-        return config if pow2 else config._replace(registers=None)  # divisions would spill
+        return config if pow2 else config._replace(registers=None), halves  # divisions would spill
     config = BLOCK_CONFIGS[block, row or square, col or square]
-    if form.kind == "plain":
-        return config
-    if block == 128 and (not form.two or by_halves(square, row, col, form, sums)):
+    if form.kind != "plain" and (block != 128 or (form.two and not halves)):
+        config = Config(config.block_m, config.block_n, config.block_m * config.block_n // 1024)
+    elif form.kind != "plain" and row and col:
         # With at most 128 registers two tiles in both layouts fit at once, and one loads while the other stores.
-        return Config(128, 128, 8, 128 if pow2 and not sums else None) if row and col else config
-    return Config(config.block_m, config.block_n, config.block_m * config.block_n // 1024)
+        config = Config(128, 128, 8, 128 if pow2 and not sums else None)
+    return config, halves
 
 
 DEQUANTIZE_CONFIG = Config(32, 256, 4)
@@ -234,7 +232,7 @@ def block_kernel(
 
     row [rows, width]; col [width, padded], or [rows, width] when FLAT; scales at the strides given. Blocks are as long
     as a tile is high, BLOCK_M; those of 32 are MX's.
-    Programs and tiles as in transform_kernel; with HALVES (by_halves) two programs for the tiles of one place.
+    Programs and tiles as in transform_kernel; with HALVES (block_config) two programs for the tiles of one place.
     """
     begin()
     TWO: tl.constexpr = FORM.two
