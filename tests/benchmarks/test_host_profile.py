@@ -69,7 +69,7 @@ def test_host_profile_of_a_module():
 def test_host_profile_of_ranks(tmp_path):
     """Of the overlapped module and of the other, and nothing is timed or written."""
     out = tmp_path / "none"
-    options = ("--device", "cpu", "--profile", "20", "--methods", "ring", "--recipes", "bf16", "--out", str(out))
+    options = ("--device", "cpu", "--profile", "300", "--methods", "ring", "--recipes", "bf16", "--out", str(out))
     said = launch(ROOT / "benchmarks" / "overlap.py", *options, ranks=2, timeout=120)
     _, ring, collective = said.split("=== smoke bf16, ")
     assert ring.startswith("ring: host") and "overlap/ring.py" in ring
