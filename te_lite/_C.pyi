@@ -270,10 +270,10 @@ class Sequence:
     def add_wait(self, waits: int, other: int) -> None:
         """What comes on a stream waits for what another has been given. Handles; 0: that of the call."""
 
-    def run(self, stream: int, first: bytes, rest: list[Tensor | None], epochs: Sequence_[int] = ()) -> None:
-        """On the stream handle. first: described()'s addresses of the first slots; rest: what is in the others; then
-        epochs. RuntimeError where the driver or cublasLt refuses, GroupBroken as Executor.issue."""
+    def run(self, stream: int, tensors: list[Tensor | None], epochs: Sequence_[int] = ()) -> None:
+        """On the stream handle. tensors: what is in the first slots; epochs: in the last ones. RuntimeError where the
+        driver or cublasLt refuses, GroupBroken as Executor.issue."""
 
-def described(tensors: tuple[Tensor | None, ...]) -> tuple[bytes, bytes]:
-    """(all that launches follow from: devices, dtypes, shapes, strides, addresses modulo 256, and which tensors begin
-    at one address; the addresses). RuntimeError for a tensor that DLPack cannot tell."""
+def described(tensors: tuple[Tensor | None, ...]) -> bytes:
+    """All that launches follow from: devices, dtypes, shapes, strides, addresses modulo 256, and which tensors begin at
+    one address. RuntimeError for a tensor that DLPack cannot tell."""

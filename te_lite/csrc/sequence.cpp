@@ -1,10 +1,8 @@
 // Launches, and between ranks programs, announcements and waits of streams, issued by one call: recorded once
 // (te_lite/ops/recorder.py), with addresses and epochs that each call gives anew.
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -40,7 +38,7 @@ DLTensor look(const py::handle& tensor) {
   return seen;
 }
 
-py::tuple described(const py::tuple& tensors) {
+py::bytes described(const py::tuple& tensors) {
   std::vector<const void*> at;
   std::string out;
   const auto append = [&out](const void* from, size_t bytes) { out.append(static_cast<const char*>(from), bytes); };
@@ -54,8 +52,7 @@ py::tuple described(const py::tuple& tensors) {
     append(seen.shape, seen.dimensions * sizeof *seen.shape);
     append(seen.strides, seen.dimensions * sizeof *seen.strides);
   }
-  const auto* addresses = reinterpret_cast<const char*>(at.data());
-  return py::make_tuple(py::bytes(out), py::bytes(addresses, at.size() * sizeof *at.data()));
+  return out;
 }
 
 struct Patch {  // arguments[argument] = addresses[slot] + offset
@@ -175,10 +172,10 @@ class Sequence {
     on_ = before;
   }
 
-  void run(uint64_t stream, std::string_view first, const py::list& rest, const std::vector<uint64_t>& epochs) const {
-    std::vector<uint64_t> at(first.size() / sizeof(uint64_t));
-    std::memcpy(at.data(), first.data(), at.size() * sizeof(uint64_t));
-    for (const py::handle& tensor : rest) at.push_back(reinterpret_cast<uint64_t>(look(tensor).data));
+  void run(uint64_t stream, const py::list& tensors, const std::vector<uint64_t>& epochs) const {
+    std::vector<uint64_t> at;
+    at.reserve(slots_);
+    for (const py::handle& tensor : tensors) at.push_back(reinterpret_cast<uint64_t>(look(tensor).data));
     at.push_back(0);  // from where what stays in its place is counted
     at.insert(at.end(), epochs.begin(), epochs.end());
     if (at.size() != slots_) throw std::invalid_argument(std::to_string(at.size()) + " values: not one for each slot");
@@ -239,6 +236,6 @@ void bind_sequence(py::module_& m) {
            "epochs"_a)
       .def("add_announce", &Sequence::add_announce, "control"_a, "operation"_a, "value"_a)
       .def("add_wait", &Sequence::add_wait, "waits"_a, "other"_a)
-      .def("run", &Sequence::run, "stream"_a, "first"_a, "rest"_a, "epochs"_a = std::vector<uint64_t>());
+      .def("run", &Sequence::run, "stream"_a, "tensors"_a, "epochs"_a = std::vector<uint64_t>());
   m.def("described", &described, "tensors"_a);
 }

@@ -1,7 +1,8 @@
 """Bodies of forward and backward on a GPU, recorded where the host takes longer than the device (ops/recorder.py).
 
 A body is Layer.forward or Layer.backward for one call. Its first run is an ordinary one. The next ones are recorded,
-until that works, five at most. Later ones are replayed: their launches alone are issued.
+until that works, five at most. Later ones are replayed: their launches alone are issued. Where what a replay fetches
+has moved, the recording is dropped, and the body counts as run once.
 
 Between ranks a replay takes the turns that the body took, announces what it announced and issues the same programs:
 the other ranks cannot tell it from the body.
@@ -21,7 +22,7 @@ from te_lite._C import described
 from te_lite.functional.saved import Item, Shells, taken_apart
 from te_lite.ops.gemm import reduces_low
 from te_lite.ops.recorder import Recorder
-from te_lite.ops.recording import NoRoom, Recording
+from te_lite.ops.recording import Moved, NotNow, Recording
 from te_lite.ops.registry import capturing, unwatched
 from te_lite.overlap.exchange import Outcome, Place
 from te_lite.overlap.group import Group
@@ -59,7 +60,7 @@ class Recordings:
     moves its tokens without them."""
 
     def __init__(self, largest_weight: int, places: Sequence[Place] = (), group: Group | None = None) -> None:
-        self._known: dict[tuple, Known | int] = {}  # the int: it has run so often, and none of these was recorded
+        self._known: dict[tuple, Known | int] = {}  # the int: so many runs gave no recording
         self._forms: dict[tuple, int] = {}
         self._asks: dict[tuple, int] = {}  # bytes that the first run has allocated, those given back included
         self._places, self._group, self._epoch = places, group, epoch.number
@@ -76,8 +77,7 @@ class Recordings:
         # And what collectives are announced to is what there was when they were recorded.
         if not unwatched() or CHECKPOINTS.frames or self._epoch != epoch.number:
             return None, None
-        description, addresses = described(inputs)
-        key: tuple = decided, reduces_low(), description
+        key: tuple = decided, reduces_low(), described(inputs)
         group = self._group
         if group is not None:
             if capturing():
@@ -91,9 +91,12 @@ class Recordings:
         if torch._C._cuda_getDevice() != known.recording.device:
             return None, None
         try:
-            results = known.recording.run(inputs, addresses)
-        except NoRoom:
+            results = known.recording.run(inputs)
+        except NotNow:
             return None, None
+        except Moved:
+            self._known[key] = 1
+            return key, None
         except BaseException as error:
             if group is not None:
                 labels = dict.fromkeys(place.label or "a linear without overlap" for place in self._places)

@@ -126,9 +126,11 @@ class Recorder(TorchDispatchMode):
         self._steps.append(Step(lambda *_: None, tuple(enumerate(tensors)), len(tensors), called=function))
 
     def fetched(self, fetch: Fetch, tensors: tuple[Tensor | None, ...]) -> None:
-        """The body has `tensors` from fetch(), which each later call asks anew, in this order."""
-        self._fetches.append(fetch)
-        self._given += tensors
+        """The body has `tensors` from fetch(), or what lies in them. Each later call asks it anew, in this order, and
+        equal ones once."""
+        if fetch not in self._fetches:
+            self._fetches.append(fetch)
+            self._given += tensors
 
     def kernel(
         self, kernel: Any, programs: int, tensors: Sequence[Tensor | None], rest: tuple[Any, ...], unaligned: int,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from te_lite import _C
-from te_lite._C import described
 from te_lite.ops.steps import EpochCounter, View
 
 _ALIGNED = 512  # bytes: as torch's own allocations
@@ -17,8 +16,16 @@ _ALIGNED = 512  # bytes: as torch's own allocations
 Fetch = Callable[[], tuple[Tensor | None, ...]]
 
 
-class NoRoom(torch.OutOfMemoryError):
-    """A replay has begun nothing: it asks for its memory in one piece and at once, where a body may do with less."""
+class NotNow(Exception):
+    """A replay has begun nothing, and its body must run by itself."""
+
+
+class NoRoom(NotNow, torch.OutOfMemoryError):
+    """A replay asks for its memory in one piece and at once, where a body may do with less."""
+
+
+class Moved(Exception):
+    """A replay has begun nothing: what it fetches lies elsewhere now, and its body must be recorded anew."""
 
 
 class Called(NamedTuple):
@@ -49,27 +56,22 @@ class Recording:
         # Of at most one element in memory: empty_like() of them takes half the time of empty().
         self._made = [like_of(shape, dtype, device) for shape, dtype in allocations]
 
-    def run(self, inputs: tuple[Tensor | None, ...], addresses: bytes | None = None) -> list[Tensor]:
-        """The body's results for inputs of the same description. addresses: with which described() gave that. Raises
-        NoRoom before it has begun anything."""
-        addresses = described(inputs)[1] if addresses is None else addresses
-        more: list[Any] = []
-        made: list[Tensor] = []
+    def run(self, inputs: tuple[Tensor | None, ...]) -> list[Tensor]:
+        """The body's results for inputs that are described() alike. Raises NotNow (NoRoom) or Moved."""
+        slots: list[Any] = [*inputs]
         try:
-            for like in self._made:
-                made.append(torch.empty_like(like))
+            made = [*map(torch.empty_like, self._made)]
         except torch.OutOfMemoryError as error:
             raise NoRoom(*error.args) from None
         for fetch in self._fetches:
-            more += fetch()
-        more += made
+            slots += fetch()
+        slots += made
         epochs = [counter.turn() for counter in self._counters]
-        slots: Any = (*inputs, *more)
         for part in self._parts:
             if isinstance(part, Called):
                 part.function(*[view.of(slots[slot]) for slot, view in part.tensors])
             else:
-                part.run(torch._C._cuda_getCurrentRawStream(self.device), addresses, more, epochs)
+                part.run(torch._C._cuda_getCurrentRawStream(self.device), slots, epochs)
         return [slots[slot] if view is None else view.of(slots[slot]) for slot, view in self._results]
 
 

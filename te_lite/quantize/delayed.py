@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from te_lite.ops.delayed import FP32_MAX, delayed_update
 from te_lite.ops.recorder import OPEN, WANTED, Recorder, Recording
+from te_lite.ops.recording import Moved, NotNow
 from te_lite.ops.registry import capturing, makes_data, unwatched
 from te_lite.quantize import graph_scales, replay
 from te_lite.watch import all_reduce_max
@@ -91,31 +92,31 @@ class ScaleState:
         any later update)."""
         if self.offset is None:
             return self._scale[slot]
-        pool, column = self.pool, self.offset + slot
-        return pool.copied(column) if pool.fixed else pool.scale[column]
+        return self.pool.steady()[self.offset + slot]
 
     def take(self, slot: int) -> tuple[Tensor, Tensor | None]:
         """For one use: (scale_at(slot), or in forward what the first run took when a checkpointed call is recomputed;
         amax_at(slot))."""
-        if replay.OPEN.frames or self.offset is None or self.pool.fixed or self._amax is None:
+        if replay.OPEN.frames or self.offset is None or self.pool.fixed:
             forward = self.key.direction == "forward"
             scale = replay.recall(("scale", slot), lambda: self.scale_at(slot)) if forward else self.scale_at(slot)
             return scale, self.amax_at(slot)
         pool = self.pool
         pool.touched = True
-        taken = pool.scale[self.offset + slot], self._amax[slot]
         if OPEN.recorder is not None:
-            OPEN.recorder.fetched(partial(self.take, slot), taken)
-        return taken
+            OPEN.recorder.fetched(ScaleFetch(self, pool, self.offset), (pool.scale, self.history))
+        return pool.scale[self.offset + slot], (self._amax or self._amaxes())[slot]
 
     def amax_at(self, slot: int) -> Tensor | None:
         """fp32 [1] to take the maximum into; None while a checkpointed call is recomputed (it was recorded already)."""
         if replay.replaying():
             return None
         self.pool.touched = True
-        if self._amax is None:
-            self._amax = [self.history[0, i : i + 1] for i in range(self.n)]
-        return self._amax[slot]
+        return (self._amax or self._amaxes())[slot]
+
+    def _amaxes(self) -> list[Tensor]:
+        self._amax = [self.history[0, i : i + 1] for i in range(self.n)]
+        return self._amax
 
     @torch.inference_mode(False)
     def load(self, history: Tensor, scale: Tensor, fp8_max: float) -> None:
@@ -137,6 +138,25 @@ class ScaleState:
         graph_scales.changed()
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleFetch:
+    """What each replay of a body that uses a state asks, once for all slots. pool, offset: where the state lay when the
+    body was recorded."""
+
+    state: ScaleState
+    pool: Pool
+    offset: int
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """(scales of the pool, history of the state), whose use is noted. Raises Moved where the state lies elsewhere,
+        NotNow where it waits for an update to give it a place, perhaps the same."""
+        state, pool, offset = self.state, self.pool, self.offset
+        if state.pool is not pool or state.offset != offset:
+            raise NotNow if state.offset is None else Moved
+        pool.touched = True
+        return pool.steady(), state.history
+
+
 class Pool:
     """States that are updated together, side by side: history [length, total], scale [total]."""
 
@@ -147,7 +167,7 @@ class Pool:
         self.merged = 0  # so many members lie in `scale` and `_history`
         self.sizes: list[int] = []  # of the states that lie there
         self.fixed = False
-        self.copies: tuple[Tensor, ...] = ()  # of `scale`, each apart, in Pools.recording()
+        self.copy: Tensor | None = None  # of `scale`, in Pools.recording()
         self.members: weakref.WeakKeyDictionary[ScaleState, None] = weakref.WeakKeyDictionary()  # in order
         self._stepping = threading.Lock()  # two threads may run backwards of one thread's forwards
         self._launch: Recording | int = 0  # of _launch_step(), or how often recording it was tried
@@ -162,12 +182,14 @@ class Pool:
                 if state.offset is None:
                     state.join()
 
-    def copied(self, column: int) -> Tensor:
-        """A scale that no update will write to. Where none may come, all are copied at once: a copy is a kernel."""
+    def steady(self) -> Tensor:
+        """`scale`, or a copy: no update will write to it. Where none may come, one copy does: it is a kernel."""
+        if not self.fixed:
+            return self.scale
         if not self.key.owner.one_graph:
-            return self.scale[column].clone()
-        self.copies = self.copies or self.scale.clone().unbind(0)
-        return self.copies[column]
+            return self.scale.clone()
+        self.copy = self.scale.clone() if self.copy is None else self.copy
+        return self.copy
 
     def hold(self, states: list[ScaleState], history: Tensor, scale: Tensor) -> None:
         """history[length, total], scale[total] are those of the states, side by side, from now on."""
@@ -181,7 +203,11 @@ class Pool:
         graph_scales.changed()
 
     def update(self) -> None:
-        """One step of every member: reduce row 0 over the group, roll the histories, compute new scales."""
+        """One step of every member: reduce row 0 over the group, roll the histories, compute new scales. None under a
+        FakeTensorMode, where fake scales would take the place of real ones."""
+        alone = unwatched()
+        if not (alone or makes_data(self.key.device)):
+            return
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # training may follow
                 return self.update()
@@ -200,7 +226,7 @@ class Pool:
                 what = f"amaxes of {self.key.direction} for delayed scaling"
                 all_reduce_max(what, self._history[0], self.key.group)
             known: Any = self._launch
-            given, here = (self._history, self.scale), WANTED and self.scale.is_cuda and unwatched()
+            given, here = (self._history, self.scale), WANTED and alone and self.scale.is_cuda
             here = here and self.key.device.index == torch._C._cuda_getDevice()
             if known.__class__ is Recording and here:
                 (self.scale,) = known.run(given)
@@ -241,9 +267,7 @@ class Pools:
             graph_scales.collect(self, direction)
         for pool in () if self.held else self.pools:  # the list is never cut, but replaced
             if pool.touched and pool.key.direction == direction and (pool.fixed or not capturing()):
-                # Under a FakeTensorMode fake scales would take the place of real ones.
-                if makes_data(pool.key.device):
-                    pool.update()
+                pool.update()
 
     def step_taken(self) -> None:
         """The step of backward scales that have come from another thread with the maxima of their last backward. Where
@@ -289,7 +313,7 @@ class Pools:
             self.held = self.one_graph = False
             used += [pool for pool in self.pools if pool.touched]
             for pool in self.pools:
-                pool.touched, pool.copies = before.get(pool, False), ()
+                pool.touched, pool.copy = before.get(pool, False), None
 
 
 @torch.inference_mode(False)

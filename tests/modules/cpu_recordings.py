@@ -27,31 +27,31 @@ def _place(t: Tensor) -> tuple:
 
 
 class Replayed:
-    """As Recording. steps: (function, arguments with the slots of tensors in their place); results: slots."""
+    """As Recording. steps: (function, arguments with the slots of tensors in their place); results: slots. fetches:
+    asked before anything else is done, each in the place of the step that it is the function of."""
 
     device = None
     runs = 0
 
-    def __init__(self, steps: list[tuple[Any, Any, Any]], results: list[Any], turns: list[Any]) -> None:
-        self.steps, self.results, self.turns = steps, results, turns
+    def __init__(self, steps: list[tuple[Any, Any, Any]], fetches: list[Any], results: list[Any], turns: list[Any]):
+        self.steps, self.fetches, self.results, self.turns = steps, fetches, results, turns
 
-    def run(self, inputs: Any, addresses: bytes | None = None) -> list[Tensor]:
+    def run(self, inputs: Any) -> list[Tensor]:
+        fetched = {fetch: fetch() for fetch in self.fetches}
         self.runs += 1
         slots, epochs = list(inputs), [turns.turn() for turns in self.turns]
         for func, args, kwargs in self.steps:
             args, kwargs = tree_map_only(Slot, partial(Slot.of, slots=slots), (args, kwargs))
             args = tree_map_only(Turn, lambda turn: epochs[turn.index], args)
-            out = func(*args, **kwargs)
+            out = fetched[func] if func in fetched else func(*args, **kwargs)
             slots += [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         return [slot.of(slots) for slot in self.results]
 
 
-def described(inputs: tuple[Tensor | None, ...]) -> tuple[tuple, bytes]:
+def described(inputs: tuple[Tensor | None, ...]) -> tuple:
     """As recordings are found, but wherever tensors lie: on the CPU addresses differ modulo 256."""
     at = [None if t is None else t.data_ptr() or i for i, t in enumerate(inputs)]
-    return tuple(
-        [t if t is None else (t.shape, t.stride(), t.dtype, at.index(at[i])) for i, t in enumerate(inputs)]
-    ), b""
+    return tuple([t if t is None else (t.shape, t.stride(), t.dtype, at.index(at[i])) for i, t in enumerate(inputs)])
 
 
 class Slot:
@@ -80,6 +80,8 @@ class OpRecorder(TorchDispatchMode):
         self.turns: list[tuple[Any, int, Tensor]] = []
         self.steps: list[tuple[Any, Any, Any]] = []
         self.slots: list[Any] = list(inputs)  # held, so that no place comes twice
+        self.fetches: list[Any] = []
+        self.whole: list[Tensor] = []  # what they gave
         self.known = {_place(t): i for i, t in reversed(list(enumerate(self.slots))) if t is not None}
 
     def run(self, body: Any) -> Any:
@@ -99,7 +101,19 @@ class OpRecorder(TorchDispatchMode):
     def _slot(self, t: Tensor) -> Any:
         """The tensor itself where it is of nobody's giving or making."""
         index = self.known.get(_place(t))
-        return t if index is None else Slot(index)
+        return self._view(t) if index is None else Slot(index)
+
+    def _view(self, t: Tensor) -> Any:
+        """Of a tensor that lies in what was fetched, as a step: fetched tensors are given whole."""
+        at, size = t.data_ptr(), t.element_size()
+        found = [g for g in self.whole if g.dtype == t.dtype and holds(g, at)]
+        if not found:
+            return t
+        offset = found[0].storage_offset() + (at - found[0].data_ptr()) // size
+        base = self.known[_place(found[0])]
+        self.steps.append((torch.as_strided, (Slot(base), t.shape, t.stride(), offset), {}))
+        self._add(t)
+        return Slot(len(self.slots) - 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if self.calling:
@@ -156,8 +170,12 @@ class OpRecorder(TorchDispatchMode):
         self.steps.append((lambda *tensors: (function(*tensors), ())[1], slots, {}))
 
     def fetched(self, fetch: Any, tensors: tuple[Tensor | None, ...]) -> None:
-        self.steps.append((lambda: [t for t in fetch() if t is not None], (), {}))
-        self._add(*[t for t in tensors if t is not None])
+        if fetch not in self.fetches:
+            self.fetches.append(fetch)
+            self.steps.append((fetch, (), {}))
+            given = [t for t in tensors if t is not None]
+            self.whole += given
+            self._add(*given)
 
     def finish(self, results: list[Tensor]) -> Replayed | None:
         slots = [self._slot(t) for t in results]
@@ -165,7 +183,7 @@ class OpRecorder(TorchDispatchMode):
         self.slots, self.known, self.turns = [], {}, []
         if self.foreign or any(isinstance(slot, Tensor) for slot in slots):
             return None
-        return Replayed(self.steps, slots, turns)
+        return Replayed(self.steps, self.fetches, slots, turns)
 
 
 def record_on_cpu(monkeypatch: Any) -> None:

@@ -66,7 +66,7 @@ fused = _C.FusedGemm(0, b"", True, 2, 256, False, False, False, 2)
 arguments = struct.pack("=29Q11i4x", *range(200, 229), 7, 256, 512, 64, 0, 2, 1, 0, 1, 2, 0)
 words = [0x10, 0x20, 0x30, 0, 0x40, 0x50, *struct.unpack("=35Q", arguments)]
 sequence.add_fused(fused, 2, (2, 0, 0), words, [(0, 0, 0), (4, 1, 256), (6 + 16, 2, 8)], [(6 + 29, 4)])
-sequence.run(0x51, _C.described((x,))[1], [made, block], [11, (1 << 32) + 0x22])
+sequence.run(0x51, [x, made, block], [11, (1 << 32) + 0x22])
 ctypes.CDLL(None).fflush(None)
 print(*(t.data_ptr() for t in (x, made, block)))
 """
