@@ -22,11 +22,11 @@ from te_lite.functional.saved import (
     Item,
     backward_method,
     check_parts,
-    forward_method,
     kept_parts,
     parts_joined,
     placed_items,
     taken_apart,
+    without_amp,
 )
 from te_lite.ops.source import Source, plain
 from te_lite.overlap.epilogues import GemmInput
@@ -147,11 +147,14 @@ class LayerFunction(torch.autograd.Function):
 
     Forward and backward ask the module's Recordings first. Where the launches are recorded, try_replay() issues them
     and gives what the layer would have given, as tensors and shells (see saved.py). Otherwise the layer itself runs.
-    Autograd casts gradients to the dtypes of what they belong to.
+    Autograd casts gradients to the dtypes of what they belong to. The decorators of other Functions would be another
+    Python call in each step: they stand where they have something to do.
     """
 
-    @forward_method
+    @staticmethod
     def forward(ctx: Any, layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            return without_amp(LayerFunction.forward)(ctx, layer, call, x, *params)
         recordings, needs, shape = call.plans[0].recordings, layer.needs(call, x, params), x.shape
         found = key = None
         if recordings is not None and x.__class__ in PLAIN and call.output is None:
@@ -178,9 +181,11 @@ class LayerFunction(torch.autograd.Function):
             ctx.kept = layer, call, needs, shape, shells, form, copies
         return tensors[0] if outputs == 1 else tuple(tensors[:2])
 
-    @backward_method
+    @staticmethod
     def backward(ctx: Any, dy: Tensor, dln: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """The gradients of forward's arguments. Its parts are no functions: each step would pay for the calls."""
+        if torch._C._is_any_autocast_enabled() or torch.is_grad_enabled():
+            return backward_method(LayerFunction.backward)(ctx, dy, dln)
         # 1. What forward kept.
         layer, call, needs, x_shape, shells, form, copies = ctx.kept
         if call.parts:
