@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from te_lite.functional.parallel import Unsplit
+from te_lite.functional.parallel import LocalGemms
 from te_lite.functional.plan import LinearPlan
 from te_lite.modules.plans import PLANNED, PLANNED_LOCK
 from te_lite.overlap.exchange import Outcome
@@ -37,7 +37,7 @@ def _rows(module: str, plan: LinearPlan) -> Iterator[dict[str, Any]]:
     for place, formats in zip(places, info.formats, strict=True):
         # A GEMM that moves nothing of its own: what it reads another has brought.
         planned = place.method or ("local" if place.group else "collective")
-        idle = "local" if ran or type(parallel) is Unsplit else planned
+        idle = "local" if ran or type(parallel) is LocalGemms else planned
         note = place.note or Outcome(idle, 0)
         gemm = f"{info.linear}_{place.gemm}" if info.linear else place.gemm
         reason = "; ".join(filter(None, (info.reason, note.reason, place.remark)))

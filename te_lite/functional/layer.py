@@ -40,8 +40,8 @@ from te_lite.quantize.tensor import QuantizedTensor
 class Call:
     """What a module decided for one call: one plan a linear, its weight parameter, a quantized weight to reuse or None.
 
-    grad: a backward may follow. first: this is the pass's first fp8 module, whose backward closes the pass. pools: of
-    a pass under delayed scaling.
+    grad: a backward may follow. closes_pass: this is the pass's first fp8 module, whose backward is the last to get
+    there and updates the backward scales. pools: of a pass under delayed scaling.
     output, grad_input: quantizers of y and dx when the caller takes them quantized. parts: parameters that the weight
     was joined from, where it was; versions: theirs in forward. note: of replay.Outstanding, to be held as long as the
     call's graph.
@@ -51,7 +51,7 @@ class Call:
     weights: tuple[Tensor, ...]
     cached: tuple[QTensor | None, ...]
     grad: bool
-    first: bool = False
+    closes_pass: bool = False
     output: Quantizer | None = None
     grad_input: Quantizer | None = None
     pools: Pools | None = None
@@ -232,7 +232,7 @@ class LayerFunction(torch.autograd.Function):
 
         # 5. The pass is closed under delayed scaling. The residual was added to y: its gradient is dy.
         if call.pools is not None:
-            call.pools.close(call.first)
+            call.pools.close(call.closes_pass)
         residual = None
         if wanted[-1]:
             residual = dy.dequantize() if isinstance(dy, QuantizedTensor) else dy

@@ -27,8 +27,9 @@ def _grad_and_again(plan: LinearPlan, dh: Source, needs: Needs, a: QTensor) -> A
     return (q, q, sums), a
 
 
-class Course(NamedTuple):
-    """Where a = activation(h) and dh, the gradient of h, are computed.
+class ActivationPlan(NamedTuple):
+    """Which kernel computes a = activation(h), and which its gradient dh: the epilogue of a GEMM, or a pass over h.
+    Forward and backward of one call compute the same plan.
 
     want_a, want_dh: what fc1's fprop is to leave of a, and fc2's dgrad of dh, as Epilogue.want; "" where a pass over h
     computes it. a_again: a is not kept, backward computes it again; one_read: in the pass that computes dh.
@@ -45,8 +46,8 @@ class MLPLayer:
 
     Kept for backward: x and the norm's statistics, norm(x) as fc1's GEMM read it, h, a = activation(h) as fc2's GEMM
     read it; or just a's seed, where backward computes a again from h: before fc2's GEMMs, or between them in the one
-    read that gives the gradient of h (see _course). That is never written in high precision under fp8: it is quantized
-    as it is computed.
+    read that gives the gradient of h (see _activation_plan). Under fp8 that gradient is quantized as it is computed;
+    only a wgrad that is not quantized reads it in high precision.
     """
 
     def __init__(self, spec: NormSpec, activation: Activation) -> None:
@@ -61,7 +62,7 @@ class MLPLayer:
         need_h = need_ln or need_w1 or sums1 is not None
         return need_ln, need_w1, need_h, call.grad and w2.requires_grad, sums1, sums2
 
-    def _course(self, call: Call, needs: Any, tokens: int, w1: Tensor, w2: Tensor) -> Course:
+    def _activation_plan(self, call: Call, needs: Any, tokens: int, w1: Tensor, w2: Tensor) -> ActivationPlan:
         """The same in forward and backward. tokens: rows of h on this rank. w1, w2: whole; in backward those of `call`
         may be parts."""
         (plan1, plan2), (need_ln, need_w1, need_h, need_w2, sums1, _) = call.plans, needs
@@ -84,7 +85,7 @@ class MLPLayer:
         one_read = a_again and plan2.one_read and (need_ln or need_w1)
         if one_read and want_dh not in ("", "amax"):
             a_again, one_read = plan2.recomputes_apart, False  # no pass reads h
-        return Course(want_a, want_dh, a_again, one_read)
+        return ActivationPlan(want_a, want_dh, a_again, one_read)
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         (plan1, plan2), (need_ln, need_w1, need_h, need_w2, *_) = call.plans, needs
@@ -92,7 +93,7 @@ class MLPLayer:
         operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         tokens, width = x.numel() // x.shape[-1], w2.shape[1]
         gathered = tokens * plan1.tp.size if plan1.gathers_x else tokens
-        want_a, _, a_again, _ = self._course(call, needs, gathered, w1, w2)
+        want_a, _, a_again, _ = self._activation_plan(call, needs, gathered, w1, w2)
         epilogue = Activate(plan2.operands.fprop.a, activation, want_a, col=need_w2 and not a_again)
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
         if need_w2 and not (a_again or plan2.recomputes_x):  # else keeping a is what they are spent on
@@ -120,7 +121,7 @@ class MLPLayer:
         activate_grad = norm_grad = dx = dw1 = db1 = None
         a_again = one_read = False
         if need_h:
-            _, want_dh, a_again, one_read = self._course(call, back.needs, h.shape[0], w1, w2)
+            _, want_dh, a_again, one_read = self._activation_plan(call, back.needs, h.shape[0], w1, w2)
             activate_grad = ActivateGrad(plan1.operands.dgrad.a, activation, want_dh, h)
         grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, sums2))
         if a_again and not one_read:

@@ -22,8 +22,8 @@ from te_lite.overlap.exchange import Gemm
 from te_lite.quantize.qtensor import QTensor
 
 # What a linear keeps for backward: its quantized input (a shard where the exchange gathers it again), or None where no
-# weight gradient is wanted; the quantized weight, cached or its col layout. Of either perhaps just the seed to quantize
-# it again.
+# weight gradient is wanted or x itself is kept; the quantized weight, cached or its col layout. Of either perhaps just
+# the seed to quantize it again.
 Kept = tuple[QTensor | None, QTensor | None]
 Needs = tuple[bool, bool, SumDtype]  # of linear_backward
 # A gradient y[M, N] quantized: for dgrad, for wgrad, and its sums over tokens [N]; None where it is not wanted.
@@ -192,7 +192,7 @@ def run_linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, resid
     """y. torch's own linear computes it where te_lite adds nothing to it, and its backward closes no pass of delayed
     scaling: the products are the same, and autograd's nodes take the host less time than a Function."""
     (plan,) = call.plans
-    if call.first or not (plan.is_torchs and residual is None and _is_torchs(call, plan.dtype, x, weight, bias)):
+    if call.closes_pass or not (plan.is_torchs and residual is None and _is_torchs(call, plan.dtype, x, weight, bias)):
         return run_layer(LINEAR, call, x, weight, bias, residual)
     matrix = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     y = torch.nn.functional.linear(matrix, weight, bias)

@@ -28,13 +28,17 @@ Read = Any  # a QTensor, where a gradient that is wanted reads it
 # moved (bytes of a shard).
 COLUMNS_HIDE, COLUMNS_FROM = 3072, 4 << 20
 # What the ranks must agree on, by whether dgrad and wgrad run.
-_BACKWARD = {(True, True): "backward for dgrad and wgrad", (True, False): "backward for dgrad"}
-_BACKWARD |= dict.fromkeys([(False, True), (False, False)], "backward for wgrad")
+_BACKWARD = {
+    (True, True): "backward for dgrad and wgrad",
+    (True, False): "backward for dgrad",
+    (False, True): "backward for wgrad",
+}
 _NO_WGRAD = "no weight gradient to hide the scatter of dx behind"
 
 
-class Unsplit:
-    """No communication. rows: M of the newest forward GEMM, for the report."""
+class LocalGemms:
+    """The GEMMs of one linear on one rank, without communication; subclasses add the exchanges. rows: M of the newest
+    forward GEMM, for the report."""
 
     rows = 0
 
@@ -60,7 +64,7 @@ class Unsplit:
         return False
 
 
-class Column(Unsplit):
+class Column(LocalGemms):
     """w[N/R, K], with sequence parallelism: x is gathered; dx is summed and scattered.
 
     bulk: backward hides each exchange behind the GEMM that has nothing to do with it, the gather of x behind dgrad, the
@@ -117,7 +121,7 @@ class Column(Unsplit):
         return Collective(self.dgrad.place, _NO_WGRAD)
 
 
-class ColumnWhole(Unsplit):
+class ColumnWhole(LocalGemms):
     """w[N/R, K] where each rank holds all tokens: dx is all-reduced."""
 
     def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Results:
@@ -126,7 +130,7 @@ class ColumnWhole(Unsplit):
         return dx, None if wgrad is None else wgrad(dy_wgrad, x)
 
 
-class RowWhole(Unsplit):
+class RowWhole(LocalGemms):
     """w[N, K/R] where each rank holds all tokens: y is all-reduced."""
 
     def forward(self, gemm: Gemm, x: QTensor) -> Any:
@@ -135,7 +139,7 @@ class RowWhole(Unsplit):
         return self.fprop.gemm_reduce_scatter(gemm, x)
 
 
-class Row(Unsplit):
+class Row(LocalGemms):
     """w[N, K/R], with sequence parallelism: y is summed and scattered; dy is gathered.
 
     Where wgrad needs another number format, or had better have columns of its own, dy is gathered a second time beside
@@ -188,10 +192,10 @@ class Row(Unsplit):
         return dx, dw
 
 
-def parallel_linear(tp: TensorParallel, exchanges: Exchanges) -> Unsplit:
+def parallel_linear(tp: TensorParallel, exchanges: Exchanges) -> LocalGemms:
     """How a linear split as `tp` says runs."""
     if not tp.active:
-        return Unsplit(tp, exchanges)
+        return LocalGemms(tp, exchanges)
     if tp.mode == "column":
         return (Column if tp.sequence_parallel else ColumnWhole)(tp, exchanges)
     return (Row if tp.sequence_parallel else RowWhole)(tp, exchanges)

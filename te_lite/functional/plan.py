@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_lite.functional.parallel import Unsplit
+from te_lite.functional.parallel import LocalGemms
 from te_lite.functional.recordings import Recordings
 from te_lite.functional.shared_input import SharedInput
 from te_lite.ops.nvtx import ENABLED, ranged
@@ -100,7 +100,7 @@ class MainGrad(WgradSink):
 
 
 class DelayedWgrads(WgradSink):
-    """Weight gradients put off until backward_dw(), first in, first out.
+    """Weight gradients delayed until backward_dw(), first in, first out.
 
     copies: keep()'s. What may be the caller's is copied: after backward the caller may write there, and a receive, a
     collective or `.data` leaves no trace by which to notice.
@@ -132,7 +132,7 @@ class DelayedWgrads(WgradSink):
         return self.sink.answer(dw, *weights)
 
     def run_next(self) -> bool:
-        """Computes the oldest weight gradient that was put off; False when there is none."""
+        """Computes the oldest delayed weight gradient; False when there is none."""
         if not self.queue:
             return False
         self.queue.popleft()()
@@ -173,7 +173,7 @@ class LinearPlan:
     """
 
     def __init__(
-        self, operands: GemmOperands, parallel: Unsplit, sink: WgradSink, dtype: torch.dtype,
+        self, operands: GemmOperands, parallel: LocalGemms, sink: WgradSink, dtype: torch.dtype,
         keep_original: bool = False, info: PlanInfo | None = None, before: LinearPlan | None = None,
         recompute: Recompute = Recompute.NOWHERE, compiled: bool = False, fused: FusedProducts | None = None,
     ) -> None:  # fmt: skip
@@ -248,8 +248,8 @@ class LinearPlan:
 
     def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None) -> bool:
         """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where
-        it takes no more than the bytes that were saved. Never in graphs, for any number of tokens. cached: what is used
-        in its place."""
+        it takes no more than the bytes that were saved. Never in a graph of torch.compile, which serves any number of
+        tokens. cached: what is used in its place."""
         return self.w_in_bytes and cached is None and not self.compiled and weight.numel() <= saved
 
 

@@ -21,7 +21,7 @@ from te_lite.functional.layernorm_linear import NormLinearLayer
 from te_lite.functional.layernorm_mlp import MLPLayer
 from te_lite.functional.linear import LINEAR
 from te_lite.functional.norm import NormSpec
-from te_lite.functional.parallel import Unsplit
+from te_lite.functional.parallel import LocalGemms
 from te_lite.functional.plan import LinearPlan, Recompute, WgradSink
 from te_lite.kept import sources
 from te_lite.ops.activation import Activation
@@ -60,7 +60,7 @@ class Kind:
         operands = operands_for(recipe, Site(index, self.dtype, tp, states.__getitem__, None))
         fprop, dgrad, wgrad = (Collective(Place(tp, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
         return LinearPlan(
-            operands, Unsplit(tp, (fprop, dgrad, wgrad)), WgradSink(), self.dtype, self.keep_original, None, before,
+            operands, LocalGemms(tp, (fprop, dgrad, wgrad)), WgradSink(), self.dtype, self.keep_original, None, before,
             self.recompute, compiled=True,
         )  # fmt: skip
 

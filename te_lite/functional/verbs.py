@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_lite.functional import linear
 from te_lite.functional.layer import Call, as_operand, as_output
-from te_lite.functional.parallel import Read, Unsplit, Wgrad, parallel_linear
+from te_lite.functional.parallel import LocalGemms, Read, Wgrad, parallel_linear
 from te_lite.functional.saved import backward_method, forward_method, placed_items, taken_apart
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.userbuffers import Exchanges
@@ -27,7 +27,7 @@ from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor
 
 
-class Prepared(Unsplit):
+class Prepared(LocalGemms):
     """A linear that shares its exchanges: what linear_forward and linear_backward would run is given back instead."""
 
     def __init__(self, tp: TensorParallel, exchanges: Exchanges) -> None:
@@ -120,5 +120,5 @@ class GatherLinears(torch.autograd.Function):
             shared = call.plans[0].parallel.shared
             dx, dws = shared.backward(summed, wgrad_all if any(need_ws) else None, *firsts, saved[0])
         if call.pools is not None:
-            call.pools.close(call.first)
+            call.pools.close(call.closes_pass)
         return None, None if dx is None else as_output(dx, ctx.x_shape), *(dws or [None] * n), *dbs

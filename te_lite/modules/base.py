@@ -141,11 +141,11 @@ class TeLiteModule(SpecModule):
         return last and not tp.gathers_grad, index == 0 and self._outer_input and not tp.gathers_input
 
     def need_backward_dw(self) -> bool:
-        """True when weight gradients wait for backward_dw()."""
+        """True where delay_wgrad_compute is set: backward then leaves weight gradients to backward_dw()."""
         return self.delay_wgrad_compute
 
     def run_delayed(self) -> bool:
-        """Computes the oldest weight gradients that backward put off; of an MLP fc2's, then fc1's. False: none wait."""
+        """Computes the oldest delayed weight gradients; of an MLP fc2's, then fc1's. False: none wait."""
         sinks: Any = self._sinks  # DelayedWgrads
         ran = any([sink.run_next() for sink in reversed(sinks)])
         for hook in self._wgrad_hooks if ran else ():
@@ -153,7 +153,7 @@ class TeLiteModule(SpecModule):
         return ran
 
     def backward_dw(self) -> None:
-        """Computes the oldest weight gradients that backward put off; RuntimeError where none wait."""
+        """Computes the oldest delayed weight gradients; RuntimeError where none wait."""
         if self.delay_wgrad_compute and not self.run_delayed():
             raise RuntimeError(
                 "backward_dw() has no stored weight gradient: it must follow a backward of this module, once for each"

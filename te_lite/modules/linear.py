@@ -74,7 +74,7 @@ def _split_sizes(split: Split, features: int) -> dict[str, int]:
 
 
 class _OneLinear(TeLiteModule):
-    """What Linear and LayerNormLinear share: one weight, one bias, either of them possibly split by name."""
+    """What Linear and LayerNormLinear share: one weight and one bias, both possibly split by name."""
 
     _compute: Callable[..., Any]  # y, or (y, norm(x))
 

@@ -55,7 +55,7 @@ class Composed(nn.Module):
         return any(m.need_backward_dw() for m in self.modules() if isinstance(m, TeLiteModule))
 
     def backward_dw(self) -> None:
-        """Computes the oldest weight gradients that backward put off, of all linears."""
+        """Computes the oldest delayed weight gradients of all linears."""
         late = [m for m in self.modules() if isinstance(m, TeLiteModule) and m.need_backward_dw()]
         if late and not any([m.run_delayed() for m in reversed(late)]):
             raise RuntimeError(f"backward_dw() of {type(self).__name__}: must follow a backward, once for each")

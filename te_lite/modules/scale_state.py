@@ -162,8 +162,8 @@ class ScaleStates:
         return torch.cat([header.to(numbers[0].device), *numbers])
 
     def load(self, state: Any) -> None:
-        """Takes what dump() gave; kept until a recipe needs it. Nothing (another recipe's checkpoint): fresh
-        scales."""
+        """Takes what dump() gave, from which states are made when a recipe needs them. Nothing (another recipe's
+        checkpoint): fresh scales."""
         tensor = as_tensor(state)
         parsed = {direction: self._parse(tensor, direction) for direction in self.sizes if tensor.numel()}
         self._loaded = tensor.detach().clone()

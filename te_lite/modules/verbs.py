@@ -251,7 +251,7 @@ def all_gather_linear(
     """y_i[..., N_i] = all_gather(x_shard[..., K]) @ weights[i][N_i, K]^T + bias[i][N_i], one gather for all weights.
 
     weights, bias: a tensor and a tensor, or None, which gives y; or a tuple of each, which gives a tuple of y_i.
-    dim: of x_shard, along which the shards of all ranks are put together in rank order; any but the last.
+    dim: of x_shard, along which the shards of all ranks are concatenated in rank order; any but the last.
     recipe: a te.recipe object or name; default: that of the open te.autocast, else high precision.
     scales: for delayed scaling, which the open te.autocast must choose: a te.DelayedScales(weights=how many).
     overlap: how the gather hides behind the GEMM, through the userbuffers of exactly this group (te.initialize_ub):

@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
         first, last = len(self._given), len(self._given) + len(kept)
         places = {key: Address(first + i, 0) for i, key in enumerate(kept)}
         places |= {key: Address(last, at) for key, at in offsets.items()}
-        if self.why_not:  # _lifetimes and _kept refuse too
+        if self.why_not:  # _kept refuses too
             return None
         fixed_slot = last + bool(block)
         slots = fixed_slot + 1 + len(self._turns)

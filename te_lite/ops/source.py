@@ -120,12 +120,11 @@ def plain(x: Tensor, amax: Tensor | None = None, name: str = "x") -> Source:
 
 
 def norm(
-    x: Tensor, mean: Tensor | None, rstd: Tensor, gamma: Tensor, beta: Tensor | None = None,
-    zero_centered: bool = False, amax: Tensor | None = None,
-) -> Source:  # fmt: skip
+    x: Tensor, mean: Tensor | None, rstd: Tensor, gamma: Tensor, beta: Tensor | None = None, zero_centered: bool = False
+) -> Source:
     """(x [M, N] - mean [M]) * rstd [M] * (gamma [N] + zero_centered) + beta [N]; no mean is RMSNorm.
 
-    mean and rstd are fp32. amax: as for `plain`, of the normalised output.
+    mean and rstd are fp32.
     """
     _check_matrix(x, "x")
     m, n = x.shape
@@ -137,7 +136,7 @@ def norm(
             )
     if rstd.dtype != torch.float32 or (mean is not None and mean.dtype != torch.float32):
         raise TypeError(f"rstd has dtype {rstd.dtype}: statistics must be float32; pass those of norm_stats")
-    return Source("norm", x, None, mean, rstd, gamma, beta, zero_centered, NONE, amax)
+    return Source("norm", x, None, mean, rstd, gamma, beta, zero_centered)
 
 
 def act(h: Tensor, activation: Activation) -> Source:

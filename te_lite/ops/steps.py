@@ -52,7 +52,8 @@ class Step(NamedTuple):
 
 
 class View(NamedTuple):
-    """A result that is no whole allocation. offset: in elements, from the first one of its base."""
+    """How a tensor lies in a base: a result that is no whole allocation, or what Python calls something for. offset: in
+    elements, from the first one of its base."""
 
     dtype: torch.dtype
     shape: torch.Size

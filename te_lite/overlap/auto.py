@@ -25,8 +25,8 @@ class Auto(Ring):
 
     name = "auto"
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
-        found = super()._stand_in(a, gemm, layout)
+    def _fallback(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
+        found = super()._fallback(a, gemm, layout)
         if found is not self:
             return found
         assert gemm is not None

@@ -110,7 +110,7 @@ def _parts(
     buffer: Buffer, slot: int, source: int | None, dim: int, kinds: tuple[tuple[torch.dtype, torch.Size], ...]
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The parts of a gathered tensor, of one source or of all, where they lie. kinds: type and shape of each part
-    in a shard. dim: along which shards are put together."""
+    in a shard. dim: along which shards are concatenated."""
     memory, ranks, views = buffer.arena.view(buffer.name, slot), buffer.arena.size, []
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in kinds]
     for (dtype, shape), offset, size in zip(kinds, part_offsets(sizes, ranks), sizes, strict=True):
@@ -143,7 +143,7 @@ class Gather:
         self.slot, self.epoch = buffer.next, buffer.turn()
         if OPEN.recorder is not None:
             OPEN.recorder.turn(buffer, self.epoch, buffer.zero)
-        dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are put together
+        dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are concatenated
         self._kinds = dim, tuple(kinds)
         self.program = buffer.cached(gather_program, self.slot, tuple(sizes), q.shape[1] if dim else 1, own, awaited)
         self.own, self.awaited = own, awaited

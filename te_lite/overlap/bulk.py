@@ -63,12 +63,13 @@ class Bulk(Collective):
         if known is None:
             if len(self._settled) >= MOST_SHAPES:
                 self._settled.clear()
-            known = self._settled[key] = self._stand_in(a, gemm, layout)
+            known = self._settled[key] = self._fallback(a, gemm, layout)
         return known
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
+    def _fallback(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
         """The exchange that runs calls of these shapes: this one, or another where it refuses them. Exchanges override
-        it: they ask super() first, and decide by shapes alone, so that all ranks decide alike."""
+        it: they ask super() first, and decide by shapes, by whether a CUDA graph is captured, and by whether the group
+        is closed, all alike on every rank."""
         group, rows = self.group, a.shape[0]
         if group.closed:
             refusal = "destroy_ub() has ended its userbuffers since the forward began"

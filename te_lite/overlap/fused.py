@@ -150,8 +150,8 @@ class Fused(Ring):
     name = "fused"
     awaits = True
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
-        found = super()._stand_in(a, gemm, layout)
+    def _fallback(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
+        found = super()._fallback(a, gemm, layout)
         why = refusal(gemm, a, self.group) if found is self and gemm is not None else ""
         return Ring(self.place, why) if why else found
 

@@ -111,7 +111,7 @@ class Group:
             self.rank, self.size, addresses, self._control_memory, timeout_s(), names=list(self.ranks)
         )
         self.stream = self.side_stream = None
-        if self.device.type == "cpu":
+        if not self.cuda:
             self.executor = _C.Executor(-1, self.control)
             return
         self.stream, self.side_stream = torch.cuda.Stream(self.device, priority=-1), side_stream(self.device)
@@ -138,13 +138,13 @@ class Group:
     ) -> None:  # fmt: skip
         """A segment of its program, in one call. tensors: whose addresses the arguments are; others are not read.
         RuntimeError once the group is broken."""
-        main = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+        main = torch._C._cuda_getCurrentRawStream(self.device.index) if self.cuda else 0
         words = use.buffer.words
         word = 0 if words is None else words.data_ptr() + WORD * use.slot
         self.executor.issue(use.program, segment, use.epoch, main, arguments, word)
         if OPEN.recorder is not None:
-            epoch, count = (use.epoch, use.buffer.zero), len(arguments)
-            OPEN.recorder.issue(self.executor, use.program, segment, *epoch, count, tensors, use)
+            zero, count = use.buffer.zero, len(arguments)
+            OPEN.recorder.issue(self.executor, use.program, segment, use.epoch, zero, count, tensors, use)
 
     def announce(self, text: str) -> None:
         """The group's next operation: every rank must run the same. RuntimeError once the group is broken."""
@@ -155,7 +155,7 @@ class Group:
     def meet(self, text: str) -> None:
         """As announce, before a collective of torch.distributed. On CPU ranks it returns once all of them have come to
         the same, since gloo hangs or ends the process where ranks differ; NCCL's hosts go on."""
-        meet = self.control.agree if self.device.type == "cpu" else self.control.announce
+        meet = self.control.announce if self.cuda else self.control.agree
         meet(text, zlib.crc32(text.encode()))
         if OPEN.recorder is not None:
             OPEN.recorder.announce(self.control, text, zlib.crc32(text.encode()))
@@ -226,7 +226,7 @@ class Group:
         """Ends copies and watchers. Memory goes when the last tensor that views it is gone, whoever keeps the group:
         modules do, in their plans, until their next call."""
         self.closed = True
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize(self.device)
         self.executor.synchronize()
         self._stop()

@@ -88,8 +88,6 @@ def _words(device: torch.device) -> Tensor:
 
 def multiply(gemm: Gemm, a: QTensor) -> Any:
     """gemm(a); in one launch where its epilogue wants something of the product that the kernel makes."""
-    if gemm.epilogue is None or not gemm.epilogue.want:
-        return gemm(a)
     row, b = a.operand("row")[0], gemm.b.operand(gemm.layout)[0]
     data = type(row) in PLAIN and type(b) in PLAIN  # not fake
     if not data or not computes(gemm, a) or product_refusal(gemm, a) or row.device.index != torch.cuda.current_device():

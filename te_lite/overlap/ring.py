@@ -57,8 +57,8 @@ class Ring(Bulk):
         super().__init__(place, reason)
         self.count = count
 
-    def _stand_in(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
-        found = super()._stand_in(a, gemm, layout)
+    def _fallback(self, a: QTensor, gemm: Gemm | None, layout: Layout | None) -> Collective:
+        found = super()._fallback(a, gemm, layout)
         return External(self.place) if found is self and gemm is None else found
 
     def all_gather_gemm(self, gemm: Gemm, gathering: Any) -> Any:

@@ -216,7 +216,7 @@ def exchanges_for(
     tp: TensorParallel, flags: Mapping[str, bool], layer: str, name: str | None, device: torch.device, strict: bool,
     recipe: str = "",
 ) -> tuple[Exchanges, str]:  # fmt: skip
-    """(the exchanges of one linear, tp being active; why they do not overlap as asked, or ""). name: of its module.
+    """(the exchanges of one linear; why they do not overlap as asked, or ""). name: of its module.
     device: of its activations. strict: that is an error. recipe: in words, on which the ranks must agree."""
     found: Group | str = ""
     if any(flags.values()):

@@ -27,7 +27,7 @@ class BlockFormat(TensorFormat):
 
     vectors (x, dy): row_scale [M, K/128], col_scale [K, M/128]; `flat`, for a shard that is gathered: col data [M, K]
     and col_scale [M/128, K]. squares (w): row_scale [M/128, K/128], and the col layout is the transpose of both.
-    dtype: of the data. No GEMM takes blocks of E5M2: they are flat, and dequantized first.
+    dtype: of the data. No GEMM takes blocks of E5M2: both operands are dequantized first. Vectors of E5M2 are flat.
     """
 
     gemm: str = "fp8_blockwise"

@@ -170,14 +170,11 @@ def _vectors(x: Tensor, layout: Tensor | None, pow2: bool, row: bool, col: bool)
         row_amax, amax = group_vector_amax(x, layout, row)
         if row_amax is not None:
             scale, inverse = vector_scales(row_amax, 0.0, pow2)
-            by_row = Operand(_row_only(group_cast(x, layout, E4M3, row=True, col=False, row_scale=scale)), inverse)
+            made: Any = group_cast(x, layout, E4M3, row=True, col=False, row_scale=scale)
+            by_row = Operand(made.row, inverse)
     if col:
         by_col = columns_of(x, layout, amax, pow2)
     return by_row, by_col
-
-
-def _row_only(made: Any) -> Tensor:
-    return made.row
 
 
 def columns_of(x: Tensor, layout: Tensor | None, amax: Any, pow2: bool) -> Operand:

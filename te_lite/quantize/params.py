@@ -17,12 +17,6 @@ from te_lite.quantize.tensor import QuantizedTensor
 from te_lite.recipe import DelayedScaling, Recipe
 
 
-def operands_of(recipe: Recipe) -> GemmOperands:
-    """The quantizers of a linear without parallelism under a recipe without state."""
-    site = Site(0, torch.bfloat16, TensorParallel(), lambda direction: None, None)
-    return operands_for(recipe, site)
-
-
 def weight_quantizer(recipe: Recipe) -> Quantizer:
     """The one quantizer through which every GEMM of `recipe` reads a weight.
 
@@ -33,7 +27,7 @@ def weight_quantizer(recipe: Recipe) -> Quantizer:
         return Current(FORMATS[recipe.fp8_format.forward_dtype])
     reason = "its quantizers are the user's own" if recipe.custom() else ""
     if not reason:
-        operands = operands_of(recipe)
+        operands = operands_for(recipe, Site(0, torch.bfloat16, TensorParallel(), lambda direction: None, None))
         in_fprop, in_dgrad = operands.fprop.b, operands.dgrad.b
         if in_fprop == in_dgrad and in_fprop.format.label:
             return in_fprop

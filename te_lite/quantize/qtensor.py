@@ -65,7 +65,7 @@ class TensorFormat:
         return q.rows(start, stop) if scale.numel() == 1 or scale.shape[0] == q.shape[0] else None
 
     def gathers_columns(self, rows: int) -> bool:
-        """Whether wire("col") of shards of `rows` rows is put together along dim 1: [K, rows] to [K, R*rows]."""
+        """Whether wire("col") of shards of `rows` rows is concatenated along dim 1: [K, rows] to [K, R*rows]."""
         return False
 
     def wire(self, q: Any, layout: Layout) -> tuple[Tensor, ...]:

@@ -37,8 +37,7 @@ from te_lite.overlap import fused, userbuffers  # noqa: E402
 from te_lite.overlap.buffers import Gather, Scatter  # noqa: E402
 from te_lite.overlap.collective import Collective  # noqa: E402
 from te_lite.overlap.exchange import Gemm, Place  # noqa: E402
-from te_lite.overlap.fused import Fused  # noqa: E402
-from te_lite.overlap.ring import Ring  # noqa: E402
+from te_lite.overlap.exchanges import EXCHANGES  # noqa: E402
 from te_lite.parallel import TensorParallel  # noqa: E402
 from te_lite.quantize.qtensor import QTensor  # noqa: E402
 from te_lite.quantize.quantizer import Site, operands_for  # noqa: E402
@@ -136,7 +135,8 @@ class Problem:
 
     def hidden(self, method: str) -> Tensor:
         """The same as unhidden(), with its communication behind the GEMM."""
-        return self._by({"ring": Ring, "fused": Fused}[method](Place(self.tp, "fprop", self.group, method, self.mode)))
+        exchange = EXCHANGES["ring_exchange" if method == "ring" else method]
+        return self._by(exchange(Place(self.tp, "fprop", self.group, method, self.mode)))
 
     def bulk_gather(self, beside: Callable[[], Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
         """(the wire format of the gathered x, what `beside` gave while it travelled)."""

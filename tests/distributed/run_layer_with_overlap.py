@@ -35,6 +35,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import te_lite as te  # noqa: E402
+from te_lite.overlap.exchanges import EXCHANGES  # noqa: E402
 from te_lite.testing.numerics import Closeness, measure  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.distributed import overlap_harness as common  # noqa: E402
@@ -115,8 +116,8 @@ def check_sizes(args: argparse.Namespace, tp: int) -> None:
 def methods(args: argparse.Namespace) -> dict[str, str]:
     """GEMM ("fc1_fprop") -> method that ub_cfgs asks for, of all linears of the layer."""
     method = "auto" if args.method == "default" else args.method
-    gathers = method if method in ("ring_exchange", "fused", "auto") else "ring_exchange"
-    scatters = method if method in ("ring_exchange", "pipeline", "fused", "auto") else "pipeline"
+    gathers = method if EXCHANGES[method].gathers else "ring_exchange"
+    scatters = method if EXCHANGES[method].scatters else "pipeline"
     wanted = {}
     for linear, mode in linears(args).items():
         if mode == "column":

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import te_lite as te
 from te_lite.functional import layer
-from te_lite.functional.parallel import Unsplit
+from te_lite.functional.parallel import LocalGemms
 from te_lite.quantize.blockwise import BlockFormat
 from te_lite.quantize.per_tensor import PerShardFormat, PerTensorFormat
 from te_lite.quantize.qtensor import QTensor
@@ -121,7 +121,7 @@ def test_an_unread_layout_is_found(monkeypatch):
 def test_a_copied_gradient_is_let_go_before_the_products(kind, recipe, monkeypatch):
     """The gradient of a sum has no memory of its own, so it is copied to be quantized."""
     module, copies = kind(K, K, device="cpu", params_dtype=torch.bfloat16), []
-    as_matrix, backward = layer.as_matrix, Unsplit.backward
+    as_matrix, backward = layer.as_matrix, LocalGemms.backward
 
     def copied(x, dtype):
         made = as_matrix(x, dtype)
@@ -135,7 +135,7 @@ def test_a_copied_gradient_is_let_go_before_the_products(kind, recipe, monkeypat
     with under(recipe):
         y = module(torch.randn(M, K).bfloat16().requires_grad_())
     monkeypatch.setattr(layer, "as_matrix", copied)
-    monkeypatch.setattr(Unsplit, "backward", multiply)
+    monkeypatch.setattr(LocalGemms, "backward", multiply)
     y.sum().backward()
 
 
