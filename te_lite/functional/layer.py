@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from te_lite.functional.plan import LinearPlan
-from te_lite.functional.recordings import Taken
+from te_lite.functional.recordings import Flattened
 from te_lite.functional.saved import (
     Item,
     backward_method,
     check_parts,
+    flatten,
     kept_parts,
     parts_joined,
-    placed_items,
-    taken_apart,
+    unflatten,
     without_amp,
 )
 from te_lite.ops.source import Source, plain
@@ -146,7 +146,7 @@ class LayerFunction(torch.autograd.Function):
     """y, or (y, norm(x)), of x and params.
 
     Forward and backward ask the module's Recordings first. Where the launches are recorded, try_replay() issues them
-    and gives what the layer would have given, as tensors and shells (see saved.py). Otherwise the layer itself runs.
+    and gives what the layer would have given, as tensors and specs (see saved.py). Otherwise the layer itself runs.
     Autograd casts gradients to the dtypes of what they belong to. The decorators of other Functions would be another
     Python call in each step: they stand where they have something to do.
     """
@@ -168,17 +168,17 @@ class LayerFunction(torch.autograd.Function):
             for plan in call.plans:  # overlap_report() shows it, and the body would have set it
                 plan.parallel.rows = x.numel() // shape[-1] * (first.tp.size if first.gathers_x else 1)
         elif key is None:
-            found = Taken(*taken_apart(layer.forward(call, needs, x, params)))
+            found = Flattened(*flatten(layer.forward(call, needs, x, params)))
         else:
             found = recordings.run(key, inputs, partial(layer.forward, call, needs, x, params))  # type: ignore[union-attr]
-        tensors, shells, form = found  # shells: of y, of norm(x) or None, then of what is kept
-        outputs = 1 if shells[1] is None else 2
+        tensors, specs, spec_id = found  # specs: of y, of norm(x) or None, then of what is kept
+        outputs = 1 if specs[1] is None else 2
         if call.grad:
             kept, copies = tensors[outputs:], list[int]()
             if call.parts:
                 kept, copies = kept_parts(call, kept)
             ctx.save_for_backward(*kept)
-            ctx.kept = layer, call, needs, shape, shells, form, copies
+            ctx.kept = layer, call, needs, shape, specs, spec_id, copies
         return tensors[0] if outputs == 1 else tuple(tensors[:2])
 
     @staticmethod
@@ -187,27 +187,27 @@ class LayerFunction(torch.autograd.Function):
         if torch._C._is_any_autocast_enabled() or torch.is_grad_enabled():
             return backward_method(LayerFunction.backward)(ctx, dy, dln)
         # 1. What forward kept.
-        layer, call, needs, x_shape, shells, form, copies = ctx.kept
+        layer, call, needs, x_shape, specs, spec_id, copies = ctx.kept
         if call.parts:
             check_parts(call, needs[:2])  # before saved_tensors, whose own check may miss them
         saved = parts_joined(call, ctx.saved_tensors, copies, dy) if call.parts else ctx.saved_tensors
         plans, recordings, answers = call.plans, call.plans[0].recordings, call.plans[0].sink.answers
 
         # 2. Recorded launches are issued, where there are any: try_replay() says what `key` and `found` mean. `inputs`
-        # are all tensors that they read or write. Without a form nothing says which layouts were kept.
+        # are all tensors that they read or write. Without a spec_id nothing says which layouts were kept.
         key = found = inputs = None
         plain_dy = dy.__class__ is Tensor and dln is None and call.grad_input is None
-        if recordings is not None and form is not None and plain_dy:
+        if recordings is not None and spec_id is not None and plain_dy:
             targets, overwrites = (), ()
             if answers:
                 written = [plan.sink.where(weight) for plan, weight in zip(plans, call.weights, strict=True)]
                 targets, overwrites = zip(*written, strict=True)
             inputs = dy, *targets, *saved
-            key, found = recordings.try_replay((layer, "backward", needs, form, *overwrites), inputs)
+            key, found = recordings.try_replay((layer, "backward", needs, spec_id, *overwrites), inputs)
 
         # 3. Otherwise the layer runs, and is recorded where it has a key.
         if found is None:
-            kept, placed = placed_items(shells[2:], saved)
+            kept, placed = unflatten(specs[2:], saved)
             body = partial(layer.backward, Backward(call, needs, x_shape), kept, dy, dln)
             # Where some were copied for the launches to read, the key is not theirs but that of the originals.
             if key is None or any(map(is_not, placed, saved)):
@@ -215,10 +215,10 @@ class LayerFunction(torch.autograd.Function):
                 grads = list(body())
             else:
                 found = recordings.run(key, inputs, body)
-        if found is not None:  # the gradients that are there, and a shell for each, None for the others
+        if found is not None:  # the gradients that are there, and a spec for each, None for the others
             grads = list(found.tensors)
-            for i, shell in enumerate(found.shells):
-                if shell is None:
+            for i, spec in enumerate(found.specs):
+                if spec is None:
                     grads.insert(i, None)
 
         # 4. A sink that has put a weight gradient elsewhere says what autograd gets. `grads` end in dw and db of each

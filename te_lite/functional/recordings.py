@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_lite import epoch
 from te_lite._C import described
-from te_lite.functional.saved import Item, Shells, taken_apart
+from te_lite.functional.saved import Item, Specs, flatten
 from te_lite.ops.gemm import reduces_low
 from te_lite.ops.recorder import Recorder
 from te_lite.ops.recording import Moved, NotNow, Recording
@@ -36,20 +36,20 @@ _MOST_KEYS = 256  # of one module; each token count makes some
 _MOST_RUNS = 6  # before a body is given up; the first ones compile what later ones find, some only after a pass
 
 
-class Taken(NamedTuple):
-    """What a body gives, as taken_apart() has it. form: equal numbers, equal shells; None: not known."""
+class Flattened(NamedTuple):
+    """What a body gives, as flatten() has it. spec_id: equal numbers, equal specs; None: not known."""
 
     tensors: list[Tensor]
-    shells: Shells
-    form: int | None = None
+    specs: Specs
+    spec_id: int | None = None
 
 
 class Known(NamedTuple):
-    """A recorded body. shells, form: of its results. notes: what it puts into the report of exchanges."""
+    """A recorded body. specs, spec_id: of its results. notes: what it puts into the report of exchanges."""
 
     recording: Recording
-    shells: Shells
-    form: int | None
+    specs: Specs
+    spec_id: int | None
     notes: list[tuple[Place, Outcome | None]]
 
 
@@ -61,13 +61,13 @@ class Recordings:
 
     def __init__(self, largest_weight: int, places: Sequence[Place] = (), group: Group | None = None) -> None:
         self._known: dict[tuple, Known | int] = {}  # the int: so many runs gave no recording
-        self._forms: dict[tuple, int] = {}
+        self._spec_ids: dict[tuple, int] = {}
         self._asks: dict[tuple, int] = {}  # bytes that the first run has allocated, those given back included
         self._places, self._group, self._epoch = places, group, epoch.number
         most = MOST_FLOPS_BETWEEN_RANKS if places else MOST_FLOPS
         self._most_tokens = most // (2 * max(1, largest_weight))
 
-    def try_replay(self, decided: tuple, inputs: tuple[Tensor | None, ...]) -> tuple[tuple | None, Taken | None]:
+    def try_replay(self, decided: tuple, inputs: tuple[Tensor | None, ...]) -> tuple[tuple | None, Flattened | None]:
         """Replays the body where it is recorded. (key, results): it was. (key, None): it must run, by run(key, ...).
         (None, None): it must run by itself.
 
@@ -104,46 +104,46 @@ class Recordings:
             raise
         for place, note in known.notes:
             place.note = note
-        return key, Taken(results, known.shells, known.form)
+        return key, Flattened(results, known.specs, known.spec_id)
 
-    def run(self, key: tuple, inputs: Sequence[Tensor | None], body: Callable[[], Sequence[Item]]) -> Taken:
+    def run(self, key: tuple, inputs: Sequence[Tensor | None], body: Callable[[], Sequence[Item]]) -> Flattened:
         """body(), for which try_replay() gave `key`. All runs under a key but the first are recorded, if that works."""
         runs: Any = self._known.get(key, 0)  # since try_replay() another thread may have recorded it
         if not on_one_gpu(inputs) or capturing() or runs.__class__ is not int:
-            return self._taken(body())
+            return self._flattened(body())
         if len(self._known) >= _MOST_KEYS:
-            for kept in (self._known, self._forms, self._asks):
+            for kept in (self._known, self._spec_ids, self._asks):
                 kept.clear()
         self._known[key] = runs + 1
         if not runs:
             before = allocated()
-            taken = self._taken(body())
+            taken = self._flattened(body())
             self._asks[key] = allocated() - before
             return taken
         if 2 * self._asks.get(key, 0) > room():  # a recorder holds all that the body allocates until it has ended
-            return self._taken(body())
+            return self._flattened(body())
         old = [place.note for place in self._places]
         for place in self._places:
             place.note = _UNSEEN
         recorder = Recorder(inputs, () if self._group is None else self._group.fixed())
         try:
-            taken = self._taken(recorder.run(body))
+            taken = self._flattened(recorder.run(body))
             notes = [(place, place.note) for place in self._places if place.note is not _UNSEEN]
         finally:
             for place, note in zip(self._places, old, strict=True):
                 place.note = note if place.note is _UNSEEN else place.note
         recording = recorder.finish(taken.tensors)
         if recording is not None:
-            self._known[key] = Known(recording, taken.shells, taken.form, notes)
+            self._known[key] = Known(recording, taken.specs, taken.spec_id, notes)
         return taken
 
-    def _taken(self, items: Iterable[Item]) -> Taken:
-        tensors, shells = taken_apart(items)
-        return Taken(tensors, shells, self._number(shells))
+    def _flattened(self, items: Iterable[Item]) -> Flattened:
+        tensors, specs = flatten(items)
+        return Flattened(tensors, specs, self._spec_id(specs))
 
-    def _number(self, shells: Shells) -> int:
-        """The same for equal shells. Numbers do not come again: a backward may ask by one that is not kept any more."""
-        return self._forms.setdefault(tuple(shells), next(_NUMBERS))
+    def _spec_id(self, specs: Specs) -> int:
+        """The same for equal specs. Numbers do not come again: a backward may ask by one that is not kept any more."""
+        return self._spec_ids.setdefault(tuple(specs), next(_NUMBERS))
 
 
 def allocated() -> int:

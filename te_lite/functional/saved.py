@@ -56,15 +56,15 @@ _aliases: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: igno
 Item = QTensor | Tensor | None
 # For each item what is left of it without its tensors. None: nothing, for the item is None. (): nothing, for it is one
 # Tensor. Of a QTensor: (format, shape, dtype, which of its five tensors are there).
-Shells = list[Any]
+Specs = list[Any]
 
 
-def taken_apart(items: Iterable[Item]) -> tuple[list[Tensor], Shells]:
-    """(the tensors of `items` in one list, a shell for each item). placed_items() puts the items together again.
+def flatten(items: Iterable[Item]) -> tuple[list[Tensor], Specs]:
+    """(the tensors of `items` in one list, a spec for each item). unflatten() puts the items together again.
 
     RuntimeError for memory that belongs to a userbuffer: it cannot be kept for backward, for peers write there."""
     tensors: list[Tensor] = []
-    shells: Shells = []
+    specs: Specs = []
     for item in items:
         if isinstance(item, QTensor):
             if item.borrowed:
@@ -77,27 +77,27 @@ def taken_apart(items: Iterable[Item]) -> tuple[list[Tensor], Shells]:
                 present.append(part is not None)
                 if part is not None:
                     tensors.append(part)
-            shells.append((item.format, item.shape, item.dtype, tuple(present)))
+            specs.append((item.format, item.shape, item.dtype, tuple(present)))
         elif item is None:
-            shells.append(None)
+            specs.append(None)
         else:
             tensors.append(item)
-            shells.append(())
-    return tensors, shells
+            specs.append(())
+    return tensors, specs
 
 
-def placed_items(shells: Shells, saved: Iterable[Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """(the items that taken_apart() took apart, their tensors). saved: the tensors as autograd gives them back.
+def unflatten(specs: Specs, saved: Iterable[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """(the items that flatten() took apart, their tensors). saved: the tensors as autograd gives them back.
 
     Saved-tensor hooks may have put them anywhere. Data and scales of QTensors are copied where cuBLAS cannot read them.
     """
     tensors, at, items = list(saved), 0, list[Any]()
-    for shell in shells:
-        if not shell:
-            items.append(None if shell is None else tensors[at])
-            at += shell is not None
+    for spec in specs:
+        if not spec:
+            items.append(None if spec is None else tensors[at])
+            at += spec is not None
             continue
-        *described, present = shell
+        *described, present = spec
         parts: list[Tensor | None] = []
         for i, there in enumerate(present):
             if there and i < 4 and tensors[at].is_cuda:

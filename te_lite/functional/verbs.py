@@ -20,7 +20,7 @@ from torch import Tensor
 from te_lite.functional import linear
 from te_lite.functional.layer import Call, as_operand, as_output
 from te_lite.functional.parallel import LocalGemms, Read, Wgrad, parallel_linear
-from te_lite.functional.saved import backward_method, forward_method, placed_items, taken_apart
+from te_lite.functional.saved import backward_method, flatten, forward_method, unflatten
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.userbuffers import Exchanges
 from te_lite.parallel import TensorParallel
@@ -87,7 +87,7 @@ class GatherLinears(torch.autograd.Function):
             kept += [kept_x, kept_w]
         ys = plans[0].parallel.all_gather_gemms(gemms, operand)  # type: ignore[attr-defined]  # a Prepared
         if call.grad:
-            tensors, ctx.shells = taken_apart((*kept, *params[:n]))
+            tensors, ctx.specs = flatten((*kept, *params[:n]))
             ctx.save_for_backward(*tensors)
             ctx.call, ctx.needs, ctx.x_shape = call, (need_x, *need_ws), x.shape
             ctx.sums_in = linear.sum_dtypes(call, *params[n:])
@@ -96,7 +96,7 @@ class GatherLinears(torch.autograd.Function):
     @backward_method
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         call, (need_x, *need_ws), sums_in, n = ctx.call, ctx.needs, ctx.sums_in, len(dys)
-        saved, _ = placed_items(ctx.shells, ctx.saved_tensors)
+        saved, _ = unflatten(ctx.specs, ctx.saved_tensors)
         terms, wgrads, dbs, firsts = list[Any](), list[Any](), list[Tensor | None](), [None, None]
         for i, plan in enumerate(call.plans):
             w, weight, param = saved[2 * i + 1], saved[2 * n + i], call.weights[i]

@@ -140,7 +140,7 @@ def test_two_threads_may_record_the_same_body(monkeypatch):
     assert None not in keys
     for key in keys:
         taken = recordings.run(key, (x,), lambda: (x * 2,))
-        assert torch.equal(taken.tensors[0], x * 2) and taken.shells == [()]
+        assert torch.equal(taken.tensors[0], x * 2) and taken.specs == [()]
     _, found = recordings.try_replay(("body",), (x + 1,))
     assert torch.equal(found.tensors[0], (x + 1) * 2)
 

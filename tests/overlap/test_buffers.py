@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from te_lite.functional.saved import placed_items, taken_apart
+from te_lite.functional.saved import flatten, unflatten
 from te_lite.ops.reduce import reduce_slots
 from te_lite.ops.transpose import transpose
 from te_lite.overlap.arena import ALIGNMENT, Arena, aligned
@@ -220,18 +220,18 @@ def test_what_is_kept_for_backward_may_not_lie_in_the_arena():
         for q in (borrowed, peer, borrowed.only("row"), borrowed.rows(0, 2)):
             assert q.borrowed
             with pytest.raises(RuntimeError, match="borrowed tensor .* userbuffer"):
-                taken_apart([q])
+                flatten([q])
             with pytest.raises(RuntimeError, match="borrowed"):
-                taken_apart([plain(shard(0, 0)), None, q])
+                flatten([plain(shard(0, 0)), None, q])
         numbers = borrowed.dequantize()
         copy = borrowed.keep()
-        kept, shells = taken_apart([copy])
+        kept, specs = flatten([copy])
         gather.close()
         group.exchange.all(None)
         poison(group)
         assert bool(borrowed.row.isnan().all())  # it was a view of the arena
         assert_bitwise_equal("dequantized", numbers, gathered(2, 0))
-        (loaded,), _ = placed_items(shells, kept)
+        (loaded,), _ = unflatten(specs, kept)
         assert_bitwise_equal("kept", loaded.row, gathered(2, 0))
         group.exchange.all(None)
 
