@@ -214,7 +214,7 @@ class Sequence {
   size_t most_ = 0;
   uint64_t on_ = 0;
   // One is enough: a stream that waits for it keeps to what was recorded by then, and one host thread at a time issues
-  // to a second stream (ops/launch.py, stream_beside).
+  // to a second stream (ops/launch.py, side_stream).
   void* event_ = nullptr;
   void* context_ = nullptr;  // the event's
   const Kernel* first_ = nullptr;

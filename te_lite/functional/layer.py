@@ -147,14 +147,14 @@ class LayerFunction(torch.autograd.Function):
 
     Forward and backward ask the module's Recordings first. Where the launches are recorded, try_replay() issues them
     and gives what the layer would have given, as tensors and specs (see saved.py). Otherwise the layer itself runs.
-    Autograd casts gradients to the dtypes of what they belong to. The decorators of other Functions would be another
-    Python call in each step: they stand where they have something to do.
+    Autograd casts gradients to the dtypes of what they belong to. Forward and backward ask themselves whether torch.amp
+    is on: the decorators that other Functions have would be another Python call in each step.
     """
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, call: Call, x: Tensor, *params: Any) -> Any:
         if torch._C._is_any_autocast_enabled():
-            return without_amp(LayerFunction.forward)(ctx, layer, call, x, *params)
+            return _forward_without_amp(ctx, layer, call, x, *params)
         recordings, needs, shape = call.plans[0].recordings, layer.needs(call, x, params), x.shape
         found = key = None
         if recordings is not None and x.__class__ in PLAIN and call.output is None:
@@ -185,7 +185,7 @@ class LayerFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dln: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """The gradients of forward's arguments. Its parts are no functions: each step would pay for the calls."""
         if torch._C._is_any_autocast_enabled() or torch.is_grad_enabled():
-            return backward_method(LayerFunction.backward)(ctx, dy, dln)
+            return _checked_backward(ctx, dy, dln)
         # 1. What forward kept.
         layer, call, needs, x_shape, specs, spec_id, copies = ctx.kept
         if call.parts:
@@ -239,6 +239,7 @@ class LayerFunction(torch.autograd.Function):
         return None, None, *grads, residual
 
 
+_forward_without_amp, _checked_backward = without_amp(LayerFunction.forward), backward_method(LayerFunction.backward)
 _apply = super(torch.autograd.Function, LayerFunction).apply  # what apply() calls where no torch.func transform is
 _alive = torch._C._functorch.unwrap_if_dead  # of a tensor that outlives its transform: what it wrapped
 

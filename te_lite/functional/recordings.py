@@ -139,11 +139,8 @@ class Recordings:
 
     def _flattened(self, items: Iterable[Item]) -> Flattened:
         tensors, specs = flatten(items)
-        return Flattened(tensors, specs, self._spec_id(specs))
-
-    def _spec_id(self, specs: Specs) -> int:
-        """The same for equal specs. Numbers do not come again: a backward may ask by one that is not kept any more."""
-        return self._spec_ids.setdefault(tuple(specs), next(_NUMBERS))
+        # Numbers do not come again: a backward may ask by one that is not kept any more.
+        return Flattened(tensors, specs, self._spec_ids.setdefault(tuple(specs), next(_NUMBERS)))
 
 
 def allocated() -> int:

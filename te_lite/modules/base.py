@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from te_lite import epoch
 from te_lite.arguments import flag
-from te_lite.autocast import OPEN, Pass, State
+from te_lite.autocast import OPEN, State
 from te_lite.functional.layer import PLAIN, Call
 from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, Recompute, WgradSink
 from te_lite.functional.shared_input import SharedInput
@@ -255,12 +255,8 @@ class TeLiteModule(SpecModule):
         if fp8_output or fp8_grad:
             output, grad_input = checks.check_offered(self, state, fp8_output, fp8_grad, plans)
         pools = state.pools if delayed else None
-        claims = False
-        if pools is not None and recomputes:
-            pools.expect()
-            claims = replay.recall((id(self), "first"), partial(self._claims_first, state.one_pass, inp, weights))
-        elif pools is not None and grad and not state.one_pass.claimed:
-            claims = self._claims_first(state.one_pass, inp, weights)
+        claims = pools is not None and (recomputes or (grad and not state.one_pass.claimed))
+        claims = claims and self._claims_first(state.one_pass, recomputes, inp, weights)
         versions = tuple([part._version for part in parts]) if grad and parts and not parts[0].is_inference() else ()
         note = self._outstanding.note(state, grad)
         return Call(plans, weights, cached, grad, claims, output, grad_input, pools, parts, versions, note)
@@ -290,8 +286,12 @@ class TeLiteModule(SpecModule):
             for cache, w, of, plan in each
         ])  # fmt: skip
 
-    def _claims_first(self, one_pass: Pass, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
-        """True when this module's backward will be the last of the pass, so that it takes the backward scales' step."""
+    def _claims_first(self, one_pass: Any, recomputes: bool, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
+        """True when this module's backward will be the last of the pass (a Pass with pools), so that it takes the
+        backward scales' step. recomputes: the call may be computed again, which then claims the same."""
+        if recomputes:
+            one_pass.pools.expect()
+            return replay.recall((id(self), "first"), partial(self._claims_first, one_pass, False, inp, weights))
         grad = torch.is_grad_enabled()
         if one_pass.claimed or not (grad or replay.is_open()):
             return False

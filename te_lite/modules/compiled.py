@@ -54,7 +54,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _made(value: Any) -> Any:
-    """The value of which _value() was told."""
+    """The value that _value() described."""
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type)):
         return value
     kind, parts = value

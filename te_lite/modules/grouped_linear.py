@@ -308,13 +308,7 @@ class GroupedLinear(TeLiteModule):
                 if into is not None:
                     torch.maximum(into, amax, out=into)
             return None, None
-        claims = False
-        if recomputes:
-            pools.expect()
-            claims = replay.recall((id(self), "first"), partial(self._claims_first, state.one_pass, x, weights))
-        elif torch.is_grad_enabled() and not state.one_pass.claimed:
-            claims = self._claims_first(state.one_pass, x, weights)
-        return given, partial(pools.close, claims)
+        return given, partial(pools.close, self._claims_first(state.one_pass, recomputes, x, weights))
 
     def extra_repr(self) -> str:
         sizes = f"gemms={self.num_gemms}, in={self.in_features}, out={self.out_features}"

@@ -150,11 +150,6 @@ def triton_product(
     return out
 
 
-def _torch_product(a: Tensor, b: Tensor, layout: Tensor, inner_first: bool) -> Tensor:
-    right = b if inner_first else b.mT
-    return torch._grouped_mm(placed(a), placed(right), offs=ends(layout)).contiguous()  # it pads rows to 16 bytes
-
-
 def _product_cuda(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast, sizes=None):
     given = (a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inner_first, fast)
     if grouped_each.takes(a, b, scaling, sizes, b.shape[1], b.shape[2]):
@@ -165,7 +160,8 @@ def _product_cuda(a, b, layout, a_scale, b_scale, scaling, bias, out_dtype, inne
         out = _product_fake(*given)
         gemm_grouped.product(out, a, b, layout, a_scale, b_scale, scaling, fast)
     elif torch_takes(a, b, scaling, bias, out_dtype):
-        out = _torch_product(a, b, layout, inner_first)
+        right = placed(b if inner_first else b.mT)
+        out = torch._grouped_mm(placed(a), right, offs=ends(layout)).contiguous()  # it pads rows to 16 bytes
     else:
         return triton_product(*given)
     fill_rest_(out, layout)

@@ -26,7 +26,7 @@ SCHEDULES = 7  # to be raised when a schedule changes its speed: what was measur
 ROUNDS = 5
 HOLD_CYCLES = 2_000_000  # about 1 ms, in which the host issues what is timed, as one that runs ahead has
 MOST = 512  # problems that one group times; a run with ever new token counts follows the rule from then on
-MARGIN = 0.98  # another way than Collective must save 2%, which is about the noise
+MARGIN = 0.98  # another exchange than Collective must save 2%, which is about the noise
 
 
 def cache_file() -> Path:

@@ -150,11 +150,10 @@ class ScaleFetch:
     def __call__(self) -> tuple[Tensor, Tensor]:
         """(scales of the pool, history of the state), whose use is noted. Raises Moved where the state lies elsewhere,
         NotNow where it waits for an update to give it a place, perhaps the same."""
-        state, pool, offset = self.state, self.pool, self.offset
-        if state.pool is not pool or state.offset != offset:
-            raise NotNow if state.offset is None else Moved
-        pool.touched = True
-        return pool.steady(), state.history
+        if self.state.pool is not self.pool or self.state.offset != self.offset:
+            raise NotNow if self.state.offset is None else Moved
+        self.pool.touched = True
+        return self.pool.steady(), self.state.history
 
 
 class Pool:
@@ -186,10 +185,9 @@ class Pool:
         """`scale`, or a copy: no update will write to it. Where none may come, one copy does: it is a kernel."""
         if not self.fixed:
             return self.scale
-        if not self.key.owner.one_graph:
-            return self.scale.clone()
-        self.copy = self.scale.clone() if self.copy is None else self.copy
-        return self.copy
+        copy = self.scale.clone() if self.copy is None else self.copy
+        self.copy = copy if self.key.owner.one_graph else None
+        return copy
 
     def hold(self, states: list[ScaleState], history: Tensor, scale: Tensor) -> None:
         """history[length, total], scale[total] are those of the states, side by side, from now on."""

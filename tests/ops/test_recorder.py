@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from te_lite import _C
 from te_lite._C import described
 from te_lite.ops.recorder import OPEN, Recorder, Recording, called
+from te_lite.ops.recording import Called, Moved, NotNow
+from te_lite.ops.steps import view_of
 from te_lite.quantize.per_tensor import FORMATS, Current
 from te_lite.quantize.tensor import quantized
 
@@ -56,6 +59,38 @@ def test_inputs_that_overlap_are_not_told_apart(fetched):
         recorder.fetched(lambda: (scale,), (scale,))
     assert recorder._slot(scale[2:]) is None and "lies in 2 tensors" in recorder.why_not
     assert fetched or Recorder([scale, scale[1:]])._slot(scale[0]) == (0, 0)
+
+
+def test_what_lies_in_fetched_tensors_is_found_and_equal_fetches_are_asked_once():
+    x, scale, history = torch.randn(4), torch.randn(6), torch.zeros(3, 6)[:, 2:5]
+
+    @dataclass(frozen=True)
+    class Fetch:
+        offset: int
+
+        def __call__(self):
+            return scale, history
+
+    recorder = Recorder([x])
+    for _ in range(2):
+        recorder.fetched(Fetch(2), (scale, history))
+    assert recorder._slot(scale[3]) == (1, 12) and recorder._slot(history[0, 1:2]) == (2, 4)
+    assert recorder._fetches == [Fetch(2)] and not recorder.why_not
+
+
+@pytest.mark.parametrize("why", [Moved, NotNow])
+def test_a_replay_that_cannot_fetch_has_begun_nothing(why, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    turns, issued = Epochs(7), []
+
+    def fetch():
+        raise why
+
+    call = Called(lambda t: issued.append(t), [(0, view_of(torch.randn(3), None))])
+    recording = Recording([call], torch.device("cpu"), [fetch], [], 0, [(0, None)], [turns])
+    with pytest.raises(why):
+        recording.run((torch.randn(3),))
+    assert turns.next == 7 and not issued
 
 
 def test_what_a_recording_is_found_by():
