@@ -14,7 +14,7 @@ some 0.3 us each, so their sum is a little above step_us):
     rest       torch's autograd and modules, and what is not above; also a body that is not recorded
 
 function_us: torch.autograd.Function alone, with as many tensors in and out, which are allocated and not computed.
-ratio = step_us / torch_us, of torch's own bf16 modules. allocations, torch_allocations: how often a step asks the
+ratio: step_us over torch_us, of torch's own bf16 modules, the median over rounds. allocations, torch_allocations: how often a step asks the
 GPU's caching allocator for memory; null on the CPU.
 """
 
@@ -41,6 +41,7 @@ from te_lite.modules.base import TeLiteModule
 
 RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
 PARTS = ("autocast", "begin", "look_up", "launches", "rest")
+SETTLE_S = 8.0  # a virtual machine's host takes up to twice as long for some seconds after a process has started
 STEPS = 100  # of one measurement; what is reported is the median of --rounds of them
 
 
@@ -137,8 +138,12 @@ def measure(module: str, shape: modules.Shape, args: argparse.Namespace) -> list
             print(f"{recipe} is left out: {why}")
     taken: dict[str, list[float]] = {name: [] for name in steps}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
-    for step in steps.values():
-        wall_us(step, clock, bench.WARM_STEPS)
+    begin = time.monotonic()
+    while True:  # at least once
+        for step in steps.values():
+            wall_us(step, clock, bench.WARM_STEPS)
+        if time.monotonic() - begin > args.settle:
+            break
     for r in range(args.rounds):
         names = list(steps)
         for name in names[r % len(names) :] + names[: r % len(names)]:
@@ -157,7 +162,9 @@ def measure(module: str, shape: modules.Shape, args: argparse.Namespace) -> list
         row["torch_allocations"] = counts["torch"]
         row |= {"step_us": statistics.median(taken[recipe])} | floor
         row |= {f"{part}_us": statistics.median([found[part] for found in parts[recipe]]) for part in PARTS}
-        rows.append(row | {"ratio": row["step_us"] / row["torch_us"]})
+        # Of neighbours in time: a host that changes its speed changes both.
+        pairs = zip(taken[recipe], taken["torch"], strict=True)
+        rows.append(row | {"ratio": statistics.median([ours / torchs for ours, torchs in pairs])})
     return rows
 
 
@@ -178,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--modules", nargs="+", default=list(modules.MODULES), choices=modules.MODULES)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds of steps before the first round")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=modules.RESULTS, help="folder for host.json")
