@@ -14,8 +14,8 @@ some 0.3 us each, so their sum is a little above step_us):
     rest       torch's autograd and modules, and what is not above; also a body that is not recorded
 
 function_us: torch.autograd.Function alone, with as many tensors in and out, which are allocated and not computed.
-ratio: step_us over torch_us, of torch's own bf16 modules, the median over rounds. allocations, torch_allocations: how often a step asks the
-GPU's caching allocator for memory; null on the CPU.
+ratio = step_us / torch_us, of torch's own bf16 modules. A row is the round with the median ratio. allocations,
+torch_allocations: how often a step asks the GPU's caching allocator for memory; null on the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from te_lite.modules.base import TeLiteModule
 RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
 PARTS = ("autocast", "begin", "look_up", "launches", "rest")
 SETTLE_S = 8.0  # a virtual machine's host takes up to twice as long for some seconds after a process has started
-STEPS = 100  # of one measurement; what is reported is the median of --rounds of them
+STEPS = 100  # of one measurement; what is reported is one of --rounds of them
 
 
 class Allocates(torch.autograd.Function):
@@ -155,16 +155,15 @@ def measure(module: str, shape: modules.Shape, args: argparse.Namespace) -> list
                 found = {part: value / 1e3 / args.steps for part, value in spent.items()}
                 found["look_up"] -= found["launches"]
                 parts[name].append(found | {"rest": whole - sum(found.values())})
-    floor = {f"{name}_us": statistics.median(taken[name]) for name in ("torch", "function")}
     rows, counts = [], {name: allocations(step, args.device) for name, step in steps.items()}
     for recipe in [name for name in steps if name in args.recipes]:
         row: dict = {"shape": shape.name, "module": module, "recipe": recipe, "allocations": counts[recipe]}
         row["torch_allocations"] = counts["torch"]
-        row |= {"step_us": statistics.median(taken[recipe])} | floor
-        row |= {f"{part}_us": statistics.median([found[part] for found in parts[recipe]]) for part in PARTS}
-        # Of neighbours in time: a host that changes its speed changes both.
-        pairs = zip(taken[recipe], taken["torch"], strict=True)
-        rows.append(row | {"ratio": statistics.median([ours / torchs for ours, torchs in pairs])})
+        # All of one round, for a host that changes its speed changes all of them.
+        ratios = [ours / torchs for ours, torchs in zip(taken[recipe], taken["torch"], strict=True)]
+        at = ratios.index(statistics.median_low(ratios))
+        row |= {"step_us": taken[recipe][at]} | {f"{name}_us": taken[name][at] for name in ("torch", "function")}
+        rows.append(row | {f"{part}_us": parts[recipe][at][part] for part in PARTS} | {"ratio": ratios[at]})
     return rows
 
 

@@ -74,6 +74,14 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_other_scales() -> None:
+    """Modules of earlier tests may live on: their scales step too, and move others when they go."""
+    from te_lite import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
+@pytest.fixture
 def one_rank() -> Iterator[dist.ProcessGroup]:
     """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

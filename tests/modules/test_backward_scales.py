@@ -18,6 +18,7 @@ M, K = 32, 48
 KINDS = (LINEAR, LN_LINEAR, LN_MLP)
 RECIPE = te.recipe.DelayedScaling(amax_history_len=4)
 DEVICES = device_params()
+pytestmark = pytest.mark.usefixtures("no_other_scales")  # counted() sees every pool's steps
 
 
 def pair(kind, device="cpu", first=LINEAR):

@@ -7,16 +7,11 @@ import gc
 
 import pytest
 
-import te_lite as te
 from te_lite.testing.numerics import assert_bitwise_equal
 from tests.modules.cpu_recordings import record_on_cpu
 from tests.modules.test_layer_function import make, one_step, recorded
 
-
-@pytest.fixture(autouse=True)
-def no_other_scales():
-    """Modules of earlier tests would move these scales when the last reference to them goes."""
-    te.FP8GlobalStateManager.reset()
+pytestmark = pytest.mark.usefixtures("no_other_scales")
 
 
 def test_recordings_follow_scales_that_move(monkeypatch):
