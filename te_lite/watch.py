@@ -68,9 +68,7 @@ def check_world() -> None:
         )
 
 
-def collective(
-    what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callable[..., Any], *given: Tensor
-) -> None:  # fmt: skip
+def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callable[..., Any], *given: Tensor) -> None:
     """run(*given), a collective over `group` that moves `tensor`; not for an empty one. RuntimeError, the same on every
     rank, where ranks have come to different ones and are watched or compared. given: all that it reads and writes."""
     if watches or compares(tensor.device):

@@ -55,16 +55,9 @@ py::bytes described(const py::tuple& tensors) {
   return out;
 }
 
-struct Patch {  // arguments[argument] = addresses[slot] + offset
-  int argument;
-  size_t slot;
-  uint64_t offset;
-};
-struct EpochPatch {  // the lower half of arguments[argument] = addresses[slot]; a fused GEMM has another int32 above
-  int argument;
-  size_t slot;
-};
+// (argument, slot, offset): arguments[argument] = addresses[slot] + offset.
 using Patches = std::vector<std::tuple<int, size_t, uint64_t>>;
+// (argument, slot): the lower half of arguments[argument] = addresses[slot]; a fused GEMM has another int32 above.
 using EpochPatches = std::vector<std::tuple<int, size_t>>;
 
 // What a Sequence issues at one place: a launch, a product, zeros, a segment of a program, an announcement or a wait.
@@ -73,8 +66,8 @@ struct SequenceStep {
   std::function<void(uint64_t stream, uint64_t* arguments)> issue;
   uint64_t stream;  // 0: that of the call
   std::vector<uint64_t> arguments;
-  std::vector<Patch> patches;
-  std::vector<EpochPatch> epochs;
+  Patches patches;
+  EpochPatches epochs;
 };
 
 class Sequence {
@@ -184,7 +177,7 @@ class Sequence {
     if (first_) first_->enter();  // for what comes before it too
     for (const SequenceStep& step : steps_) {
       std::copy(step.arguments.begin(), step.arguments.end(), arguments.begin());
-      for (const Patch& patch : step.patches) arguments[patch.argument] = at[patch.slot] + patch.offset;
+      for (const auto& [argument, slot, offset] : step.patches) arguments[argument] = at[slot] + offset;
       for (const auto& [argument, slot] : step.epochs) {
         arguments[argument] = (arguments[argument] & ~uint64_t{0xFFFFFFFF}) | (at[slot] & 0xFFFFFFFF);
       }

@@ -93,11 +93,9 @@ def attend(
         if q_pad is not None and k_pad is not None:
             counts = (~q_pad).sum(-1)[:, None, None, None], (~k_pad).sum(-1)[:, None, None, None]
         seen = mask.seen(*counts, q.device, sizes)
-        for hides in (
-            hidden,
-            None if k_pad is None else k_pad[:, None, None],
-            None if q_pad is None else q_pad[:, None, :, None],
-        ):
+        of_keys = None if k_pad is None else k_pad[:, None, None]
+        of_queries = None if q_pad is None else q_pad[:, None, :, None]
+        for hides in (hidden, of_keys, of_queries):
             if hides is not None:
                 seen = ~hides if seen is None else seen & ~hides
     if seen is None and bias is None:

@@ -90,6 +90,7 @@ class MLPLayer:
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         (plan1, plan2), (need_ln, need_w1, need_h, need_w2, *_) = call.plans, needs
         (gamma, beta, w1, b1, w2, b2, residual), spec, activation = params, self.spec, self.activation
+        (cached1, cached2), needs1, needs2 = call.cached, (need_ln, need_w1), (need_h, need_w2)
         operand, for_dw, norm_saved, ln = norm_source(spec, call, x, gamma, beta, need_w1)
         tokens, width = x.numel() // x.shape[-1], w2.shape[1]
         gathered = tokens * plan1.tp.size if plan1.gathers_x else tokens
@@ -98,14 +99,10 @@ class MLPLayer:
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
         if need_w2 and not (a_again or plan2.recomputes_x):  # else keeping a is what they are spent on
             saved += plan2.bytes_saved(gathered, width)
-        keeps_w1 = need_ln and plan1.keeps_weight(saved, w1, call.cached[0])
-        keeps_w2 = need_h and plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, call.cached[1])
-        (h, a), kept1 = linear_forward(
-            plan1, operand, w1, b1, (need_ln, need_w1), call.cached[0], epilogue, keeps_w1, None, for_dw
-        )
-        y, kept2 = linear_forward(
-            plan2, a, w2, b2, (need_h, need_w2), call.cached[1], None, keeps_w2, residual, x_again=a_again
-        )
+        keeps_w1 = need_ln and plan1.keeps_weight(saved, w1, cached1)
+        keeps_w2 = need_h and plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, cached2)
+        (h, a), kept1 = linear_forward(plan1, operand, w1, b1, needs1, cached1, epilogue, keeps_w1, None, for_dw)
+        y, kept2 = linear_forward(plan2, a, w2, b2, needs2, cached2, None, keeps_w2, residual, x_again=a_again)
         a, h = None, h if need_h else None  # free before norm(x) is gathered
         y = y if x.dim() == 2 else as_output(y, x.shape)
         ln = ln if ln is None else norm_output(spec, call, ln)
@@ -113,7 +110,6 @@ class MLPLayer:
 
     def backward(self, back: Backward, kept: list[Any], dy: Tensor, dln: Tensor | None) -> tuple[Any, ...]:
         call, (need_ln, need_w1, need_h, need_w2, sums1, sums2) = back.call, back.needs
-        activation = self.activation
         (plan1, plan2), (param1, param2) = call.plans, call.weights
         x1, q1, w1, a, q2, w2, h, *norm_saved = kept
         kept.clear()
@@ -122,10 +118,10 @@ class MLPLayer:
         a_again = one_read = False
         if need_h:
             _, want_dh, a_again, one_read = self._activation_plan(call, back.needs, h.shape[0], w1, w2)
-            activate_grad = ActivateGrad(plan1.operands.dgrad.a, activation, want_dh, h)
+            activate_grad = ActivateGrad(plan1.operands.dgrad.a, self.activation, want_dh, h)
         grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, sums2))
         if a_again and not one_read:
-            a = plan2.operands.wgrad.b.again(Source("act", h, activation=activation), a)
+            a = plan2.operands.wgrad.b.again(Source("act", h, activation=self.activation), a)
         needs = need_h, need_w2 and not one_read, sums2
         dh, dw2, db2 = linear_backward(plan2, (a, q2), w2, param2, grad, needs, activate_grad)
         if one_read:

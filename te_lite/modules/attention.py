@@ -68,11 +68,8 @@ class DotProductAttention(StatelessModule):
                 f"attention_dropout={attention_dropout!r}: must be at least 0 and below 1; pass 0.0 for none"
             )
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
-        self.bottom_right_diagonal, self.attention_type, self.layer_number = (
-            bottom_right_diagonal,
-            attention_type,
-            layer_number,
-        )
+        self.bottom_right_diagonal, self.attention_type = bottom_right_diagonal, attention_type
+        self.layer_number = layer_number
         mask_of(attn_mask_type, window_size, bottom_right_diagonal)
         tp_size = group_size(tp_group, tp_size)
         self.num_attention_heads = shard(num_attention_heads, tp_size, "num_attention_heads")
@@ -80,18 +77,16 @@ class DotProductAttention(StatelessModule):
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = channels**-0.5 if softmax_scale is None else float(softmax_scale)
         self.attention_dropout = attention_dropout
-        self._rng_tracker = (
-            None if flag("DotProductAttention", "sequence_parallel", sequence_parallel) else get_rng_state_tracker
-        )
+        sequence_parallel = flag("DotProductAttention", "sequence_parallel", sequence_parallel)
+        self._rng_tracker = None if sequence_parallel else get_rng_state_tracker
 
     def set_context_parallel_group(
         self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:  # fmt: skip
         """NotImplementedError for a group of more than one rank."""
-        if cp_group is not None and not (
-            isinstance(cp_group, dist.ProcessGroup) and dist.get_world_size(cp_group) == 1
-        ):
+        alone = isinstance(cp_group, dist.ProcessGroup) and dist.get_world_size(cp_group) == 1
+        if cp_group is not None and not alone:
             raise NotImplementedError(
                 "DotProductAttention(cp_group=...): te_lite has no context parallelism; leave it None"
             )
@@ -204,6 +199,5 @@ class DotProductAttention(StatelessModule):
         return q_pad, k_pad, None
 
     def extra_repr(self) -> str:
-        return (
-            f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, {self.qkv_format}, {self.attn_mask_type}"
-        )
+        heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}"
+        return f"{heads}, {self.qkv_format}, {self.attn_mask_type}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from te_lite.autocast import OPEN, Context, Pass, State, autocast
 from te_lite.functional.norm import NormSpec
 from te_lite.functional.traced import Kind, linears, name_of
-from te_lite.modules.checks import check_input
+from te_lite.modules.checks import amp_dtype, check_input
 from te_lite.modules.plans import build_plans
 from te_lite.ops import now
 from te_lite.ops.activation import built
@@ -145,12 +145,7 @@ def _is_like_output(module: Any, inp: Tensor, residual: Any) -> bool:
     features = sum([getattr(module, name).shape[0] for name in module._linear_names()[-1][0]])
     if residual.shape[:-1] != inp.shape[:-1] or residual.shape[-1] != features:
         return False
-    return residual.dtype == _amp_dtype(inp) and residual.device == inp.device
-
-
-def _amp_dtype(inp: Tensor) -> torch.dtype:
-    kind = inp.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
+    return residual.dtype == (amp_dtype(inp) or inp.dtype) and residual.device == inp.device
 
 
 def _computed(module: Any, inp: Tensor, params: list, parts: list, recipe: Any) -> list[Tensor]:
@@ -166,7 +161,7 @@ def _computed(module: Any, inp: Tensor, params: list, parts: list, recipe: Any) 
     shapes = [tuple(weight.shape) for weight in params[first : first + 2 * linears_here : 2]]
     shapes[0] = sum([part.shape[0] for part in parts], shapes[0][0]), shapes[0][1]
     options = module.save_original_input, module._recompute
-    name = _name(recipe, _amp_dtype(inp), tuple(shapes), options, norm, activation, 1 + len(parts))
+    name = _name(recipe, amp_dtype(inp) or inp.dtype, tuple(shapes), options, norm, activation, 1 + len(parts))
     return linears(name, inp, *params, *parts)
 
 
@@ -235,12 +230,10 @@ def _joined(module: Any, names: list[str]) -> Tensor:
 
 def open_autocast(opened: Any) -> Any:
     """autocast.__enter__, traced. Delayed scaling's needs Python where it begins and ends."""
-    state = None
     if opened.calibrating or (opened.enabled and opened.recipe.delayed()):
         why = "te.autocast of delayed scaling inside of compiled code: open it around the compiled function"
         return untraced(why, autocast.__enter__, opened)
-    if opened.enabled:
-        state = State(True, opened.recipe, opened.group, Pass())
+    state = State(True, opened.recipe, opened.group, Pass()) if opened.enabled else None
     OPEN.stack.append(Context(state, opened.strict, now.in_backward))
     return opened
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from numbers import Integral
 from typing import Any
 
@@ -97,29 +98,18 @@ class GroupedLinear(TeLiteModule):
             return [what] if one else [f"{what}{i}" for i in range(count)]
 
         self.weight_names, self.bias_names = names("weight", one_weight), names("bias", one_bias)
-        shape: tuple[int, ...]
         shape, lead = ((count, n, k), 1) if one_weight else ((n, k), 0)
-        spec = ParamSpec(
-            shape,
-            partial(_each, init) if one_weight else init,
-            None if split is None else split + lead,
-            True,
-            late_grad=late,
-        )
+        fill = partial(_each, init) if one_weight else init
+        spec = ParamSpec(shape, fill, None if split is None else split + lead, True, late_grad=late)
         making = model_init()
         if making is not None and not (n % making.multiple or k % making.multiple):
             spec = replace(spec, quantizer=making.quantizer, preserve=making.preserve)
         self._add_params(dict.fromkeys(self.weight_names, spec), True)
-        if self.use_bias:
-            shape, lead = ((count, n), 1) if one_bias else ((n,), 0)
-            partial_grad = True if self.parallel_mode == "row" and self.sequence_parallel else None
-            split = lead if self.parallel_mode == "column" else None
-            bias = ParamSpec(shape, nn.init.zeros_, split, sequence_parallel=partial_grad)
-            self._add_params(dict.fromkeys(self.bias_names, bias), True)
-        else:  # as te.Linear's
-            for name in self.bias_names:
-                absent = torch.empty(0, dtype=self.params_dtype, device=self._device)
-                self.register_buffer(name, absent, persistent=False)
+        sizes, lead = ((count, n), 1) if one_bias else ((n,), 0)
+        partial_grad = True if self.parallel_mode == "row" and self.sequence_parallel else None
+        split = lead if self.parallel_mode == "column" else None
+        bias = ParamSpec(sizes, nn.init.zeros_, split, sequence_parallel=partial_grad)
+        self._add_biases(dict.fromkeys(self.bias_names, bias), self.use_bias)
 
     def _callers(self, index: int) -> tuple[bool, bool]:
         return True, True
@@ -216,15 +206,13 @@ class GroupedLinear(TeLiteModule):
             rule = fitting(
                 f"GroupedLinear(name={self.name!r})", rule_of(recipe), recipe, self.out_features, self.in_features
             )
-            decided: Any = rule, read_as_they_are(self, weights, rule, recipe)
+            own_bytes = read_as_they_are(self, weights, rule, recipe)
             Pass.any_module = True
             self._outstanding.start(state)
             self.clear_caches()
-            made: Any = (key if makes_data(inp.device) else None, (), decided)
-            self._planned = made
-        else:
-            decided = known[2]
-        rule, own_bytes = decided
+            known = key if makes_data(inp.device) else None, (), (rule, own_bytes)
+            self._planned = known
+        rule, own_bytes = known[2]
         return rule, amp or inp.dtype, own_bytes
 
     def _ends(self, m_splits: Any, x: Tensor) -> tuple[Tensor, list[int] | None]:
@@ -331,9 +319,6 @@ def _check_versions(weights: tuple[Tensor, ...], versions: tuple[int, ...]) -> N
 
 def host_ends(splits: Sequence[int], device: torch.device) -> Tensor:
     """int32 [G] on `device`: the ends of groups of these sizes; the host does not wait for the copy."""
-    ends, total = [], 0
-    for size in splits:
-        total += size
-        ends.append(total)
     there = device.type == "cuda" and makes_data(device)
-    return torch.tensor(ends, dtype=torch.int32, pin_memory=there).to(device, non_blocking=True)
+    ends = torch.tensor(list(accumulate(splits)), dtype=torch.int32, pin_memory=there)
+    return ends.to(device, non_blocking=True)

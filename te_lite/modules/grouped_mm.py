@@ -122,21 +122,16 @@ def scaled_grouped_mm(
         Pass.any_module = True
     n, k = (w_t.shape[2], w_t.shape[1]) if w_t.dim() == 3 else (x.shape[0], w_t.shape[1])
     rule = fitting(_NAME, rule_of(used), used, n, k)
+    grad, note = torch.is_grad_enabled(), None
     if w_t.dim() == 2:
-        return _second_form(rule, x, w_t, offs)
-    grad = torch.is_grad_enabled()
-    note = None
+        if grad and (x.requires_grad or w_t.requires_grad):
+            raise NotImplementedError(
+                f"{_NAME} of two matrices, a weight gradient, has no gradient; call it under torch.no_grad(), or "
+                "detach both"
+            )
+        return grouped_wgrad(rule, x.mT.contiguous(), w_t.contiguous(), offs.contiguous())
     if not compiling:
         _outstanding.start(state)
         note = _outstanding.note(state, grad)
     call = GroupedCall(rule, grad, note=note)
     return GroupedFunction.apply(call, x.contiguous(), w_t.mT.contiguous(), bias, offs.contiguous())
-
-
-def _second_form(rule: Rule, dy_t: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and (dy_t.requires_grad or x.requires_grad):
-        raise NotImplementedError(
-            f"{_NAME} of two matrices, a weight gradient, has no gradient; call it under torch.no_grad(), or "
-            "detach both"
-        )
-    return grouped_wgrad(rule, dy_t.mT.contiguous(), x.contiguous(), offs.contiguous())

@@ -46,12 +46,7 @@ def add_linear(
     bias_split = 0 if mode == "column" else None
     bias = ParamSpec(shape[:1], nn.init.zeros_, bias_split, sequence_parallel=partial_grad)
     module._add_params({f"{name}weight": replace(weight, shape=(n, features_in)) for name, n in parts.items()}, True)
-    if use_bias:
-        module._add_params({f"{name}bias": replace(bias, shape=(rows,)) for name, rows in parts.items()}, True)
-    else:  # a zero-length tensor stands for an absent bias, which is no parameter and in no checkpoint
-        for name in parts:
-            absent = torch.empty(0, dtype=module.params_dtype, device=module._device)
-            module.register_buffer(f"{name}bias", absent, persistent=False)
+    module._add_biases({f"{name}bias": replace(bias, shape=(rows,)) for name, rows in parts.items()}, use_bias)
     return shape
 
 

@@ -20,8 +20,7 @@ from te_lite.modules.weights import Init, default_init
 from te_lite.overlap.userbuffers import UB_FLAGS
 
 # Arguments of attention and MLP alike, and those of attention alone.
-BOTH = (*SHARED, "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma",
-        "set_parallel_mode")  # fmt: skip
+BOTH = (*SHARED, "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "set_parallel_mode")
 ATTENTION = (
     "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon", "layer_number", "num_gqa_groups",
     "fuse_qkv_params", "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps",
@@ -145,7 +144,9 @@ class TransformerLayer(Composed):
         }  # fmt: skip
         first = {"is_first_microbatch": is_first_microbatch}
         if self.parallel_attention_mlp:
-            return self._parallel(x, own, first)
+            added = {"residual": x} if self._adds_inside else {}
+            out = self.layernorm_mlp(x, **first, residual=self.self_attention(x, **own, **added))
+            return out if self._adds_inside else x + self._dropped(out, True)
         x = self._added(self.self_attention, x, own)
         if self.layer_type == "decoder":
             cross = {
@@ -165,11 +166,6 @@ class TransformerLayer(Composed):
         out, bias, *normed = block(x, **given)
         out = out if bias is None else (out + bias).to(out.dtype)  # under torch.amp a bias is fp32
         return self._dropped(out, drops_path) + (normed[0] if normed else x)
-
-    def _parallel(self, x: Tensor, attention: dict[str, Any], mlp: dict[str, Any]) -> Tensor:
-        if self._adds_inside:
-            return self.layernorm_mlp(x, **mlp, residual=self.self_attention(x, **attention, residual=x))
-        return x + self._dropped(self.layernorm_mlp(x, **mlp, residual=self.self_attention(x, **attention)), True)
 
     def _dropped(self, out: Tensor, drops_path: bool) -> Tensor:
         """out after dropout, and after the loss of some samples, in the others scaled up."""

@@ -81,14 +81,6 @@ atexit.register(_plans.clear)  # they hold process groups, which must not outliv
 _outstanding = replay.Outstanding()
 
 
-def _forget_stale_plans() -> None:
-    """Drops the plans of userbuffers that have gone, and of groups that were destroyed, whose threads and files they
-    would keep."""
-    for key in list(_plans):
-        if key[-1] != epoch.number or is_destroyed(key[1]):
-            _plans.pop(key, None)
-
-
 def _eager(function: Callable[P, T]) -> Callable[P, T]:
     """torch.compile leaves the function to Python."""
 
@@ -211,7 +203,9 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     kept = scales.plans if delayed else _plans
     planned = kept.get(key)
     if planned is None:
-        _forget_stale_plans()
+        # Userbuffers that have gone, and groups that were destroyed, whose threads and files a plan would keep.
+        for stale in [one for one in list(_plans) if one[-1] != epoch.number or is_destroyed(one[1])]:
+            _plans.pop(stale, None)
         if delayed or len(kept) >= MOST_PLANS:  # a second plan of the same scales would go on with those of before
             kept.clear()
         asked = (group, dim, recipe, scales, overlap, strict, state)
@@ -234,7 +228,6 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     if pools is not None:
         pools.expect()
     call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_outstanding.note(state, grad))
-    ys: tuple[Tensor, ...]
     if len(plans) == 1:
         ys = (run_layer(LINEAR, call, x, *weights, *biases, residual),)
     else:

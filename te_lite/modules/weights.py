@@ -133,6 +133,14 @@ class SpecModule(nn.Module):
             self.register_parameter(name, param)
         self._renewed()
 
+    def _add_biases(self, specs: dict[str, ParamSpec], wanted: bool) -> None:
+        """As _add_params; where they are not wanted a zero-length tensor stands for each absent bias, which is no
+        parameter and in no checkpoint."""
+        if wanted:
+            self._add_params(specs, True)
+        for name in () if wanted else specs:
+            self.register_buffer(name, torch.empty(0, dtype=self.params_dtype, device=self._device), persistent=False)
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws all parameters anew; those on the meta device come to life on the module's device."""
         if flag("reset_parameters", "defer_init", defer_init):

@@ -85,22 +85,23 @@ def _scales(bits, eps, E8M0: tl.constexpr, CAP: tl.constexpr, POW2: tl.constexpr
 
 
 @triton.jit
-def _row_quarter(
+def _row_blocks(
     v, row, row_scale, eps, m0, n0, n_out, rows, cols, width, scale_m, scale_n, CAP: tl.constexpr, POW2: tl.constexpr
 ):
-    """One quarter in blocks along its rows."""
-    Q: tl.constexpr = v.shape[0]
+    """A tile in blocks along its rows."""
+    Q: tl.constexpr = v[0].shape[0]
     B: tl.constexpr = 4 * Q
-    NB: tl.constexpr = v.shape[1] // B
+    NB: tl.constexpr = v[0].shape[1] // B
     E5M2: tl.constexpr = row.dtype.element_ty == tl.float8e5
-    blocks = tl.reshape(v, [Q, NB, B])
-    s, stored = _scales(tl.max(tiles.magnitude_bits(blocks), axis=2), eps, B == _MX_BLOCK, CAP, POW2, E5M2)
-    q = tiles.to_fp8_bytes(tl.reshape(blocks * s[:, :, None], v.shape), E5M2)
-    tiles.store_quarter(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n_out, rows, cols, width)
-    m = m0 + tl.arange(0, Q) * 4
-    b = tl.arange(0, NB)
-    at = m[:, None].to(tl.int64) * scale_m + (n_out // B + b)[None, :].to(tl.int64) * scale_n
-    tl.store(row_scale + at, stored, mask=(m < rows)[:, None] & (n0 + b * B < cols)[None, :])
+    for r in tl.static_range(4):
+        blocks = tl.reshape(v[r], [Q, NB, B])
+        s, stored = _scales(tl.max(tiles.magnitude_bits(blocks), axis=2), eps, B == _MX_BLOCK, CAP, POW2, E5M2)
+        q = tiles.to_fp8_bytes(tl.reshape(blocks * s[:, :, None], v[r].shape), E5M2)
+        tiles.store_quarter(row.to(tl.pointer_type(tl.uint8)), q, m0 + r, n0, n_out, rows, cols, width)
+        m = m0 + r + tl.arange(0, Q) * 4
+        b = tl.arange(0, NB)
+        at = m[:, None].to(tl.int64) * scale_m + (n_out // B + b)[None, :].to(tl.int64) * scale_n
+        tl.store(row_scale + at, stored, mask=(m < rows)[:, None] & (n0 + b * B < cols)[None, :])
 
 
 @triton.jit
@@ -138,10 +139,7 @@ def _emit_blocks(
             _scaled_quarters(v, s, col, m0, n0, n_out, rows, cols, width, padded, False)
     else:
         if row is not None:
-            for r in tl.static_range(4):
-                _row_quarter(
-                    v[r], row, row_scale, eps, m0 + r, n0, n_out, rows, cols, width, row_scale_m, row_scale_n, CAP, POW2
-                )
+            _row_blocks(v, row, row_scale, eps, m0, n0, n_out, rows, cols, width, row_scale_m, row_scale_n, CAP, POW2)
         if col is not None:
             s, stored = _scales(tl.max(largest, axis=0), eps, B == _MX_BLOCK, CAP, POW2, E5M2)
             at = (m0 // B).to(tl.int64) * col_scale_m + (n_out + n).to(tl.int64) * col_scale_n
@@ -159,9 +157,8 @@ def _block_tile(
     m0 = tile_m * BLOCK_M
     a, b, _ = tiles.quarters(source, m0, n0, rows, cols, FORM, BLOCK_M, BLOCK_N)
     for i in tl.static_range(1 + FORM.two):
-        _emit_blocks(
-            (a, b)[i], outputs, strides, eps, m0, n0, n0 + i * cols, rows, cols, width, padded, SQUARE, CAP, POW2, FLAT
-        )
+        v, n_out = (a, b)[i], n0 + i * cols
+        _emit_blocks(v, outputs, strides, eps, m0, n0, n_out, rows, cols, width, padded, SQUARE, CAP, POW2, FLAT)
     return tiles.sum_of(a), tiles.sum_of(b)
 
 
@@ -268,6 +265,13 @@ def block_kernel(
 
 
 @triton.jit
+def _mx_inverse(stored):
+    """What the E8M0 byte stands for, fp32; 0: 2^-127."""
+    e = stored.to(tl.int32)
+    return tl.where(e == 0, 0x00400000, tl.where(e == 255, 0x7FC00000, e << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def dequantize_kernel(
     data, scale, out, rows, cols, scale_m, scale_n,
     ROW_B: tl.constexpr, COL_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -288,7 +292,6 @@ def dequantize_kernel(
     known = (bm * ROW_B < rows)[:, None] & (bn * COL_B < cols)[None, :]
     s = tl.load(scale + bm[:, None].to(tl.int64) * scale_m + bn[None, :].to(tl.int64) * scale_n, mask=known, other=0)
     if s.dtype == tl.uint8:
-        e = s.to(tl.int32)
-        s = tl.where(e == 0, 0x00400000, tl.where(e == 255, 0x7FC00000, e << 23)).to(tl.float32, bitcast=True)
+        s = _mx_inverse(s)
     v = tl.reshape(v, [MB, ROW_B, NB, COL_B]) * s[:, None, :, None]
     tl.store(out + inside, tl.reshape(v, [BLOCK_M, BLOCK_N]).to(out.dtype.element_ty), mask=mask)

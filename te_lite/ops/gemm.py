@@ -8,7 +8,6 @@ bits of a sum of fp8 products; split accumulation promotes it to fp32 registers 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TypeVar
 
 import torch
@@ -154,17 +153,11 @@ def reduces_low() -> bool:
     return _bf16_reduces_low() in (True, (True, True)) and _fp16_reduces_low() in (True, (True, True))
 
 
-def _gemm_cuda(
-    a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None
-) -> Tensor | None:  # fmt: skip
+def _gemm_cuda(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
     """gemm() by cublasLt itself, of 16-bit operands where nobody watches torch's ops; None where that cannot."""
     seen = (OPEN.recorder is None and not unwatched()) or type(a) not in PLAIN or type(b) not in PLAIN
-    if (
-        seen
-        or not reduces_low()
-        or (out is not None and out.dtype != dtype)
-        or (bias is not None and bias.dtype != dtype)
-    ):
+    casts = (out is not None and out.dtype != dtype) or (bias is not None and bias.dtype != dtype)
+    if seen or casts or not reduces_low():
         return None
     made = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
     return made if product(made, a, b, None, None, UNSCALED, bias) else None
@@ -199,17 +192,6 @@ def gemm_accumulate_ref_(out: Tensor, dy: Tensor, x: Tensor) -> None:
     out.copy_(out.float() + dy.float().t() @ x.float())
 
 
-@cache
-def _addmm_widens(device: torch.device) -> bool:
-    """Whether this torch's addmm adds a 16-bit product to an fp32 matrix without a temporary."""
-    out, low = torch.zeros(16, 16, device=device), torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        torch.addmm(out, low, low, out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):  # what a missing overload and a refused dtype raise
-        return False
-    return True
-
-
 def _gemm_accumulate_cuda(out: Tensor, dy: Tensor, x: Tensor) -> None:
     dy_t = dy.t()
     if dy.dtype in _LOW and out.dtype == torch.float32 and type(dy) in PLAIN and reduces_low():
@@ -219,7 +201,7 @@ def _gemm_accumulate_cuda(out: Tensor, dy: Tensor, x: Tensor) -> None:
         out.addmm_(dy_t, x)
     elif dy.dtype not in _LOW:
         out.add_(torch.mm(dy_t, x))
-    elif out.dtype == torch.float32 and _addmm_widens(out.device):
+    elif out.dtype == torch.float32:  # without a temporary
         torch.addmm(out, dy_t, x, out_dtype=torch.float32, out=out)
     else:
         out.add_(torch.mm(dy_t, x, out_dtype=torch.float32))

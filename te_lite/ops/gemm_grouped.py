@@ -70,7 +70,7 @@ def _lies(*tensors: Tensor | None) -> bool:
     return all(t is None or (t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0) for t in tensors)
 
 
-def _known(a: Tensor, b: Tensor, scaling: str, a_scale: Tensor | None, b_scale: Tensor | None, n: int, k: int) -> bool:
+def _known(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, n: int, k: int) -> bool:
     """Whether the kernel can read these operands of products with n and k features."""
     if not n or not k or (n | k) % ALIGNMENT or unavailable(a.device) or not _lies(a, b):
         return False
@@ -88,7 +88,7 @@ def takes_product(
     if bias is not None or out_dtype not in _HALVES or scaling not in ("group", "rows") or not a.numel():
         return False
     dims = b_scale is not None and b_scale.dim() == (1 if scaling == "group" else 2)
-    return dims and _known(a, b, scaling, a_scale, b_scale, *b.shape[1:])
+    return dims and _known(a, b, a_scale, b_scale, *b.shape[1:])
 
 
 def takes_wgrad(
@@ -103,7 +103,7 @@ def takes_wgrad(
         if a_scale is None or b_scale is None or not a_scale.dim() == b_scale.dim() == dims:
             return False
     alike = outs[0].dtype in (torch.float32, *_HALVES) and {out.dtype for out in outs} == {outs[0].dtype}
-    return alike and _lies(*outs) and _known(a, b, scaling, a_scale, b_scale, n, k)
+    return alike and _lies(*outs) and _known(a, b, a_scale, b_scale, n, k)
 
 
 def _launch(

@@ -240,13 +240,12 @@ def group_blocks(
     blocks, empty = -(-shape.cols // BLOCK), x.new_empty
     rows = empty(x.shape, dtype=E4M3) if row else None
     columns = empty(shape.column_shape, dtype=E4M3) if col else None
-    row_scale = col_scale = None
-    if square:
-        row_scale = empty((shape.groups, -(-shape.per_group // BLOCK), blocks), dtype=torch.float32)
-        col_scale = row_scale.transpose(1, 2)
-    else:
+    if not square:
         row_scale = empty((blocks, shape.rows), dtype=torch.float32).t() if row else None
         col_scale = empty((shape.padded // BLOCK, shape.cols), dtype=torch.float32) if col else None
+    else:
+        row_scale = empty((shape.groups, -(-shape.per_group // BLOCK), blocks), dtype=torch.float32)
+        col_scale = row_scale.transpose(1, 2)
     _blocks_op(x, layout, square, pow2, eps, rows, row_scale, columns, None if square else col_scale)
     return Cast(rows, row_scale, columns, col_scale)
 

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from te_lite.ops import tiles
-from te_lite.ops.block_kernels import _row_quarter, _scaled_quarters, _scales
-from te_lite.ops.cast_kernels import _E5M2_MAX, _FLOAT_MAX, Config, scale_of
+from te_lite.ops.block_kernels import _mx_inverse, _row_blocks, _scaled_quarters, _scales
+from te_lite.ops.cast_kernels import _E5M2_MAX, _FLOAT_MAX, Config, _emit, scale_of
 from te_lite.ops.grouped_layout import place
 from te_lite.ops.launch import begin
 from te_lite.ops.row_kernels import _max_into
@@ -19,8 +19,6 @@ CAST_CONFIG = Config(128, 64, 4, registers=104)
 BLOCK_CONFIG = Config(128, 128, 8)
 MX_CONFIG = Config(32, 64, 1)
 MX_VALUES_CONFIG = Config(32, 256, 4)  # a tile is as high as a block
-_MX_NAN = tl.constexpr(0x7FC00000)
-_MX_LEAST = tl.constexpr(0x00400000)  # 2^-127
 
 
 @triton.jit
@@ -98,21 +96,13 @@ def group_cast_kernel(
         s = _group_scale(scale, amax, scale_inv, group, starts & (n0 == 0), eps, FP8_MAX, POW2)
         if amax_out is not None:
             tiles.record_amax(amax_out + group * amax_stride, tl.max(tiles.largest_of(v)))
-        if row is not None:
-            factors = (s, s, s, s)
-            if row_scale is not None:
-                m = m0 + tl.arange(0, BLOCK_M // 4) * 4
-                factors = [tl.load(row_scale + m + r, mask=m + r < end, other=1.0)[:, None] for r in (0, 1, 2, 3)]  # type: ignore[assignment]
-            q = [tiles.to_fp8_bytes(v[r] * factors[r], E5M2) for r in (0, 1, 2, 3)]
-            tiles.store_quarters(row.to(tl.pointer_type(tl.uint8)), q, m0, n0, n0, end, cols, cols)
+        _emit(v, (s, row_scale, None), (None, row, None), m0, n0, n0, end, cols, cols, padded, E5M2)
         if col is not None:
-            c = s
+            col += group.to(tl.int64) * group_stride
             if col_scale is not None:
-                n = n0 + tl.arange(0, BLOCK_N)
-                c = tl.load(col_scale + group.to(tl.int64) * cols + n, mask=n < cols, other=1.0)[None, :]
-            w = tiles.to_fp8_words([part * c for part in v], E5M2)
-            out = col + group.to(tl.int64) * group_stride
-            tiles.store_words(out, w, out0, n0, n0, out0 + end - m0, cols, padded)
+                col_scale += group.to(tl.int64) * cols
+            outputs = (None, None, col)
+            _emit(v, (s, None, col_scale), outputs, out0, n0, n0, out0 + end - m0, cols, cols, padded, E5M2)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -171,24 +161,13 @@ def group_block_kernel(
                 _scaled_quarters(v, s, col, out0, n0, n0, out_end, cols, cols, padded, False)
         else:
             if row is not None:
-                for r in tl.static_range(4):
-                    _row_quarter(
-                        v[r], row, row_scale, eps, m0 + r, n0, n0, end, cols, cols, row_scale_m, row_scale_n, CAP, POW2
-                    )
+                _row_blocks(v, row, row_scale, eps, m0, n0, n0, end, cols, cols, row_scale_m, row_scale_n, CAP, POW2)
             if col is not None:
                 s, stored = _scales(tl.max(largest, axis=0), eps, False, CAP, POW2)
                 n = n0 + tl.arange(0, BLOCK_N)
                 at = (out0 // BLOCK_M).to(tl.int64) * col_scale_m + n.to(tl.int64) * col_scale_n
                 tl.store(col_scale + at, stored, mask=n < cols)
                 _scaled_quarters(v, s[None, :], col, out0, n0, n0, out_end, cols, cols, padded, False)
-
-
-@triton.jit
-def _mx_inverse(stored):
-    """What the E8M0 byte stands for, fp32."""
-    e = stored.to(tl.int32)
-    bits = tl.where(e == 0, _MX_LEAST, tl.where(e == 255, _MX_NAN, e << 23))
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -47,10 +47,8 @@ def group_mx(x: Tensor, layout: Tensor | None, *, row: bool = False, col: bool =
 
 def _mx_spans(shape: Shape, layout: Tensor | None) -> list[tuple[int, int, int]]:
     """(first row, end, first row of scales) of each group."""
-    if layout is not None:
-        return [(first, end, out0 // MX_BLOCK) for first, end, out0, _ in shape.spans(layout)]
-    blocks = -(-shape.padded // MX_BLOCK)
-    return [(first, end, g * blocks) for g, (first, end, *_) in enumerate(shape.spans(layout))]
+    blocks = -(-shape.padded // MX_BLOCK) if layout is None else 0  # by which the next group's lie behind
+    return [(first, end, g * blocks + out0 // MX_BLOCK) for g, (first, end, out0, _) in enumerate(shape.spans(layout))]
 
 
 def _mx_ref(x, layout, row_values, col, col_scale, col_values):

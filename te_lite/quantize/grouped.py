@@ -124,10 +124,8 @@ def quantize_tokens(
     if rule.kind == "mx":
         made = group_mx(x, layout, row=row, col=col, values=grad)
         data = made.col_values if grad else made.col
-        return (
-            None if made.row_values is None else Operand(made.row_values),
-            None if data is None else Operand(data, made.col_scale),
-        )
+        by_row = None if made.row_values is None else Operand(made.row_values)
+        return by_row, None if data is None else Operand(data, made.col_scale)
     if rule.hp_wgrad:
         by_row = quantize_tokens(rule._replace(hp_wgrad=False), x, layout, grad, row, False)[0] if row else None
         return by_row, plain if col else None

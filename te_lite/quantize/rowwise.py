@@ -96,9 +96,8 @@ class Rows(Quantizer):
             )  # fmt: skip
             q.row, q.col, sums = made.row, made.col, made.bias_grad
         if col and self.format.flat:
-            made = transform(
-                source, fp8_dtype=E4M3, row=True, col_scale=col_scale, bias_grad=None if row else bias_grad
-            )
+            left = None if row else bias_grad
+            made = transform(source, fp8_dtype=E4M3, row=True, col_scale=col_scale, bias_grad=left)
             q.col, sums = made.row, sums if row else made.bias_grad
         return q, sums
 
