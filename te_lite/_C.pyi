@@ -216,17 +216,21 @@ class GemmPlan:
 
     a_turned, b_turned: the operand lies as [k, m], [k, n]. a_apart, b_apart: elements from one row to the next, as it
     lies. bias: bias[n], of out's type, is added; accumulate: out is. alignment: bytes of which all addresses but those
-    of the scales are multiples. most_workspace: bytes that it may ask for. RuntimeError where cublasLt has no
-    algorithm.
+    of the scales are multiples. most_workspace: bytes that an algorithm may ask for. most_algorithms: to ask the
+    heuristic for. RuntimeError where cublasLt has none.
     """
 
-    workspace: int  # bytes that run() needs
+    workspace: int  # bytes that run() needs, by whichever algorithm
+    algorithms: int  # how many the heuristic gave
 
     def __init__(
         self, library: Cublaslt, m: int, n: int, k: int, a_type: int, b_type: int, out_type: int, a_scale: int,
         b_scale: int, a_turned: bool, a_apart: int, b_turned: bool, b_apart: int, bias: bool, fast: bool,
-        accumulate: bool, alignment: int, most_workspace: int,
+        accumulate: bool, alignment: int, most_workspace: int, most_algorithms: int = 1,
     ) -> None: ...  # fmt: skip
+    def choose(self, algorithm: int) -> None:
+        """One of `algorithms`, for the runs that follow; until then it is 0. IndexError for what is none of them."""
+
     def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, stream: int) -> None:
         """Addresses, and a stream handle. Any thread may call it. RuntimeError where cublasLt refuses."""
 

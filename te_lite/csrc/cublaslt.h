@@ -1,15 +1,17 @@
-// GEMMs by cublasLt: descriptors and the algorithm of a problem are kept, so that a call is little more than a launch.
+// GEMMs by cublasLt: descriptors and algorithms of a problem are kept, so that a call is little more than a launch.
 // No header of CUDA's is needed to build, and nothing is linked: the library is the one that torch has loaded.
 #pragma once
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace te_lite {
 
@@ -86,11 +88,11 @@ class GemmPlan {
  public:
   // Types as cudaDataType_t, scales as cublasLtMatmulMatrixScale_t, -1 where operands have none (16 bits). a_turned,
   // b_turned: the operand lies as [k, m], [k, n]. a_apart, b_apart: elements from one row to the next, as it lies.
-  // alignment: bytes of which every address but those of the scales is a multiple. most_workspace: bytes that the
-  // algorithm may ask for.
+  // alignment: bytes of which every address but those of the scales is a multiple. most_workspace: bytes that an
+  // algorithm may ask for. most_algorithms: to ask the heuristic for. Its first is used until choose() says another.
   GemmPlan(std::shared_ptr<Cublaslt> library, uint64_t m, uint64_t n, uint64_t k, int a_type, int b_type, int out_type,
            int a_scale, int b_scale, bool a_turned, uint64_t a_apart, bool b_turned, uint64_t b_apart, bool bias,
-           bool fast, bool accumulate, uint32_t alignment, uint64_t most_workspace)
+           bool fast, bool accumulate, uint32_t alignment, uint64_t most_workspace, int most_algorithms)
       : lt_(std::move(library)), scaled_(a_scale >= 0), bias_(bias), beta_(accumulate ? 1.0f : 0.0f) {
     void* made = nullptr;
     check(lt_->cublasLtMatmulDescCreate(&made, kCompute32F, kReal32F), "cublasLtMatmulDescCreate");
@@ -121,15 +123,28 @@ class GemmPlan {
     };
     prefer(kMostWorkspace, most_workspace);
     for (int i = 0; i < 4; ++i) prefer(kAlignmentA + i, alignment);
+    found_.resize(most_algorithms);
     int count = 0;
     check(lt_->cublasLtMatmulAlgoGetHeuristic(lt_->handle, operation_.get(), b_.get(), a_.get(), out_.get(), out_.get(),
-                                              preference.get(), 1, &found_, &count),
+                                              preference.get(), most_algorithms, found_.data(), &count),
           "cublasLtMatmulAlgoGetHeuristic");
-    check(found_.status, "cublasLtMatmulAlgoGetHeuristic");
-    if (!count) throw std::runtime_error("cublasLtMatmulAlgoGetHeuristic found no algorithm");
+    found_.resize(count);
+    const auto failed = [](const Heuristic& one) { return one.status != 0; };
+    found_.erase(std::remove_if(found_.begin(), found_.end(), failed), found_.end());
+    if (found_.empty()) throw std::runtime_error("cublasLtMatmulAlgoGetHeuristic found no algorithm");
+    for (const Heuristic& one : found_) workspace_ = std::max(workspace_, one.workspace);
   }
 
-  size_t workspace() const { return found_.workspace; }
+  // Enough for every algorithm: a recording's workspace must do for one that is chosen later.
+  size_t workspace() const { return workspace_; }
+  size_t algorithms() const { return found_.size(); }
+
+  // Of `algorithms`, for the runs that follow.
+  void choose(size_t algorithm) {
+    found_.at(algorithm);  // or raises
+    const std::lock_guard<std::mutex> lock(busy_);
+    chosen_ = algorithm;
+  }
 
   // Addresses; 0 where there is no scale, bias or workspace.
   void run(uint64_t a, uint64_t b, uint64_t out, uint64_t a_scale, uint64_t b_scale, uint64_t bias, uint64_t workspace,
@@ -143,8 +158,8 @@ class GemmPlan {
     }
     if (bias_) set(kBiasPointer, bias);
     check(lt_->cublasLtMatmul(lt_->handle, operation_.get(), &one, at(b), b_.get(), at(a), a_.get(), &beta_, at(out),
-                              out_.get(), at(out), out_.get(), found_.algorithm, at(workspace), found_.workspace,
-                              at(stream)),
+                              out_.get(), at(out), out_.get(), found_[chosen_].algorithm, at(workspace),
+                              found_[chosen_].workspace, at(stream)),
           "cublasLtMatmul");
   }
 
@@ -168,7 +183,8 @@ class GemmPlan {
   const bool scaled_, bias_;
   const float beta_;
   Owned operation_{nullptr, nullptr}, a_{nullptr, nullptr}, b_{nullptr, nullptr}, out_{nullptr, nullptr};
-  Heuristic found_{};
+  std::vector<Heuristic> found_;
+  size_t chosen_ = 0, workspace_ = 0;
   std::mutex busy_;
 };
 

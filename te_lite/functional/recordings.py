@@ -21,6 +21,7 @@ from te_lite import epoch
 from te_lite._C import described
 from te_lite.functional.saved import Item, Specs, flatten
 from te_lite.ops.gemm import reduces_low
+from te_lite.ops.memory import allocated, room
 from te_lite.ops.recorder import Recorder
 from te_lite.ops.recording import Moved, NotNow, Recording
 from te_lite.ops.registry import capturing, unwatched
@@ -141,16 +142,6 @@ class Recordings:
         tensors, specs = flatten(items)
         # Numbers do not come again: a backward may ask by one that is not kept any more.
         return Flattened(tensors, specs, self._spec_ids.setdefault(tuple(specs), next(_NUMBERS)))
-
-
-def allocated() -> int:
-    """Bytes that the current GPU's allocator has given out so far, those that it got back included."""
-    return torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["allocated"]
-
-
-def room() -> int:
-    """Bytes of the current GPU that it could still give out."""
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def on_one_gpu(inputs: Sequence[Tensor | None]) -> bool:

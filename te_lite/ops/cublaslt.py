@@ -1,21 +1,24 @@
 """GEMMs by cublasLt itself, the one that torch has loaded: out[M, N] = a[M, K] @ b[N, K]^T.
 
 torch makes descriptors and asks for an algorithm at each call. Here they are kept for each problem, in
-csrc/cublaslt.cpp. The algorithm is the heuristic's first, asked for as torch asks, so the bits are those of torch's
-calls. cublasLt also adds to `out`, which torch offers for no fp8 product.
+csrc/cublaslt.h. The algorithm is the heuristic's first, asked for as torch asks, or one with its bits
+(ops/algorithms.py), so the bits are those of torch's calls. cublasLt also adds to `out`, which torch offers for no fp8
+product.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from te_lite import _C
+from te_lite.ops import algorithms
 from te_lite.ops.flops import launched
 from te_lite.ops.recorder import OPEN
+from te_lite.ops.registry import capturing
 
 # How operands are scaled, a's and b's: cublasLtMatmulMatrixScale_t.
 TENSOR, ROWS, BLOCKS, SQUARES = (0, 0), (3, 3), (4, 4), (4, 5)  # SQUARES: of 128 x 128 in b
@@ -31,6 +34,8 @@ _TYPES = {  # cudaDataType_t
 # 16 bits without a bias are cuBLAS's in torch, which gives it 32 MiB on Hopper.
 _MOST_WORKSPACE = {True: 1 << 20, False: 32 << 20}
 _PLANS: dict[tuple, _C.GemmPlan | None] = {}
+# Those of several algorithms that were called only once: a problem that comes again is worth measuring.
+_NEW: set[_C.GemmPlan] = set()
 _MOST = 4096  # entries; each token count makes some
 
 
@@ -43,20 +48,29 @@ def library(device: torch.device) -> _C.Cublaslt | None:
         return None
 
 
-def _plan(key: tuple) -> _C.GemmPlan | None:
-    """None: cublasLt does not compute this product. A problem once, so that its answer is kept."""
+def _make(key: tuple) -> _C.GemmPlan | None:
+    """What computes the problem; None where cublasLt does not."""
     device, (m, k), (n, _), *types, (a_scale, b_scale), at_a, at_b, bias, fast, accumulate, align = key
-    lt, plan = library(device), None
+    lt = library(device)
     if lt is not None and _TYPES.keys() >= set(types) and m * n * k:
         a, b, out = (_TYPES[dtype] for dtype in types)
         with suppress(RuntimeError):
-            plan = _C.GemmPlan(
+            return _C.GemmPlan(
                 lt, m, n, k, a, b, out, a_scale, b_scale, at_a[0], at_a[1], at_b[0], at_b[1], bias, fast, accumulate,
-                align, _MOST_WORKSPACE[a_scale >= 0 or bias],
+                align, _MOST_WORKSPACE[a_scale >= 0 or bias], algorithms.most_algorithms(m, n, k),
             )  # fmt: skip
+    return None
+
+
+def _plan(key: tuple) -> _C.GemmPlan | None:
+    """_make(), and its answer kept."""
+    plan = _make(key)
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
+        _NEW.clear()
     _PLANS[key] = plan
+    if plan is not None and plan.algorithms > 1:
+        _NEW.add(plan)
     return plan
 
 
@@ -98,11 +112,12 @@ def product(
     types = a.dtype, b.dtype, out.dtype
     align = 16 if low else 256
     key = (device, a.shape, b.shape, *types, scaled, lies_a, lies_b, bias is not None, fast, accumulate, align)
-    plan = _PLANS.get(key)
-    if plan is None and key not in _PLANS:
-        plan = _plan(key)
-    if plan is None:
-        return False
+    if (plan := _PLANS.get(key)) is None:
+        if key in _PLANS or (plan := _plan(key)) is None:
+            return False
+    elif plan in _NEW and not capturing():
+        _NEW.discard(plan)
+        algorithms.choose(plan, partial(_make, key), out, a, b, (a_scale, b_scale), bias)
     size, stream = plan.workspace, torch._C._cuda_getCurrentRawStream(device.index)
     # Of this call and stream alone, so that streams and CUDA graphs do not meet in it; kept until the call is issued.
     space = torch.empty(size, dtype=torch.uint8, device=device) if size else None
@@ -111,6 +126,7 @@ def product(
         plan.run(left, right, at, *scales, last, workspace, stream)
     except RuntimeError:  # the heuristic may accept what the call refuses
         _PLANS[key] = None
+        _NEW.discard(plan)
         return False
     if OPEN.recorder is not None:
         OPEN.recorder.gemm(plan, (a, b, out, a_scale, b_scale, bias, space))

@@ -22,7 +22,7 @@ from te_lite import kept
 from te_lite.overlap.bootstrap import Rendezvous
 from te_lite.watch import all_reduce_max
 
-SCHEDULES = 7  # to be raised when a schedule changes its speed: what was measured before is then forgotten
+SCHEDULES = 8  # to be raised when a schedule changes its speed: what was measured before is then forgotten
 ROUNDS = 5
 HOLD_CYCLES = 2_000_000  # about 1 ms, in which the host issues what is timed, as one that runs ahead has
 MOST = 512  # problems that one group times; a run with ever new token counts follows the rule from then on
@@ -102,10 +102,10 @@ class Choices:
     ) -> dict[str, float]:
         """The slowest rank's median of each."""
         times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(1 + ROUNDS):  # the first compiles
+        for _ in range(2 + ROUNDS):  # the first compiles, in the second large products may measure algorithms
             for name, run in runs.items():
                 times[name].append(_time_us(run, self._device, group, check))
-        own = torch.tensor([statistics.median(values[1:]) for values in times.values()], device=self._device)
+        own = torch.tensor([statistics.median(values[2:]) for values in times.values()], device=self._device)
         all_reduce_max("auto's times", own, group)
         slowest = own.tolist()
         check()  # of a broken group they are garbage, not to be kept
