@@ -56,10 +56,10 @@ def choose(
         # has the same bits. Sums are some 100: fp8 values are spread over all exponents, and scales take them back.
         def random(like: Tensor) -> Tensor:
             made = torch.randn(_span(like), device=out.device, dtype=torch.bfloat16, generator=generator)
-            return (made * 64 if like.itemsize == 1 else made).to(like.dtype)
+            return (made * 32 if like.itemsize == 1 else made).to(like.dtype)
 
         left, right, before = random(a), random(b), random(out)
-        a_scale, b_scale = (None if t is None else random(t).abs_().add_(0.5) / 64 for t in scales)
+        a_scale, b_scale = (None if t is None else random(t).abs_().add_(0.5) / 32 for t in scales)
         added = None if bias is None else torch.zeros_like(bias)
         space = torch.empty(other.workspace, dtype=torch.uint8, device=out.device)
         rest = [0 if t is None else t.data_ptr() for t in (a_scale, b_scale, added, space)]
