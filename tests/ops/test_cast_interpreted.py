@@ -245,8 +245,7 @@ BLOCKS = {
 
 
 @only_interpreted
-@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
-@pytest.mark.parametrize("sums", [None, torch.float32])
+@pytest.mark.parametrize(("dtype", "sums"), [(E4M3, torch.float32), (torch.float8_e5m2, None)], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize(
     "shape", [*SHAPES, Shape(300, 150, "many tiles along m"), Shape(140, 128, "whole blocks")], ids=lambda s: s.why
