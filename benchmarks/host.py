@@ -41,6 +41,7 @@ from te_lite.modules.base import TeLiteModule
 
 RECIPES = ("bf16", "delayed", "current", "mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")
 PARTS = ("autocast", "begin", "look_up", "launches", "rest")
+STARTED = time.monotonic()
 SETTLE_S = 8.0  # a virtual machine's host takes up to twice as long for some seconds after a process has started
 STEPS = 100  # of one measurement; what is reported is one of --rounds of them
 
@@ -138,11 +139,10 @@ def measure(module: str, shape: modules.Shape, args: argparse.Namespace) -> list
             print(f"{recipe} is left out: {why}")
     taken: dict[str, list[float]] = {name: [] for name in steps}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
-    begin = time.monotonic()
     while True:  # at least once
         for step in steps.values():
             wall_us(step, clock, bench.WARM_STEPS)
-        if time.monotonic() - begin > args.settle:
+        if time.monotonic() - STARTED > args.settle:
             break
     for r in range(args.rounds):
         names = list(steps)
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--modules", nargs="+", default=list(modules.MODULES), choices=modules.MODULES)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds of steps before the first round")
+    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds of the process before the first round")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--out", type=Path, default=modules.RESULTS, help="folder for host.json")

@@ -28,8 +28,11 @@ Read = Any  # a QTensor, where a gradient that is wanted reads it
 # moved (bytes of a shard).
 COLUMNS_HIDE, COLUMNS_FROM = 3072, 4 << 20
 # What the ranks must agree on, by whether dgrad and wgrad run.
-_BACKWARD = {(True, True): "backward for dgrad and wgrad", (True, False): "backward for dgrad"}
-_BACKWARD[False, True] = "backward for wgrad"
+_BACKWARD = {
+    (True, True): "backward for dgrad and wgrad",
+    (True, False): "backward for dgrad",
+    (False, True): "backward for wgrad",
+}
 _NO_WGRAD = "no weight gradient to hide the scatter of dx behind"
 
 

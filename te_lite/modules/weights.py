@@ -137,8 +137,8 @@ class SpecModule(nn.Module):
         """As _add_params; where they are not wanted a zero-length tensor stands for each absent bias, which is no
         parameter and in no checkpoint."""
         if wanted:
-            self._add_params(specs, True)
-        for name in () if wanted else specs:
+            return self._add_params(specs, True)
+        for name in specs:
             self.register_buffer(name, torch.empty(0, dtype=self.params_dtype, device=self._device), persistent=False)
 
     def reset_parameters(self, defer_init: bool = False) -> None:

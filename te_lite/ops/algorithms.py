@@ -1,7 +1,7 @@
 """Which of cublasLt's algorithms computes a large product: the fastest by measurement.
 
-cublasLt's heuristic gives several and puts first what it takes for the fastest. On an H200 others took up to 8% less.
-One is used only where it gave the first one's bits, which are those of torch's calls.
+cublasLt's heuristic gives several and puts first what it takes for the fastest; docs/notebook/gemms.md has what others
+took. One is used only where it gave the first one's bits, which are those of torch's calls.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def choose(
     if _measured >= MOST_PROBLEMS or torch.cuda.get_sync_debug_mode() or 2 * needed > room():
         return
     _measured, other = _measured + 1, trial()
-    with suppress(RuntimeError), _disable_current_modes():  # of the call; or memory has run out nevertheless
+    with suppress(RuntimeError), _disable_current_modes():  # the call refuses one, or memory has run out
         generator = torch.Generator(out.device).manual_seed(0)
 
         # Values are random: of the caller's zeros, or of sums that vanish in what they are added to, every algorithm

@@ -1,7 +1,5 @@
 """What the current GPU's allocator has given out, and what it could still give."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,17 +1,11 @@
 // A cublasLt that computes nothing: its heuristic knows four algorithms, the third of which fails, and a product writes
 // down which algorithm it was called with, and how many bytes of workspace.
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 
-using Status = int;
-struct Heuristic {
-  uint64_t algorithm[8];
-  size_t workspace;
-  Status status;
-  float waves;
-  int reserved[4];
-};
+#include "cublaslt.h"  // te_lite's, for what its heuristic gives
+
+using te_lite::Heuristic;
+using te_lite::Status;
 static int made;
 
 extern "C" {

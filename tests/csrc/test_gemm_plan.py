@@ -8,6 +8,7 @@ import pytest
 
 from te_lite import _C
 
+CSRC = Path(__file__).parents[2] / "te_lite" / "csrc"
 SONAME = "libcublasLt.so.98"  # a version of its own: the real one may be loaded too
 
 
@@ -15,8 +16,8 @@ SONAME = "libcublasLt.so.98"  # a version of its own: the real one may be loaded
 def library(tmp_path_factory: pytest.TempPathFactory) -> _C.Cublaslt:
     built = tmp_path_factory.mktemp("fake") / SONAME
     source = Path(__file__).with_name("fake_cublaslt.cpp")
-    command = ["g++", "-std=c++17", "-shared", "-fPIC", f"-Wl,-soname,{SONAME}", str(source), "-o", str(built)]
-    subprocess.run(command, check=True)
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{CSRC}", f"-Wl,-soname,{SONAME}"]
+    subprocess.run([*command, str(source), "-o", str(built)], check=True)
     ctypes.CDLL(str(built))  # te_lite opens what is loaded
     return _C.Cublaslt(SONAME)
 
