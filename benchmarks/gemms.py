@@ -4,9 +4,10 @@
     python benchmarks/gemms.py --device cpu        # smoke test at a tiny shape; its numbers mean nothing
 
 The operands are quantized already: rows time the product alone, with whatever te_lite does to the operands on the way
-(MXFP8 is scaled to bf16 first). `of_bf16` is the time of the bf16 GEMM over that of the row, `of_torch` the time of
-the bare torch._scaled_mm call with the same scales; of a product that is added to an fp32 matrix in one GEMM, as a
-weight gradient is to main_grad, that of the product in fp32 and torch's addition after it.
+(MXFP8 is scaled to bf16 first). "bf16" is torch.mm, "bf16 by te_lite" the same product as LayerNormMLP computes it.
+`of_bf16` is the time of the bf16 GEMM over that of the row, `of_torch` the time of torch's bare call on the same
+operands and scales. Of a product that is added to an fp32 matrix in one GEMM, as a weight gradient is to main_grad, it
+is the time of the product in fp32 and torch's addition after it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import bench, result_files
+from te_lite.ops.gemm import gemm, gemm_accumulate_
 from te_lite.ops.source import plain
 from te_lite.quantize.blockwise import SQUARES, VECTORS, Blocks
 from te_lite.quantize.mxfp8 import MX
@@ -32,10 +34,13 @@ from te_lite.quantize.rowwise import ROWS, Rows
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BF16 = torch.bfloat16
-SHAPES = ((8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (2048, 4096, 4096), (512, 2048, 5632))
+SHAPES = (
+    (8192, 8192, 8192), (8192, 8192, 7168), (8192, 7168, 8192), (8192, 4096, 14336), (8192, 14336, 4096),
+    (2048, 4096, 4096), (512, 2048, 5632),
+)  # fmt: skip
 SMOKE_SHAPES = ((32, 128, 48),)
 
-ADDED = ("tensorwise", "rowwise", "blockwise, 1x128 twice")
+ADDED = ("bf16", "tensorwise", "rowwise", "blockwise, 1x128 twice")
 
 Call = Callable[[], Tensor | None]
 
@@ -54,10 +59,20 @@ def added(name: str, a: QTensor, b: QTensor) -> dict[str, Call]:
     }
 
 
+def added_bf16(x: Tensor, w: Tensor) -> dict[str, Call]:
+    """added() of 16-bit operands that lie as a weight gradient's do, their columns far apart."""
+    out, dy, inp = torch.zeros(x.shape[0], w.shape[0], device=x.device), x.t().contiguous(), w.t().contiguous()
+    return {
+        "bf16, added to fp32": lambda: gemm_accumulate_(out, dy, inp),
+        "bf16, added to fp32 after it": lambda: out.add_(gemm(dy.t(), inp.t(), torch.float32)),
+    }
+
+
 def torch_calls(x: Tensor, w: Tensor) -> dict[str, Call]:
     """The bare calls into torch, on operands laid out for them beforehand."""
     if not x.is_cuda:
         return {}
+    one_x, one_w = (Current(PerTensorFormat()).quantize(plain(t))[0] for t in (x, w))
     rows_x, rows_w = Rows(ROWS).quantize(plain(x))[0], Rows(ROWS).quantize(plain(w))[0]
     blocks_x, blocks_w = Blocks(VECTORS).quantize(plain(x))[0], Blocks(SQUARES).quantize(plain(w))[0]
     a, b = rows_x.row_scale.view(-1, 1), rows_w.row_scale.view(1, -1)
@@ -66,12 +81,18 @@ def torch_calls(x: Tensor, w: Tensor) -> dict[str, Call]:
     )
     kinds = F.ScalingType
 
+    def tensorwise(fast: bool) -> Call:
+        scales = {"scale_a": one_x.row_scale, "scale_b": one_w.row_scale}
+        return lambda: torch._scaled_mm(one_x.row, one_w.row.t(), **scales, out_dtype=BF16, use_fast_accum=fast)
+
     def rowwise(fast: bool) -> Call:
         return lambda: torch._scaled_mm(
             rows_x.row, rows_w.row.t(), scale_a=a, scale_b=b, out_dtype=BF16, use_fast_accum=fast
         )
 
     return {
+        "torch tensorwise": tensorwise(False),
+        "torch tensorwise, fast accumulation": tensorwise(True),
         "torch rowwise": rowwise(False),
         "torch rowwise, fast accumulation": rowwise(True),
         "torch blockwise": lambda: F.scaled_mm(
@@ -92,6 +113,7 @@ def calls(x: Tensor, w: Tensor) -> dict[str, Call]:
     vectors = both(Blocks(VECTORS), Blocks(VECTORS))
     return {
         "bf16": lambda: torch.mm(x, w.t()),
+        "bf16 by te_lite": lambda: gemm(x, w),
         "mxfp8": product(*mx),
         "tensorwise": product(*tensorwise),
         "tensorwise, fast accumulation": product(*tensorwise, fast=True),
@@ -101,14 +123,18 @@ def calls(x: Tensor, w: Tensor) -> dict[str, Call]:
         "blockwise, 1x128 twice": product(*vectors),
         **{
             key: call
-            for name, pair in zip(ADDED, (tensorwise, rows, vectors), strict=True)
+            for name, pair in zip(ADDED[1:], (tensorwise, rows, vectors), strict=True)
             for key, call in added(name, *pair).items()
         },
+        **added_bf16(x, w),
         **torch_calls(x, w),
     }
 
 
 PEERS = {
+    "bf16 by te_lite": "bf16",
+    "tensorwise": "torch tensorwise",
+    "tensorwise, fast accumulation": "torch tensorwise, fast accumulation",
     "rowwise": "torch rowwise",
     "rowwise, fast accumulation": "torch rowwise, fast accumulation",
     "blockwise": "torch blockwise",

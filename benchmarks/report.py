@@ -163,7 +163,7 @@ def render_gemms(content: dict) -> str:
     for row in content["rows"]:
         cells = [number(row.get("gpu_us"), 1), number(row.get("tflops")), number(row.get("of_bf16"), 2)]
         rows.append([f"{row['m']} x {row['k']} x {row['n']}", row["gemm"], *cells, number(row.get("of_torch"), 2)])
-    header = ["M x K x N", "GEMM", "GPU us", "TFLOP/s", "of bf16", "of torch._scaled_mm"]
+    header = ["M x K x N", "GEMM", "GPU us", "TFLOP/s", "of bf16", "of torch's call"]
     return f"{provenance(content)}\n\n{markdown(header, rows, text_columns=2)}"
 
 
