@@ -1,15 +1,19 @@
 """Grouped linears, the experts of a mixture, beside torch, torchao and Transformer Engine, taking turns in one process.
 
-    python benchmarks/grouped.py                         # products, casts, steps, modules
-    python benchmarks/grouped.py --sections steps --splits zipf
+    python benchmarks/grouped.py                         # grouped.json and grouped_modules.json
+    python benchmarks/grouped.py --sections steps modules       # grouped_modules.json alone
     python benchmarks/grouped.py --kernels               # tiles of the grouped GEMM: grouped_kernels.json
     python benchmarks/grouped.py --device cpu            # smoke test; its numbers mean nothing
 
 8 experts, 8,192 tokens, K = 4096, N = 14336; tokens balanced, or by Zipf's law: the i-th expert has 1/i as many as
 the first; "odd" is that with odd numbers of tokens, as routers give them and peers in fp8 do not take them.
 
+grouped.json:
+
     products   one GEMM of quantized operands: by te_lite's Triton kernel, by torch, expert by expert by cublasLt
     casts      quantization of all groups, with GB/s
+grouped_modules.json:
+
     steps      forward and backward of te.scaled_grouped_mm by recipe, of torch._grouped_mm in bf16 (over_torch: its GPU
                time over te_lite's, median over rounds), of torchao's rowwise one
     modules    the same of te.GroupedLinear, with gradients added to fp32 main_grad: weights quantized in every step or
@@ -43,24 +47,13 @@ from benchmarks.peer_steps import RECIPES as PEER_RECIPES
 from benchmarks.peer_steps import own
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SECTIONS = ("products", "casts", "steps", "modules")
+FILES = {"grouped": ("products", "casts"), "grouped_modules": ("steps", "modules")}  # results file -> its sections
+SECTIONS = tuple(section for sections in FILES.values() for section in sections)
 SPLITS = ("balanced", "zipf", "odd")
 RECIPES = ("bf16", "current", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 FULL, SMOKE = (8, 8192, 4096, 14336), (3, 96, 64, 48)  # experts, tokens, K, N
 TORCHAO = "torchao.prototype.moe_training:_to_fp8_rowwise_then_scaled_grouped_mm"
-COLUMNS = (
-    "section",
-    "split",
-    "what",
-    "candidate",
-    "gpu_us",
-    "host_us",
-    "tflops",
-    "gbps",
-    "over_torch",
-    "over_te",
-    "error",
-)
+COLUMNS = "section split what candidate gpu_us host_us tflops gbps over_torch over_te error".split()
 
 
 class Step:
@@ -310,8 +303,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", nargs=4, type=int, metavar=("G", "M", "K", "N"), help="experts, tokens, K, N")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for grouped.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results files")
     return parser.parse_args(argv)
+
+
+def by_file(rows: Sequence[dict]) -> dict[str, list[dict]]:
+    """Results file -> its rows; no file without rows."""
+    found = {name: [row for row in rows if row["section"] in sections] for name, sections in FILES.items()}
+    return {name: some for name, some in found.items() if some}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -333,9 +332,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if run.device != "cpu":
                 torch.cuda.empty_cache()
     tree = run.tree_hash or result_files.tree_hash(Path(__file__).resolve().parents[1] / "te_lite")
-    name = "grouped_kernels" if run.kernels else "grouped"
     more = {"shape": [groups, tokens, k, n], "peers": sorted(run.peers)}
-    result_files.write_results(run.out / f"{name}.json", name, rows, tree=tree, device=run.device, **more)
+    files = {"grouped_kernels": rows} if run.kernels else by_file(rows)
+    for name, some in files.items():
+        result_files.write_results(run.out / f"{name}.json", name, some, tree=tree, device=run.device, **more)
     return 0 if run.kernels else 1 if any(one.get("error") for one in rows) else 0
 
 

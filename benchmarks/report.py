@@ -241,6 +241,7 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "megatron_tp2_pp1": ("megatron_tp2_pp1", render_megatron_ranks),
     "megatron_tp1_pp2": ("megatron_tp1_pp2", render_megatron_ranks),
     "moe": ("moe", render_moe),
+    "grouped_modules": ("grouped_modules", render_grouped),
     "grouped": ("grouped", render_grouped),
     "kernels": ("kernels", render_kernels),
     "gemms": ("gemms", render_gemms),

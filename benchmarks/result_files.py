@@ -37,6 +37,7 @@ IDENTITY: dict[str, tuple[str, ...]] = {
     "overlap_played": ("played", *_GEMM),
     "peers": ("shape", "module", "recipe", "call", "candidate"),
     "grouped": ("section", "split", "what", "candidate"),
+    "grouped_modules": ("section", "split", "what", "candidate"),
     "grouped_kernels": ("split", "what", "candidate"),
     "llama": ("library", "recipe", "fused", "compiled"),
     "megatron": ("candidate", "recipe"),

@@ -10,18 +10,27 @@ from benchmarks import bench, gpu_check, grouped, grouped_kernels, report
 
 def test_every_section_writes_rows(tmp_path):
     assert grouped.main(["--device", "cpu", "--rounds", "1", "--splits", "zipf", "--out", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "grouped.json").read_text())
+    contents = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in grouped.FILES}
+    for name, content in contents.items():
+        rows = content["rows"]
+        assert {row["section"] for row in rows} == set(grouped.FILES[name]) and not any(row["error"] for row in rows)
+        assert all(row["gpu_us"] > 0 for row in rows)
+    content = contents["grouped_modules"]
     rows = content["rows"]
-    assert {row["section"] for row in rows} == set(grouped.SECTIONS) and not any(row["error"] for row in rows)
     assert {row["candidate"] for row in rows if row["section"] == "steps"} == {
         f"te_lite {name}" for name in grouped.RECIPES
     }
-    assert all(row["gpu_us"] > 0 for row in rows)
     # its table, as of a GPU: every row and what failed
     content["device"], rows[-1]["error"] = "a GPU", "RuntimeError"
-    (tmp_path / "grouped.json").write_text(json.dumps(content))
-    text = report.rendered("<!-- results:grouped -->\n<!-- /results:grouped -->\n", tmp_path)
+    (tmp_path / "grouped_modules.json").write_text(json.dumps(content))
+    text = report.rendered("<!-- results:grouped_modules -->\n<!-- /results:grouped_modules -->\n", tmp_path)
     assert text.count("| zipf |") == len(rows) - 1 and "because they failed: delayed by te_lite device cached" in text
+
+
+def test_a_file_whose_sections_are_not_asked_for_stays(tmp_path):
+    args = ["--device", "cpu", "--rounds", "1", "--splits", "zipf", "--recipes", "bf16", "--sections", "steps"]
+    assert grouped.main([*args, "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["grouped_modules.json"]
 
 
 def test_a_step_that_adds_to_main_grad_adds():
