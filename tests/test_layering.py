@@ -43,7 +43,11 @@ def test_files_are_short() -> None:
 
 def test_core_is_small() -> None:
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in source_files(PACKAGE)}
-    assert 0 < layering.core_lines(sources) < layering.MAX_CORE_LINES
+    lines, most = layering.core_lines(sources), layering.MAX_CORE_LINES
+    assert 0 < lines < most, (
+        f"the core has {lines} lines of code, the ceiling is {most}: take out what your change makes superfluous, "
+        f"then raise MAX_CORE_LINES in tests/layering.py and say why"
+    )
 
 
 # (module, source, what the one violation says; None: no violation)

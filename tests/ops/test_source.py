@@ -162,7 +162,7 @@ _REFUSED = {
     "fp64": (TypeError, lambda: S.plain(_X.double())),
     "three dimensions": (ValueError, lambda: S.plain(_X[None])),
     "transposed": (ValueError, lambda: S.plain(_X.t())),
-    "unknown activation": (ValueError, lambda: S.act(_X, Activation.of("mish"))),
+    "unknown activation": (ValueError, lambda: S.act(_X, Activation.of("no such"))),
     "no activation": (ValueError, lambda: S.act(_X, Activation.of(""))),
     "odd gated width": (ValueError, lambda: S.act(_X[:, :5].contiguous(), Activation.of("swiglu"))),
     "dy of h's width": (ValueError, lambda: S.dact(_X, _X, Activation.of("swiglu"))),
