@@ -303,9 +303,13 @@ class Float8BlockQuantizer(_InBlocks):
 
     def __init__(
         self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, amax_epsilon: float = 0.0,
-        force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
+        force_pow_2_scales: bool = True, block_scaling_dim: int = 2, all_gather_usage: bool = False,
     ) -> None:  # fmt: skip
         check_dtype("Float8BlockQuantizer", fp8_dtype, tuple(FP8_MAX))
+        if self._flag("all_gather_usage", all_gather_usage):
+            raise NotImplementedError(
+                "Float8BlockQuantizer(all_gather_usage=True): te_lite gathers its tensors as they are; leave it out"
+            )
         if block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim={block_scaling_dim!r}: must be 1 (1x128) or 2 (128x128); pass one")
         params = QParams(power_2_scale=self._flag("force_pow_2_scales", force_pow_2_scales), amax_epsilon=amax_epsilon)

@@ -126,11 +126,11 @@ class Layer(Protocol):
         """Which gradients will be wanted: first of x, or of the norm, and of the weight; of biases their dtypes."""
 
     def forward(self, call: Call, needs: Any, x: Tensor, params: Sequence[Any]) -> Sequence[Item]:
-        """(y, norm(x) where it is an output, what is kept)."""
+        """(y, norm(x) where it is an output else None, *what is kept)."""
 
     def backward(self, back: Backward, kept: list[Any], dy: Tensor, dln: Tensor | None) -> Sequence[Tensor | None]:
-        """The gradients of x and params but the residual. kept: by forward; the layer may empty it, so that what was
-        read for the last time is free. dln: of norm(x), where it was an output."""
+        """The gradients of x and params but the residual; they end in dw, db of each linear. kept: by forward; the
+        layer may empty it, so that what was read for the last time is free. dln: of norm(x), where it was an output."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from te_lite.quantize.qtensor import QTensor, TensorFormat
 
 Wgrad = Callable[[QTensor, QTensor], Tensor | None]
 Results = tuple[Any, Tensor | None]
-Read = Any  # a QTensor, where a gradient that is wanted reads it
+Read = Any  # a QTensor; None where no gradient that is wanted reads it
 
 # Where dgrad hides a second gather of dy: it computes long enough (columns of dx), and more than a push's own price is
 # moved (bytes of a shard).
@@ -52,13 +52,13 @@ class LocalGemms:
         return gemm(x) if gemm.epilogue is None or not gemm.epilogue.want else multiply(gemm, x)
 
     def backward(self, dgrad: Gemm | None, wgrad: Wgrad | None, dy: Read, dy_wgrad: Read, x: Read) -> Results:
-        """See the module."""
+        """(dx, dw), each None where it is not wanted. dy: as dgrad reads it; dy_wgrad and x: as wgrad reads them."""
         dx = None
         if dgrad is not None:
             dx = dgrad(dy) if dgrad.epilogue is None or not dgrad.epilogue.want else multiply(dgrad, dy)
         return dx, None if wgrad is None else wgrad(dy_wgrad, x)
 
-    def gathers_columns(self, format: TensorFormat, rows: int, width: int, columns: int) -> bool:
+    def wants_columns(self, format: TensorFormat, rows: int, width: int, columns: int) -> bool:
         """Whether dy[rows, width] of this rank had better be quantized by column too, to be gathered so for wgrad.
         columns: of dx."""
         return False
@@ -153,7 +153,7 @@ class Row(LocalGemms):
         with self.fprop.operation("fprop", x, gemm):
             return exchange.gemm_reduce_scatter(gemm, x)
 
-    def gathers_columns(self, format: TensorFormat, rows: int, width: int, columns: int) -> bool:
+    def wants_columns(self, format: TensorFormat, rows: int, width: int, columns: int) -> bool:
         """Where dgrad hides both gathers: the transposition of the whole dy is spared."""
         hides = columns >= COLUMNS_HIDE and rows * width >= COLUMNS_FROM
         return self.wgrad.hides and hides and format.gathers_columns(rows)
@@ -172,7 +172,7 @@ class Row(LocalGemms):
         if wgrad is not None and not from_rows:
             by_col = self.wgrad.settled(dy_wgrad, None, "col")
         elif from_rows and dgrad is not None and (width := dgrad.b.shape[1]) >= COLUMNS_HIDE:
-            if self.gathers_columns(dy.format, dy.shape[0], dy.shape[1], width):
+            if self.wants_columns(dy.format, dy.shape[0], dy.shape[1], width):
                 second = self.wgrad.settled(dy, None, "col")
                 if by_row.hides and second.hides:
                     by_col, from_rows = second, False

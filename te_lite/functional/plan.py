@@ -24,7 +24,6 @@ from te_lite.ops.transpose import PAD
 from te_lite.overlap.exchange import Place
 from te_lite.overlap.one_rank import FusedProducts
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.identity import Identity
 from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
 
@@ -152,13 +151,12 @@ class PlanInfo(NamedTuple):
 
 class Recompute(Enum):
     """Where backward computes and quantizes a linear's input again, in place of keeping it, if what that is computed
-    from is kept: nowhere; in a pass that reads it anyway (one_read()); else, where the recipe has no such pass, in a
-    pass of its own; always."""
+    from is kept."""
 
     NOWHERE = 0
-    ONE_READ = 1
-    ELSE_APART = 2
-    ALWAYS = 3
+    ONE_READ = 1  # in a pass that reads it anyway, where the recipe has one: one_read()
+    ELSE_APART = 2  # in that pass, else in one of its own
+    ALWAYS = 3  # in a pass of its own
 
 
 class LinearPlan:
@@ -207,8 +205,8 @@ class LinearPlan:
         # fprop's quantized x leaves all that backward needs to quantize x again for wgrad.
         self.x_leaves_seed = self.x_is_wgrads or not wgrad.b.format.label
         # Whether there is nothing in it but three products of tensors as they are.
-        one, own = fprop.a, (fprop.a, fprop.b, dgrad.a, dgrad.b, wgrad.a, wgrad.b)
-        is_plain = type(one) is Identity and all(quantizer is one for quantizer in own)
+        others = fprop.b, dgrad.a, dgrad.b, wgrad.a, wgrad.b
+        is_plain = self.x_from_gemm == "high precision" and all(quantizer is fprop.a for quantizer in others)
         asks = tp.active or type(sink) is not WgradSink or keep_original or compiled or ENABLED
         self.is_torchs = is_plain and not asks
         # Of the module's bodies, where their launches follow from shapes: of its first linear's plan.

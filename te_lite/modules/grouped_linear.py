@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, zip_longest
 from numbers import Integral
 from typing import Any
 
@@ -67,9 +67,7 @@ class GroupedLinear(TeLiteModule):
         given = locals()
         for option in ("ub_overlap_rs", "ub_overlap_ag"):
             if flag("GroupedLinear", option, given[option]):
-                raise NotImplementedError(
-                    f"GroupedLinear({option}=True): it has no communication to overlap; leave it out"
-                )
+                raise NotImplementedError(f"GroupedLinear({option}=True): it has nothing to overlap; leave it out")
         if type(num_gemms) is not int or not 0 < num_gemms <= MOST_GROUPS:
             raise ValueError(f"GroupedLinear(num_gemms={num_gemms!r}): must be an integer from 1 to {MOST_GROUPS}")
         self.gemm_names = tuple(map(str, range(num_gemms)))
@@ -93,11 +91,8 @@ class GroupedLinear(TeLiteModule):
     def _add_weights(self, init: Init, one_weight: bool, one_bias: bool) -> None:
         n, k, count, late = self.out_features, self.in_features, self.num_gemms, self.delay_wgrad_compute
         split = {"column": 0, "row": 1}.get(self.parallel_mode or "")
-
-        def names(what: str, one: bool) -> list[str]:
-            return [what] if one else [f"{what}{i}" for i in range(count)]
-
-        self.weight_names, self.bias_names = names("weight", one_weight), names("bias", one_bias)
+        self.weight_names = ["weight"] if one_weight else [f"weight{i}" for i in range(count)]
+        self.bias_names = ["bias"] if one_bias else [f"bias{i}" for i in range(count)]
         shape, lead = ((count, n, k), 1) if one_weight else ((n, k), 0)
         fill = partial(_each, init) if one_weight else init
         spec = ParamSpec(shape, fill, None if split is None else split + lead, True, late_grad=late)
@@ -105,11 +100,13 @@ class GroupedLinear(TeLiteModule):
         if making is not None and not (n % making.multiple or k % making.multiple):
             spec = replace(spec, quantizer=making.quantizer, preserve=making.preserve)
         self._add_params(dict.fromkeys(self.weight_names, spec), True)
-        sizes, lead = ((count, n), 1) if one_bias else ((n,), 0)
         partial_grad = True if self.parallel_mode == "row" and self.sequence_parallel else None
-        split = lead if self.parallel_mode == "column" else None
-        bias = ParamSpec(sizes, nn.init.zeros_, split, sequence_parallel=partial_grad)
+        split = int(one_bias) if self.parallel_mode == "column" else None
+        bias = ParamSpec((count, n) if one_bias else (n,), nn.init.zeros_, split, sequence_parallel=partial_grad)
         self._add_biases(dict.fromkeys(self.bias_names, bias), self.use_bias)
+        # weight0, bias0, weight1, ...: optimizers number their states by it, so it is Transformer Engine's order.
+        for name in filter(self._parameters.__contains__, chain(*zip_longest(self.weight_names, self.bias_names))):
+            self._parameters[name] = self._parameters.pop(name)
 
     def _callers(self, index: int) -> tuple[bool, bool]:
         return True, True
@@ -147,9 +144,9 @@ class GroupedLinear(TeLiteModule):
         if all_quantized(weights):
             is_first_microbatch = None  # they are kept
             cached = quantized_operands(weights, rule, grad and x.requires_grad) if own_bytes else None
-        given, after = (
-            self._delayed(state, recomputes, x, weights, w, offs) if state and state.delayed else (None, None)
-        )
+        given = after = None
+        if state and state.delayed:
+            given, after = self._delayed(state, recomputes, x, weights, w, offs)
         is_first_microbatch = None if OPEN.graphs else is_first_microbatch
         if is_first_microbatch is not None and rule.kind != "none":
             first = flag("GroupedLinear", "is_first_microbatch", is_first_microbatch)
@@ -163,8 +160,7 @@ class GroupedLinear(TeLiteModule):
         tracked = grad and not any([weight.is_inference() for weight in weights])  # or they have no version
         fresh = partial(_check_versions, weights, tuple([weight._version for weight in weights])) if tracked else None
         call = GroupedCall(rule, grad, cached, given, sink, after, note, original, fresh, sizes)
-        y = GroupedFunction.apply(call, x, w, bias, offs)
-        y = as_output(y, inp.shape)
+        y = as_output(GroupedFunction.apply(call, x, w, bias, offs), inp.shape)
         if not self.return_bias:
             return y
         biases = [getattr(self, name) for name in self.bias_names]
@@ -203,9 +199,8 @@ class GroupedLinear(TeLiteModule):
                 )
             for name, spec in self._specs.items():
                 check_param("GroupedLinear", spec, name, getattr(self, name), weights[0].device, len(spec.shape) > 1)
-            rule = fitting(
-                f"GroupedLinear(name={self.name!r})", rule_of(recipe), recipe, self.out_features, self.in_features
-            )
+            who = f"GroupedLinear(name={self.name!r})"
+            rule = fitting(who, rule_of(recipe), recipe, self.out_features, self.in_features)
             own_bytes = read_as_they_are(self, weights, rule, recipe)
             Pass.any_module = True
             self._outstanding.start(state)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.block_kernels import DEQUANTIZE_CONFIG, block_config, block_kernel, dequantize_kernel
-from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref, transform
+from te_lite.ops.cast import FP8_MAX, saturated, scale_from_amax_ref, transform
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
 from te_lite.ops.source import FLAT, WORDS, Source, SumDtype, of_source, plain, produce_ref
@@ -65,7 +65,7 @@ def _cast_ref(v: Tensor, block: tuple[int, int], *rule: Any, dtype: torch.dtype 
     padded = torch.nn.functional.pad(v, (0, -n % bn, 0, -m % bm))
     tiles = padded.view(padded.shape[0] // bm, bm, padded.shape[1] // bn, bn)
     scale, stored = _scales_ref(tiles.abs().amax((1, 3)), dtype, *rule)
-    q = saturate_((tiles * scale[:, None, :, None]).view(padded.shape)[:m, :n], FP8_MAX[dtype])
+    q = saturated((tiles * scale[:, None, :, None]).view(padded.shape)[:m, :n], FP8_MAX[dtype])
     return q.to(dtype), stored
 
 

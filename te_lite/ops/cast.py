@@ -154,15 +154,15 @@ def cast_ref(source, scale, amax, row_scale, col_scale, act_scale, eps, pow2, hp
             scale_out.copy_(s)
         by_row = by_col = s
     if row is not None:
-        row.copy_(saturate_(v * by_row, FP8_MAX[row.dtype]))
+        row.copy_(saturated(v * by_row, FP8_MAX[row.dtype]))
     if col is not None:
-        q = row if row is not None and by_row is by_col else saturate_(v * by_col, FP8_MAX[col.dtype]).to(col.dtype)
+        q = row if row is not None and by_row is by_col else saturated(v * by_col, FP8_MAX[col.dtype]).to(col.dtype)
         transpose_into_ref(q, col)
 
 
-def saturate_(q: Tensor, largest: float) -> Tensor:
-    """q within [-largest, largest] in place, ready for a cast to fp8: whether torch's own cast saturates differs by
-    version and type. The nan written is the positive one, as the hardware's conversion does."""
+def saturated(q: Tensor, largest: float) -> Tensor:
+    """A copy of q within [-largest, largest], ready for a cast to fp8: whether torch's own cast saturates differs by
+    version and type. A nan becomes the positive one, as the hardware's conversion does."""
     return torch.nan_to_num(q, nan=float("nan"), posinf=largest, neginf=-largest).clamp_(-largest, largest)
 
 

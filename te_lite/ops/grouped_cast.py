@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_lite.ops import grouped_cast_kernels as kernels
 from te_lite.ops.block_cast import BLOCK, E4M3, _cast_ref
-from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref
+from te_lite.ops.cast import FP8_MAX, saturated, scale_from_amax_ref
 from te_lite.ops.grouped_layout import capacity, lanes, spans
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
@@ -150,7 +150,7 @@ def _rows_ref(x, layout, pow2, row, row_scale, col_amax):
     for first, end, *_ in shape.spans(layout):
         part = scale[first:end]
         row_scale.view(-1)[first:end] = 1.0 / part
-        row.view(-1, shape.cols)[first:end] = saturate_(v[first:end] * part[:, None], 448.0).to(E4M3)
+        row.view(-1, shape.cols)[first:end] = saturated(v[first:end] * part[:, None], 448.0).to(E4M3)
 
 
 def _rows_cuda(x, layout, pow2, row, row_scale, col_amax):
@@ -205,9 +205,9 @@ def _group_cast_ref(x, layout, scale, amax, row_scale, col_scale, eps, pow2, row
         values = v[first:end]
         if row is not None:
             by_row = scale[g] if row_scale is None else row_scale.view(-1)[first:end, None]
-            row.view(-1, shape.cols)[first:end] = saturate_(values * by_row, largest).to(dtype)
+            row.view(-1, shape.cols)[first:end] = saturated(values * by_row, largest).to(dtype)
         if col is not None:
-            q = saturate_(values * (scale[g] if col_scale is None else col_scale[g]), largest).to(dtype)
+            q = saturated(values * (scale[g] if col_scale is None else col_scale[g]), largest).to(dtype)
             transpose_into_ref(q, _columns(col, g)[:, out0:out_end])
 
 

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from te_lite.ops import row_kernels as kernels
-from te_lite.ops.cast import saturate_, scale_from_amax_ref
+from te_lite.ops.cast import saturated, scale_from_amax_ref
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
 from te_lite.ops.source import FLAT, Source, of_source, produce_ref
@@ -99,7 +99,7 @@ def row_cast_ref(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[T
     """The oracle of `row_cast`."""
     v = produce_ref(source)
     scale, inverse = vector_scales_ref(vector_amax_ref(source, True, False), eps, pow2)
-    return saturate_(v * scale[:, None], E4M3_MAX).to(E4M3), inverse
+    return saturated(v * scale[:, None], E4M3_MAX).to(E4M3), inverse
 
 
 def _row_outputs(source: Source, eps: float, pow2: bool) -> tuple[Tensor, Tensor]:

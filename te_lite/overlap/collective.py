@@ -111,8 +111,8 @@ class Summed:
 
 
 class Collective:
-    """The verbs, by torch.distributed; nothing is hidden. Another exchange is a subclass that serves some of them
-    differently, and a line in exchanges.py.
+    """The verbs, by torch.distributed; nothing is hidden. Another exchange is a subclass of Bulk, or of one that
+    inherits from it, which serves some of them differently, and a line in exchanges.py.
 
     hides: behind GEMMs. gathers, scatters: whether users may ask for it (ub_cfgs) where a GEMM reads gathered tokens,
     and where it gives what is scattered. name: as the report calls it. reason: why it stands in for another.

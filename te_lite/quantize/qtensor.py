@@ -114,8 +114,9 @@ class Fp8Format(TensorFormat):
 class QTensor:
     """A logical matrix v[M, K] held in `format`, in one or both layouts.
 
-    dtype: the high-precision dtype it stands for. seed: what its quantizer needs to produce another layout of the
-    same numbers later (as a scale). borrowed: memory belongs to a userbuffer and must not be kept.
+    row_scale, col_scale: inverse scales, v = data * scale, as the format lays them out. dtype: the high-precision dtype
+    it stands for. seed: what its quantizer needs to produce another layout of the same numbers later (as a scale).
+    borrowed: memory belongs to a userbuffer and must not be kept.
     """
 
     format: TensorFormat

@@ -83,8 +83,6 @@ class QuantizedTensor(Flattened):
         self.q, self.quantizer = q, quantizer
         return self
 
-    # numbers
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The same numbers as a plain tensor of `dtype` (default: self.dtype), rounded once."""
         dtype = self.dtype if dtype is None else dtype
@@ -281,9 +279,12 @@ class QuantizedTensor(Flattened):
             return self._like(self.q)
         if func is aten.clone.default:
             return self._like(self.q.map(Tensor.clone))
-        if func is aten._to_copy.default and kwargs.get("dtype") in (None, self.dtype):
-            place = {"device": kwargs.get("device"), "non_blocking": kwargs.get("non_blocking", False)}
-            return self._like(self.q.map(lambda t: t.to(copy=True, **place)))
+        if func is aten._to_copy.default:
+            if kwargs.get("dtype") in (None, self.dtype):
+                place = {"device": kwargs.get("device"), "non_blocking": kwargs.get("non_blocking", False)}
+                return self._like(self.q.map(lambda t: t.to(copy=True, **place)))
+            if kwargs["dtype"] in DTYPES:  # rounded once, not to self.dtype before
+                return func(self._decoded(kwargs["dtype"]), **kwargs)
         if func in _RESHAPES:
             shape = func(torch.empty(self.shape, device="meta"), *args[1:]).shape
             if shape and shape[-1] == self.shape[-1]:

@@ -18,6 +18,7 @@ from te_lite.compat.alias import (
     support,
     tensors,
 )
+from te_lite.compat.alias.manager import FP8GlobalStateManager
 from te_lite.recipe import Format
 from te_lite.testing.distributed import launch
 
@@ -287,3 +288,16 @@ def test_multi_tensor():
         sources[1][0, 0] = bad
         apply(optimizers.multi_tensor_scale, flag.zero_(), [sources, targets], 1.0)
         assert flag.item() == 1
+
+
+def test_what_is_not_there_is_named() -> None:
+    for name in ("kFloat4E2M1", "kInt16"):
+        assert not hasattr(tensors.DType, name)
+        with pytest.raises(NotImplementedError, match=f"DType.{name}"):
+            getattr(tensors.DType, name)
+    with pytest.warns(UserWarning, match="shards nothing that forward keeps"):
+        distributed.prepare_te_modules_for_fsdp(torch.nn.Linear(2, 2))
+    te.Float8BlockQuantizer(torch.float8_e4m3fn, all_gather_usage=False)
+    with pytest.raises(NotImplementedError, match="all_gather_usage"):
+        te.Float8BlockQuantizer(torch.float8_e4m3fn, all_gather_usage=True)
+    FP8GlobalStateManager.set_autocast_state(fp8_state=FP8GlobalStateManager.get_autocast_state())

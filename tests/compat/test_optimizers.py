@@ -290,3 +290,17 @@ def test_gradients_and_parameters_that_are_refused() -> None:
     param.decoupled_grad = torch.ones(8, 12).to_sparse()
     with pytest.raises(NotImplementedError, match="sparse"):
         ours.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_unscaled_gradients_stand_in_grad(dtype: torch.dtype) -> None:
+    """After the step of a capturable FusedAdam under a GradScaler, as of Transformer Engine's."""
+    param = torch.nn.Parameter(torch.randn(6, 4).to(dtype))
+    optimizer = FusedAdam([param], lr=0.1, capturable=True, master_weights=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    want = 2 * param.detach()
+    scaler.scale((param * param).sum()).backward()
+    assert param.grad is not None
+    param.grad = param.grad.t().contiguous().t()  # of other strides than the kernel takes
+    scaler.step(optimizer)
+    assert_bitwise_equal("grad", param.grad, want)

@@ -34,6 +34,22 @@ def test_dequantize_rounds_once():
 
 
 @all_kinds
+def test_a_cast_rounds_once(kind):
+    """Masters are often made as param.detach().clone().float()."""
+    x = made(kind, values(64, 64))
+    for dtype in (torch.float32, torch.float16):
+        for cast in (x.to(dtype), x.detach().clone().type(dtype), x.to("cpu", dtype, non_blocking=True)):
+            assert type(cast) is torch.Tensor
+            assert_bitwise_equal(str(dtype), cast, x.dequantize(dtype))
+    assert_bitwise_equal("float()", x.float(), x.dequantize(torch.float32))
+    assert type(x.to(torch.bfloat16, copy=True)) is type(x) and x.bfloat16() is x
+    leaf = values(32, 64).requires_grad_()
+    weight = values(32, 64, seed=1, dtype=torch.float32)
+    (KINDS[kind][0]().quantize(leaf).float() * weight).sum().backward()
+    assert_bitwise_equal("gradient", leaf.grad, weight.bfloat16())
+
+
+@all_kinds
 def test_gradients_pass_both_ways(kind):
     v = values(32, 64).requires_grad_()
     x = KINDS[kind][0]().quantize(v)

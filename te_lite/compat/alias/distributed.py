@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs |= {"distribute_saved_activations": first, "get_rng_state_tracker": tracker, "tp_group": group}
         args = args[3:]
     return _checkpoint(function, *args, **kwargs)
+
+
+def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
+    """Nothing but a warning: what a module keeps for its backward is not sharded over the ranks of FSDP."""
+    warnings.warn(
+        "prepare_te_modules_for_fsdp: te_lite shards nothing that forward keeps, so each rank holds all of its own; "
+        "leave the call out",
+        stacklevel=2,
+    )
 
 
 class _Recompute(threading.local):

@@ -50,6 +50,15 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def drops_gradients(set_grad_none: bool | None, set_to_none: bool | None) -> bool:
+    """What zero_grad(set_to_none) of an optimizer built with set_grad_none does: whether it drops them, or writes 0."""
+    if set_grad_none is not None and set_to_none not in (None, set_grad_none):
+        raise ValueError(
+            f"zero_grad(set_to_none={set_to_none}): must be {set_grad_none}, as set_grad_none was given; leave out one"
+        )
+    return set_to_none is not False and set_grad_none is not False
+
+
 class FusedAdam(AdamStates):
     """Adam (adam_w_mode=False) or AdamW by torch's fused kernel, with Transformer Engine's arguments and states.
 
@@ -122,14 +131,7 @@ class FusedAdam(AdamStates):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients that step() reads, or fills them with 0 if set_to_none is False."""
-        if self.set_grad_none is not None:
-            if set_to_none not in (None, self.set_grad_none):
-                raise ValueError(
-                    f"zero_grad(set_to_none={set_to_none}): must be {self.set_grad_none}, as set_grad_none was given; "
-                    "leave one of both out"
-                )
-            set_to_none = self.set_grad_none
-        drop = set_to_none is not False
+        drop = drops_gradients(self.set_grad_none, set_to_none)
         if not self.use_decoupled_grad:
             super().zero_grad(drop)
             return
@@ -210,6 +212,10 @@ class FusedAdam(AdamStates):
             eps=group["eps"], amsgrad=False, maximize=False, grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
         )  # fmt: skip
+        if getattr(self, "grad_scale", None) is not None:  # which the kernel has taken out of what it was given
+            for (_, grad), divided in zip(pairs, grads, strict=True):
+                if _local(grad).data_ptr() != divided.data_ptr():
+                    _local(grad).copy_(divided.view(_local(grad).shape))
         self._write(params, wide, moments | ({MASTER: wide} if self.master_weights else {}))
 
     def _write(self, params: list[Tensor], wide: list[Tensor], states: dict[str, list[Tensor]]) -> None:

@@ -114,17 +114,17 @@ class FP8GlobalStateManager(contexts.FP8GlobalStateManager, metaclass=_Named):
         return tuple(OPEN.stack)
 
     @classmethod
-    def set_autocast_state(cls, state: tuple[Context, ...]) -> None:
-        """Modules follow from now on what was open when get_autocast_state gave `state`. No scale takes a step.
+    def set_autocast_state(cls, fp8_state: tuple[Context, ...]) -> None:
+        """Modules follow from now on what was open when get_autocast_state gave `fp8_state`. No scale takes a step.
 
         Inside of a `with autocast(...)`, set the state that it made again before it ends, which raises otherwise.
         TypeError for anything else.
         """
-        if not isinstance(state, tuple) or not all(isinstance(one, Context) for one in state):
+        if not isinstance(fp8_state, tuple) or not all(isinstance(one, Context) for one in fp8_state):
             raise TypeError(
-                f"set_autocast_state got {type(state).__name__}: must be what get_autocast_state() gave; pass that"
+                f"set_autocast_state got {type(fp8_state).__name__}: must be what get_autocast_state() gave; pass that"
             )
-        OPEN.stack = list(state)
+        OPEN.stack = list(fp8_state)
 
     @classmethod
     def autocast_enter(

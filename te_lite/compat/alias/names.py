@@ -64,6 +64,7 @@ TABLE = (
     ("pytorch.fp8", f"{_ALIAS}.manager", "FP8GlobalStateManager"),
     ("pytorch.fp8", f"{_ALIAS}.support", f"{_SUPPORT} {_OF_RECIPES}"),
     ("pytorch.distributed", f"{_ALIAS}.distributed", f"checkpoint {_RECOMPUTE} get_all_rng_states"),
+    ("pytorch.distributed", f"{_ALIAS}.distributed", "prepare_te_modules_for_fsdp"),
     ("pytorch.distributed", "te_lite", "CudaRNGStatesTracker"),
     ("pytorch.graph", f"{_ALIAS}.graph", _GRAPH),
     ("pytorch.module", "te_lite", f"Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm {_UB}"),

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_lite.compat.alias.fused_adam import FusedAdam
+from te_lite.compat.alias.fused_adam import FusedAdam, drops_gradients
 
 __all__ = ["FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"]
 
 
 class FusedSGD(torch.optim.SGD):
-    """torch.optim.SGD by its fused kernel. wd_after_momentum raises NotImplementedError."""
+    """torch.optim.SGD by its fused kernel, on GPUs: on the CPU that kernel gives wrong numbers in 16 bits.
+
+    set_grad_none: as zero_grad's set_to_none, for all calls. materialize_master_grads: accepted; there are no masters.
+    wd_after_momentum raises NotImplementedError.
+    """
 
     def __init__(
         self, params: Iterable[Any], lr: float, momentum: float = 0.0, dampening: float = 0.0,
@@ -23,7 +27,27 @@ class FusedSGD(torch.optim.SGD):
     ) -> None:  # fmt: skip
         if wd_after_momentum:
             raise NotImplementedError("FusedSGD(wd_after_momentum=True): te_lite's decays before; leave it out")
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, fused=True)
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+        self.set_grad_none = set_grad_none
+        self._choose_kernels()
+
+    def _choose_kernels(self) -> None:
+        """Where all are fused, torch.amp.GradScaler leaves the gradients to step(), which divides them."""
+        for group in self.param_groups:
+            group["fused"] = all([param.is_cuda for param in group["params"]])
+        self._step_supports_amp_scaling = all([group["fused"] for group in self.param_groups])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._choose_kernels()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._choose_kernels()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drops the gradients, or fills them with 0 if set_to_none is False."""
+        super().zero_grad(drops_gradients(self.set_grad_none, set_to_none))
 
 
 def multi_tensor_applier(op: Callable[..., Any], noop_flag: Tensor, tensor_lists: Sequence[Any], *args: Any) -> Any:

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_lite.compat.alias import tensor_attributes
+from te_lite.compat.alias.names import NotThere
 from te_lite.compat.callers import CallerQuantizer, check_dtype, check_scalar
 from te_lite.ops.block_cast import BLOCK
-from te_lite.ops.cast import FP8_MAX, saturate_, scale_from_amax_ref
+from te_lite.ops.cast import FP8_MAX, saturated, scale_from_amax_ref
 from te_lite.ops.source import plain
 from te_lite.quantize.blockwise import SQUARES, BlockFormat
 from te_lite.quantize.mxfp8 import MXFormat
@@ -32,6 +33,11 @@ class _Members(type):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return any([instance is member for name, member in vars(cls).items() if name[0] == "k"])
+
+    def __getattr__(cls, name: str) -> Any:
+        raise NotThere(
+            f"DType.{name}: te_lite has no such type; it has {', '.join(n for n in vars(cls) if n[0] == 'k')}"
+        )
 
 
 class DType(metaclass=_Members):
@@ -191,4 +197,4 @@ def _agreed_squares(whole: Tensor, weight: Any, group: dist.ProcessGroup) -> tup
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     scale = scale_from_amax_ref(amax, FP8_MAX[torch.float8_e4m3fn], rule.eps, rule.pow2)
     values = (tiles * scale[:, None, :, None]).flatten(2).flatten(0, 1)[:m, :k]
-    return saturate_(values, FP8_MAX[torch.float8_e4m3fn]).to(torch.float8_e4m3fn), 1.0 / scale
+    return saturated(values, FP8_MAX[torch.float8_e4m3fn]).to(torch.float8_e4m3fn), 1.0 / scale
