@@ -13,6 +13,10 @@ from te_lite.compat.alias.fused_adam import FusedAdam, drops_gradients
 __all__ = ["FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"]
 
 
+def _is_on_gpus(group: dict[str, Any]) -> bool:
+    return all([param.is_cuda for param in group["params"]])
+
+
 class FusedSGD(torch.optim.SGD):
     """torch.optim.SGD by its fused kernel, on GPUs: on the CPU that kernel gives wrong numbers in 16 bits.
 
@@ -29,21 +33,16 @@ class FusedSGD(torch.optim.SGD):
             raise NotImplementedError("FusedSGD(wd_after_momentum=True): te_lite's decays before; leave it out")
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
         self.set_grad_none = set_grad_none
-        self._choose_kernels()
 
-    def _choose_kernels(self) -> None:
-        """Where all are fused, torch.amp.GradScaler leaves the gradients to step(), which divides them."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
-            group["fused"] = all([param.is_cuda for param in group["params"]])
-        self._step_supports_amp_scaling = all([group["fused"] for group in self.param_groups])
+            group["fused"] = _is_on_gpus(group)
+        return super().step(closure)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        self._choose_kernels()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._choose_kernels()
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]  # torch writes it, where fused is given
+        """Asked by torch.amp.GradScaler, which then leaves the gradients to step(): only fused kernels divide them."""
+        return all([_is_on_gpus(group) for group in self.param_groups])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients, or fills them with 0 if set_to_none is False."""
