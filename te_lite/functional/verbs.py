@@ -1,4 +1,5 @@
-"""Several linears that read one gathered tensor.
+"""Several linears that read one gathered tensor: te.all_gather_linear. te.linear_reduce_scatter runs in linear.py,
+te.all_gather and te.reduce_scatter in transfers.py; modules/verbs.py has what callers call.
 
 There is one all-gather in forward, one in backward, and one reduce-scatter of dx:
 

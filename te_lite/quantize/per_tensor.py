@@ -32,7 +32,7 @@ GRADS_PER_GEMM = 2  # backward slots: grad_output, grad_input
 
 @dataclass(frozen=True, slots=True)
 class PerTensorFormat(Fp8Format):
-    """fp8 data and one fp32 inverse scale; v = data * scale. The col layout is a transpose of the bytes.
+    """fp8 data and one fp32 inverse scale; v = data * inverse scale. The col layout is a transpose of the bytes.
 
     The scale is agreed on by all ranks before the cast (a shared amax), so only data travels.
     """
