@@ -181,6 +181,7 @@ class LinearPlan:
         fprop, dgrad, wgrad = operands.fprop, operands.dgrad, operands.wgrad
         self.x_is_wgrads = wgrad.b is fprop.a  # fprop and wgrad read the same quantized x
         self.dy_is_wgrads = wgrad.a is dgrad.a  # dgrad and wgrad read the same quantized dy
+        self.quantizes = bool(fprop.b.format.label)  # the weight, for fprop
         self.w_is_dgrads = dgrad.b is fprop.b  # fprop and dgrad read the same quantized weight
         self.gathers_x, self.gathers_dy = tp.gathers_input, tp.gathers_grad
         # x is kept by row: the shard of this rank, which backward gathers again.

@@ -280,9 +280,9 @@ class TeLiteModule(SpecModule):
     ) -> tuple[Any, ...]:
         made_of = parts or weights[:1], *[(w,) for w in weights[1:]]
         each = zip(self._caches, weights, made_of, plans, strict=True)
-        # What is joined of parts and not quantized is joined anew in each call anyway, and backward joins it once more.
+        # What is not quantized is read as it is, or joined of parts anew in each call anyway, if it is not cast.
         return tuple([
-            None if len(of) > 1 and not plan.operands.fprop.b.format.label else cache.get(first, w, of, plan.operands)
+            cache.get(first, w, of, plan.operands) if plan.quantizes or not (of[1:] or w.dtype == plan.dtype) else None
             for cache, w, of, plan in each
         ])  # fmt: skip
 

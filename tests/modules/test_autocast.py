@@ -113,7 +113,7 @@ def test_recipe_may_change_between_steps(outputs):
 
 
 class ExactLinear:
-    """The six amaxes of one Linear by design.md's formulas, fp32, in plain Python: (input, weight,
+    """The six amaxes of one Linear by the formulas of delayed scaling, fp32, in plain Python: (input, weight,
     grad_output).
     """
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: bitwise the same training, whatever is recomputed (requirements 8)."""
+"""Activation checkpointing: bitwise the same training, whatever is recomputed."""
 
 import functools
 

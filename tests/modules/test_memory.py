@@ -1,4 +1,4 @@
-"""Bytes kept for backward, per token and per parameter (requirements 11)."""
+"""Bytes kept for backward, per token and per parameter."""
 
 import itertools
 import math

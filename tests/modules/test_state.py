@@ -1,6 +1,4 @@
-"""Checkpoints: keys, plain tensors, constant size, strict load across recipes, bitwise resume
-(requirements 9).
-"""
+"""Checkpoints: keys, plain tensors, constant size, strict load across recipes, bitwise resume."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""is_first_microbatch: when a quantized weight is reused, and when it must not be (requirements 7)."""
+"""is_first_microbatch: when a quantized weight is reused, and when it must not be."""
 
 import copy
 import functools
@@ -141,6 +141,19 @@ def test_another_recipe_does_not_take_the_cache(kind):
     pow2 = te.recipe.Float8CurrentScaling(use_power_2_scales=True)
     run(module, True, "current")
     assert_bitwise_equal("pow2", run(module, False, pow2), run(make(kind), None, pow2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_is_read_as_it_is_is_not_kept(kind, dtype):
+    """Where nothing is quantized: only its cast to the dtype of the activations is worth keeping."""
+    module = getattr(te, kind)(64, 96, device="cpu", params_dtype=dtype)
+    x = torch.randn(16, 64, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        ys = [module(x, is_first_microbatch=first) for first in (None, True, False)]
+    for y in ys[1:]:
+        assert_bitwise_equal("y", y, ys[0])
+    assert [cache._kept[2] is not None for cache in module._caches] == [dtype == torch.float32] * len(module._caches)
 
 
 def test_cache_with_split_parameters_notices_a_changed_version():

@@ -23,7 +23,7 @@ FORMATS = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def scale_of(amax: float, largest: float, eps: float = 0.0, pow2: bool = False) -> np.float32:
-    """design.md's rule in numpy scalars."""
+    """The rule (docs/background/numerics.md) in numpy scalars."""
     a = np.float32(amax)
     if a < np.float32(eps):
         a = np.float32(eps)

@@ -1,4 +1,4 @@
-"""delayed_update against design.md's formulas written as a loop over numpy floats, bit for bit."""
+"""delayed_update against numerics.md's formulas written as a loop over numpy floats, bit for bit."""
 
 from dataclasses import dataclass
 
