@@ -59,7 +59,7 @@ lint: $(STAMP)
 # One pytest call, so one summary, also after a lint failure. Of the TEST_WORKERS processes
 # one alone runs tests/distributed (tests/conftest.py): ranks never run beside other ranks.
 test: $(STAMP)
-	@echo 'make test: about 20 minutes on 2 cores; TEST_WORKERS=<processes> where there are more'
+	@echo 'make test: about half an hour on 2 cores; TEST_WORKERS=<processes> where there are more'
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=1; \
 	$(PYTHON) -m pytest -n $(TEST_WORKERS) $(TEST_ARGS) || status=1; \
