@@ -95,8 +95,8 @@ def quantize_grad(plan: LinearPlan, dy: Tensor | GemmInput, columns: int, needs:
     quantizer, for_wgrad = plan.operands.dgrad.a, plan.operands.wgrad.a
     by_row = plan.gathers_dy and for_wgrad.format.col_from_row  # the gathered rows give the col layout
     if plan.dy_is_wgrads:
-        gathers = plan.parallel.wants_columns
-        col = not by_row or (need_x and gathers(quantizer.format, dy.rows, dy.cols, columns))
+        wants = plan.parallel.wants_columns
+        col = not by_row or (need_x and wants(quantizer.format, dy.rows, dy.cols, columns))
         both, sums = quantizer.quantize(dy, row=need_x or by_row, col=need_w and col, bias_grad=sums_in)
         return both, both, sums
     q, sums = quantizer.quantize(dy, bias_grad=sums_in) if need_x else (None, None)

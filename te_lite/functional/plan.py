@@ -155,8 +155,8 @@ class Recompute(Enum):
 
     NOWHERE = 0
     ONE_READ = 1  # in a pass that reads it anyway, where the recipe has one: one_read()
-    ELSE_APART = 2  # in that pass, else in one of its own
-    ALWAYS = 3  # in a pass of its own
+    ELSE_APART = 2  # in that pass; where the recipe has none, in one of its own
+    ALWAYS = 3  # as ELSE_APART, and in one of its own too where that pass does not run, for a GEMM makes its result
 
 
 class LinearPlan:

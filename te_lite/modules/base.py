@@ -280,7 +280,7 @@ class TeLiteModule(SpecModule):
     ) -> tuple[Any, ...]:
         made_of = parts or weights[:1], *[(w,) for w in weights[1:]]
         each = zip(self._caches, weights, made_of, plans, strict=True)
-        # What is not quantized is read as it is, or joined of parts anew in each call anyway, if it is not cast.
+        # Not quantized, a weight is read as it is, or joined of its parts in each call: only a cast is worth keeping.
         return tuple([
             cache.get(first, w, of, plan.operands) if plan.quantizes or not (of[1:] or w.dtype == plan.dtype) else None
             for cache, w, of, plan in each

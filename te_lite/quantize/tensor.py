@@ -283,8 +283,7 @@ class QuantizedTensor(Flattened):
             if kwargs.get("dtype") in (None, self.dtype):
                 place = {"device": kwargs.get("device"), "non_blocking": kwargs.get("non_blocking", False)}
                 return self._like(self.q.map(lambda t: t.to(copy=True, **place)))
-            if kwargs["dtype"] in DTYPES:  # rounded once, not to self.dtype before
-                return func(self._decoded(kwargs["dtype"]), **kwargs)
+            return func(self._decoded(torch.float32), **kwargs)  # rounded once, not to self.dtype before
         if func in _RESHAPES:
             shape = func(torch.empty(self.shape, device="meta"), *args[1:]).shape
             if shape and shape[-1] == self.shape[-1]:

@@ -29,7 +29,8 @@ def test_fused_sgd_is_torchs(dtype: torch.dtype, device: str) -> None:
             state = copy.deepcopy(ours.state_dict())
             ours = FusedSGD([mine], **options)
             ours.load_state_dict(state)
-    # A step of at most 4 rounds the momentum and the parameter to `dtype`, which are below 8, a few times.
+    assert ours.param_groups[0]["fused"] is (device != "cpu")
+    # Each of five steps rounds the momentum and the parameter, which stay below 8, to `dtype`, four times at most.
     error = (mine.detach().double() - wide.detach()).abs().max().item()
     assert error <= 5 * 4 * 8 * UNIT_ROUNDOFF[dtype], error
 

@@ -41,7 +41,8 @@ def test_a_cast_rounds_once(kind):
         for cast in (x.to(dtype), x.detach().clone().type(dtype), x.to("cpu", dtype, non_blocking=True)):
             assert type(cast) is torch.Tensor
             assert_bitwise_equal(str(dtype), cast, x.dequantize(dtype))
-    assert_bitwise_equal("float()", x.float(), x.dequantize(torch.float32))
+    for cast in (x.float(), x.double().float()):
+        assert_bitwise_equal("fp32", cast, x.dequantize(torch.float32))
     assert type(x.to(torch.bfloat16, copy=True)) is type(x) and x.bfloat16() is x
     leaf = values(32, 64).requires_grad_()
     weight = values(32, 64, seed=1, dtype=torch.float32)
