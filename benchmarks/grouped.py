@@ -17,7 +17,8 @@ grouped_modules.json:
     steps      forward and backward of te.scaled_grouped_mm by recipe, of torch._grouped_mm in bf16 (over_torch: its GPU
                time over te_lite's, median over rounds), of torchao's rowwise one
     modules    the same of te.GroupedLinear, with gradients added to fp32 main_grad: weights quantized in every step or
-               cached; of torch._grouped_mm and an addition; of Transformer Engine's (over_te: te_lite's time over its)
+               cached; "first": both their layouts in every step, as Transformer Engine does (is_first_microbatch=True);
+               of torch._grouped_mm and an addition; of Transformer Engine's (over_te: te_lite's time over its)
 
 A product that errs by more than MAX_ERROR of its largest value fails the run, as does a candidate that raises.
 """
@@ -74,9 +75,9 @@ class Step:
 
 
 class ModuleStep:
-    """A GroupedLinear with fp32 main_grad. cached: its weights are quantized once."""
+    """A GroupedLinear with fp32 main_grad. first: is_first_microbatch of each step; before False comes one of True."""
 
-    def __init__(self, te: Any, context: Callable[[], Any], data: Data, splits: Any, cached: bool, many: bool) -> None:
+    def __init__(self, te: Any, context: Callable[[], Any], data: Data, splits: Any, first: bool | None) -> None:
         problem = data.problem
         self.module = te.GroupedLinear(
             len(problem.sizes), problem.k, problem.n, bias=False, params_dtype=BF16, device=data.device,
@@ -86,8 +87,8 @@ class ModuleStep:
         block = torch.zeros(data.w.shape, device=data.device, dtype=torch.float32)
         for i, weight in enumerate(self.module.parameters()):
             weight.main_grad = block[i]
-        self.first: bool | None = True if cached else None
-        if cached:
+        self.first = True if first is False else first
+        if first is False:
             self.reset()
             self.step()
             self.first = False
@@ -208,9 +209,13 @@ def module_rows(data: Data, run: argparse.Namespace) -> list[dict]:
             if library == "te_lite":
                 splits.append(("device", torch.tensor(data.problem.sizes, device=data.device)))
             for kind, given in splits:
-                for cached in (False, True) if recipe != "bf16" else (False,):
-                    label = f"{library} {kind}{' cached' if cached else ''}"
-                    work[label] = partial(ModuleStep, te, context, data, given, cached, True)
+                ways: dict[str, bool | None] = {"": None}
+                if recipe != "bf16":
+                    ways[" cached"] = False
+                    if (library, kind) == ("te_lite", "list"):
+                        ways[" first"] = True
+                for way, first in ways.items():
+                    work[f"{library} {kind}{way}"] = partial(ModuleStep, te, context, data, given, first)
         rows += _module_case(recipe, work, data, run)
     return rows
 

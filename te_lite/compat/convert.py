@@ -222,7 +222,7 @@ def _share(linears: dict[str, Any]) -> None:
     for children, names in itertools.product(parents.values(), SIBLINGS):
         found = [children[name] for name in names if name in children]
         if len({id(linear) for linear in found}) == len(found) > 1 and len({one.in_features for one in found}) == 1:
-            shared = SharedInput(len(found))
+            shared = SharedInput(tuple([linear.out_features for linear in found]))
             for reader, linear in enumerate(found):
                 linear._shared = shared, reader
 

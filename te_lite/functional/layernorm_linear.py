@@ -29,7 +29,7 @@ class NormLinearLayer:
         gamma, beta, weight, bias, residual = params
         operand, for_dw, norm_saved, ln = norm_source(self.spec, call, x, gamma, beta, need_w)
         saved = plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1]) if need_w and not self.spec.returned else 0
-        keeps_w = need_ln and plan.keeps_weight(saved, weight, cached)
+        keeps_w = need_ln and cached is None and plan.weight_bytes <= saved
         y, kept = linear_forward(plan, operand, weight, bias, needs[:2], cached, None, keeps_w, residual, for_dw)
         y = as_output(y, x.shape, call.output, plan)
         ln = ln if ln is None else norm_output(self.spec, call, ln)

@@ -99,8 +99,9 @@ class MLPLayer:
         saved = plan1.bytes_saved(tokens, x.shape[-1]) if need_w1 and not spec.returned else 0
         if need_w2 and not (a_again or plan2.recomputes_x):  # else keeping a is what they are spent on
             saved += plan2.bytes_saved(gathered, width)
-        keeps_w1 = need_ln and plan1.keeps_weight(saved, w1, cached1)
-        keeps_w2 = need_h and plan2.keeps_weight(saved - keeps_w1 * w1.numel(), w2, cached2)
+        keeps_w1 = need_ln and cached1 is None and plan1.weight_bytes <= saved
+        left = saved - plan1.weight_bytes if keeps_w1 else saved
+        keeps_w2 = need_h and cached2 is None and plan2.weight_bytes <= left
         (h, a), kept1 = linear_forward(plan1, operand, w1, b1, needs1, cached1, epilogue, keeps_w1, None, for_dw)
         y, kept2 = linear_forward(plan2, a, w2, b2, needs2, cached2, None, keeps_w2, residual, x_again=a_again)
         a, h = None, h if need_h else None  # free before norm(x) is gathered

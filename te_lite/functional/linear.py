@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,7 +62,7 @@ def linear_forward(
     """y[M, N] = x[M, K] @ weight[N, K]^T + bias[N] + residual, over the plan's ranks; or the epilogue's result of y.
 
     needs: whether dx will be wanted, whether dw. cached: the quantized weight to use, or None. keeps_w: by
-    plan.keeps_weight. residual[..., N]: of M rows. for_dw: x as wgrad's quantizer is to read it, where that is another
+    plan.weight_bytes. residual[..., N]: of M rows. for_dw: x as wgrad's quantizer is to read it, where that is another
     than fprop's and x is written for it. x_again: keep x's seed alone, for backward quantizes x again.
     """
     (need_x, need_w), fprop = needs, plan.operands.fprop
@@ -163,8 +164,8 @@ class LinearLayer:
             col = needs[1] and not plan.keep_original
             operand = shared.quantize(reader, x, operand, plan.operands.fprop.a, col)
         keeps_w = False
-        if plan.w_in_bytes and needs[0] and needs[1] and plan.shared is None:  # x that siblings share is kept once
-            keeps_w = plan.keeps_weight(plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1]), weight, cached)
+        if plan.weight_bytes < math.inf and cached is None and needs[0] and needs[1]:
+            keeps_w = plan.weight_bytes <= plan.bytes_saved(x.numel() // x.shape[-1], x.shape[-1])
         y, kept = linear_forward(plan, operand, weight, bias, needs[:2], cached, None, keeps_w, residual)
         original = x if needs[1] and plan.keep_original else None
         if call.output is not None or x.dim() != 2:

@@ -6,6 +6,7 @@ backward only follow it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -20,11 +21,10 @@ from te_lite.functional.recordings import Recordings
 from te_lite.functional.shared_input import SharedInput
 from te_lite.ops.nvtx import ENABLED, ranged
 from te_lite.ops.recorder import WANTED
-from te_lite.ops.transpose import PAD
 from te_lite.overlap.exchange import Place
 from te_lite.overlap.one_rank import FusedProducts
 from te_lite.parallel import TensorParallel
-from te_lite.quantize.qtensor import QTensor, TensorFormat, matmul, matmul_accumulate_
+from te_lite.quantize.qtensor import QTensor, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
 
 
@@ -167,6 +167,7 @@ class LinearPlan:
     before: the plan of the linear whose output the input is computed from, if any; recompute: what is then asked for.
     fused: what of fprop's and dgrad's product a kernel computes where no tokens are gathered; None: nothing.
     compiled: in a graph of torch.compile, which serves any number of tokens.
+    weight: (N, K) of what may stay from forward to backward: its weight, or those of all that share x; None: nothing.
     info: for the report, None where it shows no row. The rest follows from these.
     """
 
@@ -174,6 +175,7 @@ class LinearPlan:
         self, operands: GemmOperands, parallel: LocalGemms, sink: WgradSink, dtype: torch.dtype,
         keep_original: bool = False, info: PlanInfo | None = None, before: LinearPlan | None = None,
         recompute: Recompute = Recompute.NOWHERE, compiled: bool = False, fused: FusedProducts | None = None,
+        weight: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
         self.keep_original, self.info, self.compiled = keep_original, info, compiled
@@ -189,9 +191,11 @@ class LinearPlan:
         # What the GEMM before may leave of x, and of dy: Quantizer.wants_from_gemm.
         self.x_from_gemm = fprop.a.wants_from_gemm(dtype) if self.x_is_wgrads else ""
         self.dy_from_gemm = dgrad.a.wants_from_gemm(dtype) if self.dy_is_wgrads else ""
-        # Kept a byte an element: x; the weight, in either layout, with one scale for all.
-        self.x_in_bytes = _is_bytes(wgrad.b.format) and not keep_original
-        self.w_in_bytes = self.w_is_dgrads and _is_bytes(fprop.b.format)
+        # The weight's col layout stays from forward to backward, which then need not quantize it again, where saved
+        # bytes are at least these. Not in a graph of torch.compile, which serves any number of tokens.
+        self.weight_bytes: float = math.inf
+        if weight is not None and self.w_is_dgrads and fprop.b.format.col_scales[1]:
+            self.weight_bytes = fprop.b.format.col_bytes(*weight)
         self.one_read = before is not None and one_read(before, operands, tp)
         if before is None or sink.late:  # wgrad after backward would need what the input is computed from until then
             recompute = Recompute.NOWHERE
@@ -243,13 +247,9 @@ class LinearPlan:
 
     def bytes_saved(self, tokens: int, features: int) -> int:
         """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""
-        return max(0, 2 * tokens - -(-tokens // PAD) * PAD) * features if self.x_in_bytes else 0
-
-    def keeps_weight(self, saved: int, weight: Tensor, cached: QTensor | None) -> bool:
-        """Whether the weight's col layout stays from forward to backward, which then need not quantize it again: where
-        it takes no more than the bytes that were saved. Never in a graph of torch.compile, which serves any number of
-        tokens. cached: what is used in its place."""
-        return self.w_in_bytes and cached is None and not self.compiled and weight.numel() <= saved
+        format = self.operands.wgrad.b.format
+        weighed = format.col_scales[1] and not self.keep_original
+        return max(0, 2 * tokens * features - format.col_bytes(tokens, features)) if weighed else 0
 
 
 def one_read(before: LinearPlan, operands: GemmOperands, tp: TensorParallel) -> bool:
@@ -257,7 +257,3 @@ def one_read(before: LinearPlan, operands: GemmOperands, tp: TensorParallel) -> 
     fc2's dgrad, then one read of h that gives dh and act(h), then fc2's wgrad. Nothing of it may be gathered."""
     same = before.dy_is_wgrads and operands.wgrad.b is operands.fprop.a
     return same and not tp.gathers_grad and before.operands.dgrad.a.gives_again(operands.wgrad.b)
-
-
-def _is_bytes(format: TensorFormat) -> bool:
-    return bool(format.label) and format.col_from_row and format.scales_product

@@ -16,39 +16,41 @@ from te_lite.quantize.quantizer import Quantizer
 
 class _Known(NamedTuple):
     x: ref[Tensor]
-    rule: tuple[Any, ...]  # all that the quantized tensor follows from beside x
+    rule: tuple[Any, ...]  # all that the quantized tensor follows from beside x and the quantizer
+    quantizer: Quantizer
     q: QTensor
     readers: set[int]
 
 
 class SharedInput:
-    """The input that `linears` linears share, by numbers from 0 on, whose quantizers have no state.
+    """The input that several linears share, by numbers from 0 on. features: of each one's output.
 
     Each takes what another one has quantized where both were called with the same tensor, which was not written to
-    meanwhile, on the same stream, and want the same of it. It is let go when all have had it, or the tensor is gone.
+    meanwhile, on the same stream, and want the same of it (Quantizer.adopts). It is let go when all have had it, or the
+    tensor is gone.
     """
 
-    def __init__(self, linears: int) -> None:
-        self.linears = linears
+    def __init__(self, features: tuple[int, ...]) -> None:
+        self.features = features
         self._known: _Known | None = None
 
     def __reduce__(self) -> Any:
-        return SharedInput, (self.linears,)  # copies of a module share among themselves
+        return SharedInput, (self.features,)  # copies of a module share among themselves
 
     def quantize(self, reader: int, x: Tensor, source: Source, quantizer: Quantizer, col: bool) -> QTensor:
         """`source`, which is x as the linear `reader` multiplies it, by row and where `col` by column."""
         if x.is_inference():  # whether it was written to is not known
             return quantizer.quantize(source, row=True, col=col)[0]
         stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-        known, rule = self._known, (x._version, source.x.dtype, quantizer, stream, capturing())
+        known, rule = self._known, (x._version, source.x.dtype, stream, capturing())
         if known is not None and known.x() is x and known.rule == rule and reader not in known.readers:
-            if known.q.col is not None or not col:
+            if (known.q.col is not None or not col) and quantizer.adopts(known.quantizer, known.q):
                 known.readers.add(reader)
-                if len(known.readers) == self.linears:
+                if len(known.readers) == len(self.features):
                     self._known = None
                 return known.q
         q, _ = quantizer.quantize(source, row=True, col=col)
-        self._known = _Known(ref(x, self._forget), rule, q, {reader})
+        self._known = _Known(ref(x, self._forget), rule, quantizer, q, {reader})
         return q
 
     def _forget(self, x: ref[Tensor]) -> None:

@@ -57,7 +57,10 @@ def recordings_of(plans: tuple[LinearPlan, ...], weights: tuple[Tensor, ...]) ->
     """For the bodies of plans that are all recordable."""
     places = [place for plan in plans for place in plan.places]
     group = group_of(places[0].tp.group, weights[0].device) if places else ""
-    return Recordings(max(weight.numel() for weight in weights), places, None if isinstance(group, str) else group)
+    largest = max(weight.numel() for weight in weights)
+    if plans[0].shared is not None:  # recorded bodies quantize x for themselves: all siblings are recorded, or none
+        largest = max(plans[0].shared[0].features) * weights[0].shape[1]
+    return Recordings(largest, places, None if isinstance(group, str) else group)
 
 
 def quantizers(
@@ -112,12 +115,13 @@ def _build_plan(
             warn_once(ref(module), f"{said}; use the recipe of quantized_model_init")
     name, reason = short if calibrating or not used.is_fp8 else used.name, "; ".join(filter(None, (*reasons, alone)))
     info = PlanInfo(gemm_name, name, operands.labels(short), shape, reason)
-    parallel = parallel_linear(tp, exchanges)
+    # What a quantizer of one's own makes of x may be of no use to others.
+    apart = not used.is_fp8 or used.custom() or calibrating or watching is not None or tp.gathers_input
+    shared = None if apart or operands.wgrad.b is not operands.fprop.a else module._shared
     plan = LinearPlan(
-        operands, parallel, module._sinks[index], dtype, module.save_original_input, info, before, module._recompute,
-        fused=fused_products(operands, dtype, device),
+        operands, parallel_linear(tp, exchanges), module._sinks[index], dtype, module.save_original_input, info, before,
+        module._recompute, fused=fused_products(operands, dtype, device),
+        weight=(sum(shared[0].features) if shared else shape[1], shape[0]),
     )  # fmt: skip
-    stateless = used.is_fp8 and not (used.delayed() or used.custom() or calibrating or watching is not None)
-    if module._shared is not None and stateless and plan.x_is_wgrads and not tp.gathers_input:
-        plan.shared = module._shared
+    plan.shared = shared
     return plan

@@ -36,6 +36,7 @@ class BlockFormat(TensorFormat):
     square: bool = False
     flat: bool = False
     block: ClassVar[int] = BLOCK
+    scale_bytes: ClassVar[int] = 4
 
     @property
     def label(self) -> str:  # type: ignore[override]  # of the class in the base, which costs its readers nothing
@@ -47,6 +48,10 @@ class BlockFormat(TensorFormat):
         data, scale = (q.row, q.row_scale) if layout == "row" else (q.col, q.col_scale)
         v = dequantize_blocks(data, scale, self.block if self.square else 1, self.block, q.dtype)
         return v if layout == "row" else v[:, : q.shape[0]].t().contiguous()
+
+    @property
+    def col_scales(self) -> tuple[float, int]:  # type: ignore[override]  # as label
+        return self.scale_bytes / (self.block if self.square else 1), self.block
 
     def multiplies(self, other: TensorFormat) -> bool:
         return TensorFormat.multiplies(self, other) and not self.square  # cuBLAS takes squares on one side only

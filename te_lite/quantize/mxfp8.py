@@ -20,6 +20,7 @@ class MXFormat(BlockFormat):
     """row: data [M, K], scale uint8 [M, K/32]. col: data [M, K] (not transposed), scale uint8 [M/32, K]."""
 
     block: ClassVar[int] = MX_BLOCK
+    scale_bytes: ClassVar[int] = 1
     gemm: str = ""
     flat: bool = True
 

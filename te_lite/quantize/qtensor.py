@@ -21,6 +21,7 @@ from torch import Tensor
 
 from te_lite.ops.gemm import gemm, gemm_accumulate_
 from te_lite.ops.gemm_scaled import gemm_scaled_accumulate_
+from te_lite.ops.transpose import PAD
 
 Layout = Literal["row", "col"]
 # Data with the inner dimension last, and its scale: a Tensor, but None in high precision, which no format's GEMM reads.
@@ -34,6 +35,7 @@ class TensorFormat:
     label: what overlap_report() calls it; empty for high precision.
     gemm: operands multiply natively when their `gemm` agrees, otherwise both are dequantized first; empty: always.
     col_from_row: the col layout can be made from the row layout alone (so one gather serves fprop and wgrad).
+    col_scales: (bytes, rows) of a scale of the col layout, a number wide; rows are 0 where nothing weighs that layout.
     shard_multiple: a gathered tensor multiplies natively where each rank's shard has a multiple of so many rows.
     scales_product: operands multiply as data alone, the product is scaled by tensor, by shard or by row of either.
     q, in methods: a QTensor, which subclasses take as Held.
@@ -42,12 +44,18 @@ class TensorFormat:
     label: ClassVar[str] = ""
     gemm: str = ""
     col_from_row: bool = True
+    col_scales: ClassVar[tuple[float, int]] = 0, 0
     shard_multiple: int = 1
     scales_product: bool = False
 
     def dequantize(self, q: Any, layout: Layout) -> Tensor:
         """v[M, K] in q.dtype, from the data of `layout`, which q holds."""
         raise NotImplementedError
+
+    def col_bytes(self, rows: int, columns: int) -> int:
+        """What the col layout of v[rows, columns] takes, an fp8 byte a number, with its scales."""
+        of_a_scale, its_rows = self.col_scales
+        return int((-(-rows // PAD) * PAD + of_a_scale * -(-rows // its_rows)) * columns)
 
     def multiplies(self, other: TensorFormat) -> bool:
         """True where matmul takes operands of this format and of `other`, in that order."""

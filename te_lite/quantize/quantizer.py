@@ -63,6 +63,11 @@ class Quantizer:
         of `earlier` where format.col_from_row."""
         return self.quantize(source, row=False, col=True)[0]
 
+    def adopts(self, other: Quantizer, q: QTensor) -> bool:
+        """Whether q, which `other` has made just now, serves in place of what quantize() would make of the same values;
+        then what quantize() would note of them is noted."""
+        return self == other
+
     def gives_again(self, x: Quantizer) -> bool:
         """Whether quantize_and_again() is there for what x quantized."""
         return False

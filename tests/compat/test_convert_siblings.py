@@ -1,5 +1,6 @@
 """Converted siblings that read the same x: it is quantized once, with the bits of each for itself."""
 
+import contextlib
 import copy
 import gc
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_lite as te
+from te_lite.functional import recordings
 from te_lite.functional.shared_input import SharedInput
 from te_lite.testing.distributed import device_params
 from te_lite.testing.memory import bytes_kept
@@ -16,7 +18,8 @@ from te_lite.testing.numerics import assert_bitwise_equal
 from tests.compat.test_convert import STATELESS, convert_all
 
 BF16, K, TOKENS = torch.bfloat16, 64, 48
-SHARED = [name for name in STATELESS if name != "rowwise_with_gw_hp"]  # its wgrad reads x unquantized
+RECIPES = (*STATELESS, "delayed")
+SHARED = [name for name in RECIPES if name != "rowwise_with_gw_hp"]  # its wgrad reads x unquantized
 
 
 class Attention(nn.Module):
@@ -34,7 +37,7 @@ class Attention(nn.Module):
 def made(recipe="current", shares=True, device="cpu", model=Attention):
     torch.manual_seed(0)
     module = model().to(device)
-    convert_all(module, recipe)
+    convert_all(module, "current" if recipe == "delayed" else recipe)  # delayed scaling needs an autocast
     if not shares:
         for part in module.modules():
             vars(part).pop("_shared", None)
@@ -63,12 +66,19 @@ def counted(monkeypatch) -> list[tuple]:
     return calls
 
 
-def step(module, x, call=None):
+def step(module, x, call=None, recipe=""):
     x.grad = None
     module.zero_grad(set_to_none=True)
-    y = module(x) if call is None else call(module, x)
+    with te.autocast(recipe="delayed") if recipe == "delayed" else contextlib.nullcontext():
+        y = module(x) if call is None else call(module, x)
     y.square().sum().backward()
     return {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+
+
+def assert_same_states(module, other):
+    for (name, part), one in zip(module.named_modules(), other.modules(), strict=True):
+        if isinstance(part, te.Linear):
+            assert_bitwise_equal(f"state of {name}", part._scales.dump(), one._scales.dump())
 
 
 def known(module):
@@ -76,16 +86,17 @@ def known(module):
 
 
 @pytest.mark.parametrize("device", device_params())
-@pytest.mark.parametrize("recipe", STATELESS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_bits_are_those_of_each_for_itself(recipe, device, counted):
     module, alone = made(recipe, device=device), made(recipe, False, device)
     for seed in range(3):
         counted.clear()
-        want = step(alone, tokens(device, seed))
+        want = step(alone, tokens(device, seed), recipe=recipe)
         assert not counted
-        got = step(module, tokens(device, seed))
+        got = step(module, tokens(device, seed), recipe=recipe)
         for name, value in want.items():
             assert_bitwise_equal(name, got[name], value)
+        assert_same_states(module, alone)
         if device == "cpu":  # on a GPU launches this small are recorded, each linear's for itself
             assert counted == ([(True, True), (), ()] if recipe in SHARED else [])
             assert recipe not in SHARED or known(module) is None, "let go after the last"
@@ -95,6 +106,32 @@ def test_less_is_kept():
     kept = [bytes_kept(made(shares=shares)(tokens())) for shares in (True, False)]
     # Two of three columns, a byte an element, with their scales; and three weights, which an x of its own pays for.
     assert kept[1] - kept[0] == 2 * (2 * TOKENS * K + 4) + 3 * K * K
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_x_pays_for_all_weights_or_none(recipe):
+    """As many tokens as all three have features save as many bytes; blocks' scales are a 32nd of x."""
+    module, kept = made(recipe), []
+    for tokens in (160, 224):
+        x = torch.randn(tokens, K).to(BF16).requires_grad_()
+        kept.append([bytes_kept(part(x)) for part in (module.q_proj, module.k_proj, module.v_proj)])
+        del x
+    slope = 64 * K + (4 * K // 2 if recipe == "blockwise" else 0)  # of one x; 160 and 224 rows have two blocks of 128
+    assert [more - less for less, more in zip(*kept, strict=True)] == [pytest.approx(slope + K * K, abs=512)] * 3
+
+
+@pytest.mark.gpu
+def test_siblings_are_recorded_together(counted, monkeypatch):
+    """Those of few features would be recorded long before the others, and quantize for themselves."""
+    monkeypatch.setattr(recordings, "MOST_FLOPS", 2 * 2 * TOKENS * K * K - 1)
+    module = Attention().to("cuda")
+    module.k_proj = nn.Linear(K, K // 2, bias=False, dtype=BF16, device="cuda")
+    convert_all(module, "current")
+    for _ in range(5):
+        counted.clear()
+        x = tokens("cuda")
+        (module.q_proj(x).sum() + module.k_proj(x).sum() + module.v_proj(x).sum()).backward()
+        assert counted == [(True, True), (), ()]
 
 
 def test_written_to_between_siblings(counted):
@@ -141,11 +178,56 @@ def test_what_is_gone_is_let_go():
     assert known(module) is None
 
 
+def test_delayed_scaling_of_other_tensors(counted):
+    """k and v read another tensor in some steps. What they note is what they would note alone; where their scale is
+    another one, q's serves."""
+    module, alone = made("delayed"), made("delayed", False)
+
+    def call(module, x, memory):
+        q, k, v = module.q_proj(x), module.k_proj(memory), module.v_proj(memory)
+        return module.o_proj(q + k.tanh() * v)
+
+    for seed, crosses in enumerate((True, False, True, False)):
+        counted.clear()
+        for one in (module, alone):
+            x, memory = tokens(seed=seed), 8 * tokens(seed=10 + seed).detach()
+            step(one, x, lambda part, x, memory=memory, crosses=crosses: call(part, x, memory if crosses else x),
+                 "delayed")  # fmt: skip
+        assert counted == [(True, True), *((True, True),) * crosses, *((),) * (2 - crosses)]
+        for name in ("q_proj", "k_proj", "v_proj"):
+            amaxes = [one.get_submodule(name)._scales._live["forward"].history[:, 0] for one in (module, alone)]
+            assert_bitwise_equal(f"amaxes of x of {name}", *amaxes)
+
+
+def test_delayed_scaling_after_a_step(counted):
+    """Between q's call and k's the scales have taken a step: k quantizes by its new one."""
+    module, alone = made("delayed"), made("delayed", False)
+    for _ in range(3):
+        for one in (module, alone):
+            x, outs = tokens(), []
+            for part in (one.q_proj, one.k_proj):
+                with te.autocast(recipe="delayed"):
+                    outs.append(part(x))
+            (outs[0] + outs[1]).sum().backward()
+        assert_same_states(module, alone)
+    assert counted == [(True, True)] * 6
+
+
+def test_delayed_scaling_in_checkpoints(counted):
+    """Each notes its own scales, which the second run takes again."""
+    module, alone = made("delayed"), made("delayed", False)
+    for seed in range(3):
+        want, got = (step(one, tokens(seed=seed), te.checkpoint, "delayed") for one in (alone, module))
+        for name, value in want.items():
+            assert_bitwise_equal(name, got[name], value)
+        assert_same_states(module, alone)
+    assert () not in counted
+
+
 def test_other_recipes_and_types_are_not_shared(counted):
     module, x = made(), tokens().detach()
-    for recipe in ("delayed", "bf16"):
-        with te.autocast(recipe=recipe):
-            module(x)
+    with te.autocast(recipe="bf16"):
+        module(x)
     assert not counted and known(module) is None
     module.q_proj(x)
     with te.autocast(recipe="blockwise"):

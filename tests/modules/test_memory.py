@@ -50,8 +50,8 @@ def kept(kind, activation, recipe, m, cached=False, frozen=False, again=None):
 )
 def test_bytes_per_token_and_per_parameter(kind, activation, again, recipe):
     """Linear in the tokens with the stated slope; the rest is at most 2 bytes a weight (bf16 keeps the
-    weight). Where fp8 saves as many bytes of inputs that are the module's own, weights stay transposed with one scale a
-    tensor, a byte each: the first one first.
+    weight). Where fp8 saves as many bytes of inputs that are the module's own, weights stay transposed with their
+    scales, the first one first; not those with a scale a row.
     """
     few, many = (kept(kind, activation, recipe, m, again=again) for m in (32, 160))
     slope = (many - few) / 128
@@ -60,26 +60,29 @@ def test_bytes_per_token_and_per_parameter(kind, activation, again, recipe):
     weights = WEIGHTS[kind] * (1.5 if activation == "swiglu" else 1)
     unquantized = recipe in ("bf16", "rowwise_with_gw_hp")  # the latter's weight gradients read bf16
     kept_fp8 = K + FFN if kind == LN_MLP else K
-    scales = kept_fp8 / 32 if recipe in ("mxfp8", "blockwise") else 0  # a byte for 32 values, four for 128
+    in_blocks = recipe in ("mxfp8", "blockwise")
+    scales = kept_fp8 / 32 if in_blocks else 0  # a byte for 32 values, four for 128
     assert slope <= PER_TOKEN[kind, activation][not unquantized] + scales - FFN * computed
     a_scale_a_column = 4 * kept_fp8 if recipe == "rowwise" else 0
     assert rest <= 2 * weights + SMALL + a_scale_a_column
     first = {LINEAR: N * K, LN_LINEAR: N * K, LN_MLP: FFN * K * (2 if activation == "swiglu" else 1)}[kind]
     second = FFN * K if kind == LN_MLP else 0
     room = {LINEAR: K, LN_LINEAR: K, LN_MLP: K + FFN * (not computed)}[kind]  # a token
+    scale = {"mxfp8": 1 / 32, "blockwise": 4 / 128**2}.get(recipe, 0)  # a byte of the weight
     for stays in (first, first + second):
-        m = stays // room if room else 640
-        m += -m % 16
+        m = math.ceil(stays * (1 + scale) / (room - scales))
+        m += -m % (128 if in_blocks else 16)
         transposed = kept(kind, activation, recipe, m, again=again) - rest - m * slope
-        assert abs(transposed - (stays if recipe in ("delayed", "current") else 0)) <= SMALL  # scales
+        assert abs(transposed - stays * (1 + scale) * (recipe in ("delayed", "current") or in_blocks)) <= SMALL
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "mxfp8"])
 def test_a_second_weight_may_fit_where_the_first_does_not(recipe):
-    """What 256 tokens save, 1,024 bytes each, pays for fc2's 196,608 and not for fc1's 393,216."""
-    few, less, more = (kept(LN_MLP, "swiglu", recipe, m, again=False) for m in (64, 128, 256))
-    slope = (less - few) / 64
-    assert abs(more - (few + 192 * slope) - K * FFN) <= SMALL
+    """What 256 tokens save, 1,024 bytes each or 992 with scales, pays for fc2's 196,608 and not for fc1's 393,216."""
+    few, less, more = (kept(LN_MLP, "swiglu", recipe, m, again=False) for m in (32, 160, 256))
+    slope = (less - few) / 128
+    scales = K * FFN / 32 if recipe == "mxfp8" else 0
+    assert abs(more - (few + 224 * slope) - K * FFN - scales) <= SMALL
 
 
 @pytest.mark.parametrize("m", [1, 7, 64, 1024])
@@ -97,7 +100,7 @@ def bf16_weights(role: Role) -> Current | None:
 
 
 @pytest.mark.parametrize("setting", ["weight", "fc1_weight", "fc2_weight", "returned", "amp", "bf16 weights", "padded"])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("kind", [LN_LINEAR, LN_MLP])
 def test_nor_does_it_where_transposed_weights_may_stay(kind, recipe, setting):
     """With many tokens: a frozen weight, whose input is not kept; norm(x) returned, so that it is the caller's too;
@@ -121,7 +124,8 @@ def test_nor_does_it_where_transposed_weights_may_stay(kind, recipe, setting):
         found.append(bytes_kept(out[0] if setting == "returned" else out))
     assert found[1] <= found[0] + 64
     if setting == "returned" and kind == LN_LINEAR:  # nothing is saved of it, so nothing stays for that
-        assert found[1] <= m * (3 * K + 8) + 2 * N * K + SMALL
+        scales = K / 32 if recipe in ("blockwise", "mxfp8") else 0
+        assert found[1] <= m * (3 * K + scales + 8) + 2 * N * K + SMALL
 
 
 def table(title):
