@@ -17,7 +17,7 @@ grouped_modules.json:
     steps      forward and backward of te.scaled_grouped_mm by recipe, of torch._grouped_mm in bf16 (over_torch: its GPU
                time over te_lite's, median over rounds), of torchao's rowwise one
     modules    the same of te.GroupedLinear, with gradients added to fp32 main_grad: weights quantized in every step or
-               cached; "first": both their layouts in every step, as Transformer Engine does (is_first_microbatch=True);
+               cached, or quantized and kept ("first", as Megatron calls a first micro-batch: is_first_microbatch=True);
                of torch._grouped_mm and an addition; of Transformer Engine's (over_te: te_lite's time over its)
 
 A product that errs by more than MAX_ERROR of its largest value fails the run, as does a candidate that raises.
@@ -211,9 +211,7 @@ def module_rows(data: Data, run: argparse.Namespace) -> list[dict]:
             for kind, given in splits:
                 ways: dict[str, bool | None] = {"": None}
                 if recipe != "bf16":
-                    ways[" cached"] = False
-                    if (library, kind) == ("te_lite", "list"):
-                        ways[" first"] = True
+                    ways |= {" cached": False, " first": True} if kind == "list" else {" cached": False}
                 for way, first in ways.items():
                     work[f"{library} {kind}{way}"] = partial(ModuleStep, te, context, data, given, first)
         rows += _module_case(recipe, work, data, run)
@@ -232,7 +230,7 @@ def _module_case(recipe: str, work: dict[str, Callable[[], Any]], data: Data, ru
     for name, timing in timings.items():
         found = row("modules", data.problem.name, recipe, timing)
         found["tflops"] = bench.tflops(3 * data.problem.flops, timing.gpu_us)
-        other = f"te list{' cached' if 'cached' in name else ''}"
+        other = " ".join(["te list", *name.split()[2:]])
         found["over_te"] = ratio(samples, name, other) if name.startswith("te_lite") else None
         found["over_torch"] = ratio(samples, "torch", name) if name != "torch" else None
         rows.append(found)

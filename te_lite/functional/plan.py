@@ -168,6 +168,7 @@ class LinearPlan:
     fused: what of fprop's and dgrad's product a kernel computes where no tokens are gathered; None: nothing.
     compiled: in a graph of torch.compile, which serves any number of tokens.
     weight: (N, K) of what may stay from forward to backward: its weight, or those of all that share x; None: nothing.
+    caches: whether is_first_microbatch keeps anything of the weight; None: where it is quantized for fprop.
     info: for the report, None where it shows no row. The rest follows from these.
     """
 
@@ -175,7 +176,7 @@ class LinearPlan:
         self, operands: GemmOperands, parallel: LocalGemms, sink: WgradSink, dtype: torch.dtype,
         keep_original: bool = False, info: PlanInfo | None = None, before: LinearPlan | None = None,
         recompute: Recompute = Recompute.NOWHERE, compiled: bool = False, fused: FusedProducts | None = None,
-        weight: tuple[int, int] | None = None,
+        weight: tuple[int, int] | None = None, caches: bool | None = None,
     ) -> None:  # fmt: skip
         self.operands, self.parallel, self.sink, self.dtype = operands, parallel, sink, dtype
         self.keep_original, self.info, self.compiled = keep_original, info, compiled
@@ -183,7 +184,7 @@ class LinearPlan:
         fprop, dgrad, wgrad = operands.fprop, operands.dgrad, operands.wgrad
         self.x_is_wgrads = wgrad.b is fprop.a  # fprop and wgrad read the same quantized x
         self.dy_is_wgrads = wgrad.a is dgrad.a  # dgrad and wgrad read the same quantized dy
-        self.quantizes = bool(fprop.b.format.label)  # the weight, for fprop
+        self.caches = bool(fprop.b.format.label) if caches is None else caches
         self.w_is_dgrads = dgrad.b is fprop.b  # fprop and dgrad read the same quantized weight
         self.gathers_x, self.gathers_dy = tp.gathers_input, tp.gathers_grad
         # x is kept by row: the shard of this rank, which backward gathers again.

@@ -19,6 +19,7 @@ class _Known(NamedTuple):
     rule: tuple[Any, ...]  # all that the quantized tensor follows from beside x and the quantizer
     quantizer: Quantizer
     q: QTensor
+    noted: Any  # Quantizer.quantize_for_all's
     readers: set[int]
 
 
@@ -42,15 +43,16 @@ class SharedInput:
         if x.is_inference():  # whether it was written to is not known
             return quantizer.quantize(source, row=True, col=col)[0]
         stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-        known, rule = self._known, (x._version, source.x.dtype, stream, capturing())
+        lies = x._version, x.shape, x.untyped_storage()._cdata
+        known, rule = self._known, (lies, source.x.dtype, stream, capturing())
         if known is not None and known.x() is x and known.rule == rule and reader not in known.readers:
-            if (known.q.col is not None or not col) and quantizer.adopts(known.quantizer, known.q):
+            if (known.q.col is not None or not col) and quantizer.adopts(known.quantizer, known.q, known.noted):
                 known.readers.add(reader)
                 if len(known.readers) == len(self.features):
                     self._known = None
                 return known.q
-        q, _ = quantizer.quantize(source, row=True, col=col)
-        self._known = _Known(ref(x, self._forget), rule, quantizer, q, {reader})
+        q, noted = quantizer.quantize_for_all(source, col)
+        self._known = _Known(ref(x, self._forget), rule, quantizer, q, noted, {reader})
         return q
 
     def _forget(self, x: ref[Tensor]) -> None:

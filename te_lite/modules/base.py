@@ -241,10 +241,12 @@ class TeLiteModule(SpecModule):
         if residual is not None:
             checks.check_residual(residual, inp, last, plans)
         cached, first = self._uncached, None if OPEN.graphs else first
+        if first is not None:
+            first = first if first.__class__ is bool else flag(type(self).__name__, "is_first_microbatch", first)
+            first = first if plans[0].caches or plans[-1].caches else None
         if self._quantized:
             cached = tuple([parameter_operand(w, plan.operands, grad) for w, plan in zip(weights, plans, strict=True)])
         elif first is not None:
-            first = flag(type(self).__name__, "is_first_microbatch", first)
             # A recomputed call takes what its first run took, whatever has become of the caches since.
             cached = replay.recall((id(self), "weights"), lambda: self._cached_weights(first, weights, parts, plans))
         elif self._caching:
@@ -280,11 +282,7 @@ class TeLiteModule(SpecModule):
     ) -> tuple[Any, ...]:
         made_of = parts or weights[:1], *[(w,) for w in weights[1:]]
         each = zip(self._caches, weights, made_of, plans, strict=True)
-        # Not quantized, a weight is read as it is, or joined of its parts in each call: only a cast is worth keeping.
-        return tuple([
-            cache.get(first, w, of, plan.operands) if plan.quantizes or not (of[1:] or w.dtype == plan.dtype) else None
-            for cache, w, of, plan in each
-        ])  # fmt: skip
+        return tuple([cache.get(first, w, of, p.operands) if p.caches else None for cache, w, of, p in each])
 
     def _claims_first(self, one_pass: Any, recomputes: bool, inp: Tensor, weights: tuple[Tensor, ...]) -> bool:
         """True when this module's backward will be the last of the pass (a Pass with pools), so that it takes the

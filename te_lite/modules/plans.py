@@ -122,6 +122,8 @@ def _build_plan(
         operands, parallel_linear(tp, exchanges), module._sinks[index], dtype, module.save_original_input, info, before,
         module._recompute, fused=fused_products(operands, dtype, device),
         weight=(sum(shared[0].features) if shared else shape[1], shape[0]),
+        # Read as it is, or joined of its parts in each call, it is not worth keeping: a cast is.
+        caches=True if weight.dtype != dtype and len(module._linear_names()[index][0]) == 1 else None,
     )  # fmt: skip
     plan.shared = shared
     return plan

@@ -199,10 +199,20 @@ class Delayed(PerTensor):
         scale, amax_out = self.state.take(self.slot)  # as quantize_and_again, with one call less
         return per_tensor_cast(self.format, source, row, col, bias_grad, scale, None, amax_out)[:2]
 
-    def adopts(self, other: Quantizer, q: QTensor) -> bool:
-        """By the scale of `other`: where both have always read the same tensors, their scales are equal. Not where a
-        step was taken since, beside checkpointed calls, which note each scale, and for CUDA graphs, which hold each
-        state alone."""
+    def quantize_for_all(self, source: Source, col: bool) -> tuple[QTensor, Any]:
+        """With the amax of these values alone: in the state are those of earlier ones too."""
+        scale, amax_out = self.state.take(self.slot)
+        if amax_out is None:  # a checkpointed call that is computed again, which adopts nothing
+            return per_tensor_cast(self.format, source, True, col, None, scale)[0], None
+        amax = torch.zeros_like(amax_out)
+        q = per_tensor_cast(self.format, source, True, col, None, scale, None, amax)[0]
+        torch.maximum(amax_out, amax, out=amax_out)
+        return q, amax
+
+    def adopts(self, other: Quantizer, q: QTensor, noted: Any) -> bool:
+        """By the scale of `other`: where both have always read the same tensors, on all ranks that share amaxes, their
+        scales are equal. Not where a step was taken since, beside checkpointed calls, which note each scale, and for
+        CUDA graphs, which hold each state alone."""
         if type(other) is not Delayed or self.format != other.format or capturing() or replay.OPEN.frames:
             return False
         mine, theirs, seed = self.state, other.state, q.seed
@@ -211,7 +221,7 @@ class Delayed(PerTensor):
         if seed.untyped_storage()._cdata != theirs.scale.untyped_storage()._cdata:
             return False
         amax: Any = mine.amax_at(self.slot)
-        torch.maximum(amax, theirs.history[0, other.slot : other.slot + 1], out=amax)
+        torch.maximum(amax, noted, out=amax)
         return True
 
     def norm_rows(self, x: Tensor, *formula: *Formula) -> tuple[QTensor, Tensor | None, Tensor] | None:

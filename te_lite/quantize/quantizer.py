@@ -63,9 +63,13 @@ class Quantizer:
         of `earlier` where format.col_from_row."""
         return self.quantize(source, row=False, col=True)[0]
 
-    def adopts(self, other: Quantizer, q: QTensor) -> bool:
-        """Whether q, which `other` has made just now, serves in place of what quantize() would make of the same values;
-        then what quantize() would note of them is noted."""
+    def quantize_for_all(self, source: Source, col: bool) -> tuple[QTensor, Any]:
+        """(quantize() by row and where `col` by column; what adopts() of others takes with it)."""
+        return self.quantize(source, row=True, col=col)[0], None
+
+    def adopts(self, other: Quantizer, q: QTensor, noted: Any) -> bool:
+        """Whether what `other` has made just now by quantize_for_all() serves in place of what quantize() would make of
+        the same values; then what quantize() would note of them is noted."""
         return self == other
 
     def gives_again(self, x: Quantizer) -> bool:

@@ -199,6 +199,26 @@ def test_delayed_scaling_of_other_tensors(counted):
             assert_bitwise_equal(f"amaxes of x of {name}", *amaxes)
 
 
+def test_an_amax_is_noted_of_what_a_layer_has_read_alone(counted):
+    """q has read a larger tensor before, and evaluated one, in the same step. k and v have not."""
+    module, alone = made("delayed"), made("delayed", False)
+    for one in (module, alone):
+        with torch.no_grad(), te.autocast(recipe="delayed"):
+            one.q_proj(512 * tokens(seed=1))
+        with te.autocast(recipe="delayed"):
+            one.q_proj(64 * tokens(seed=2).detach())
+            one(tokens())
+    assert_same_states(module, alone)
+    assert () in counted
+
+
+def test_other_memory_behind_the_same_tensor():
+    module, x = made(), tokens().detach()
+    module.q_proj(x)
+    x.data = tokens(seed=1).detach()[:1]
+    assert_bitwise_equal("k", module.k_proj(x), made(shares=False).k_proj(x))
+
+
 def test_delayed_scaling_after_a_step(counted):
     """Between q's call and k's the scales have taken a step: k quantizes by its new one."""
     module, alone = made("delayed"), made("delayed", False)
