@@ -216,7 +216,7 @@ class Delayed(PerTensor):
         if type(other) is not Delayed or self.format != other.format or capturing() or replay.OPEN.frames:
             return False
         mine, theirs, seed = self.state, other.state, q.seed
-        if mine.pool is not theirs.pool or mine.pool.fixed or seed is None:
+        if mine.pool is not theirs.pool or mine.pool.fixed or seed is None or noted is None:
             return False
         if seed.untyped_storage()._cdata != theirs.scale.untyped_storage()._cdata:
             return False
