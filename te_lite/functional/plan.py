@@ -247,9 +247,9 @@ class LinearPlan:
         return "" if self._fused is None else self._fused[grad](want, rows, n, k)
 
     def bytes_saved(self, tokens: int, features: int) -> int:
-        """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits."""
+        """By keeping an input of the module's own, where it is kept, in fp8 and not in 16 bits; 0 where compiled."""
         format = self.operands.wgrad.b.format
-        weighed = format.col_scales[1] and not self.keep_original
+        weighed = format.col_scales[1] and not (self.keep_original or self.compiled)
         return max(0, 2 * tokens * features - format.col_bytes(tokens, features)) if weighed else 0
 
 
