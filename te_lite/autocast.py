@@ -129,11 +129,7 @@ class autocast(ContextDecorator):
             return open_autocast(self)
         state, stack = None, OPEN.stack
         if self.enabled or self.calibrating:
-            one_pass = None
-            for outer in reversed(stack):
-                if outer.state is not None:
-                    one_pass = outer.state.one_pass
-                    break
+            one_pass = next((outer.state.one_pass for outer in reversed(stack) if outer.state is not None), None)
             begins = one_pass is None
             if one_pass is None:
                 # A recomputed call, perhaps on autograd's thread, goes on with the pools of its first run.

@@ -84,17 +84,10 @@ def collective(what: str, tensor: Tensor, group: dist.ProcessGroup, run: Callabl
         for ranks, one in watches.items():
             if set(ranks).issubset(members):
                 one.meet(text)
-        compare(text, group, tensor.device)
-    if not tensor.numel():
-        return
-    try:
-        if OPEN.recorder is None:
-            run(*given)
-        else:
-            OPEN.recorder.call(partial(_watched, run), given)
-    except RuntimeError:
-        _name_failed()
-        raise
+        if tuple(members) not in watches:  # which has compared them where they meet
+            compare(text, group, tensor.device)
+    if tensor.numel():
+        called(partial(_watched, run), *given)
 
 
 def _watched(run: Callable[..., Any], *given: Tensor) -> None:

@@ -81,9 +81,9 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """softmax(scale * q @ k^T + bias, over the keys that are seen) @ v, [B, H, S_q, D_v].
 
-    q [B, H, S_q, D], k [B, G, S_kv, D], v [B, G, S_kv, D_v], H a multiple of G. q_pad, k_pad: bool [B, S], True where
-    there is padding. hidden: bool, broadcast to [B, H, S_q, S_kv], True where a key is not seen. A query that is
-    padding or sees no key gives 0, and no gradient.
+    q [B, H, S_q, D], k [B, G, S_kv, D], v [B, G, S_kv, D_v], H a multiple of G. q_pad, k_pad: both or none, bool
+    [B, S], True where there is padding. hidden, in place of them: bool, broadcast to [B, H, S_q, S_kv], True where a
+    key is not seen. A query that is padding or sees no key gives 0, and no gradient.
     """
     sizes = q.shape[-2], k.shape[-2]
     causal = mask.is_causal(*sizes) and q_pad is None and hidden is None and bias is None
@@ -92,12 +92,10 @@ def attend(
         counts: tuple[Any, Any] = sizes
         if q_pad is not None and k_pad is not None:
             counts = (~q_pad).sum(-1)[:, None, None, None], (~k_pad).sum(-1)[:, None, None, None]
+            hidden = q_pad[:, None, :, None] | k_pad[:, None, None]
         seen = mask.seen(*counts, q.device, sizes)
-        of_keys = None if k_pad is None else k_pad[:, None, None]
-        of_queries = None if q_pad is None else q_pad[:, None, :, None]
-        for hides in (hidden, of_keys, of_queries):
-            if hides is not None:
-                seen = ~hides if seen is None else seen & ~hides
+        if hidden is not None:
+            seen = ~hidden if seen is None else seen & ~hidden
     if seen is None and bias is None:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -127,13 +125,11 @@ def attend_packed(
     """attend() of each sequence of q [T, H, D], k and v [T, G, D] by itself: [T, H, D_v], 0 between sequences."""
     pieces, end = [], 0
     for q_begin, q_count, k_begin, k_count in zip(*q_lengths, *k_lengths, strict=True):
-        parts = (q, q_begin, q_count), (k, k_begin, k_count), (v, k_begin, k_count)
-        own_q, own_k, own_v = (t[begin : begin + count].transpose(0, 1)[None] for t, begin, count in parts)
-        pieces.append(q.new_zeros(q_begin - end, q.shape[1], v.shape[2]))
-        if k_count:
+        if k_count:  # else its queries give 0, as what lies between sequences
+            parts = (q, q_begin, q_count), (k, k_begin, k_count), (v, k_begin, k_count)
+            own_q, own_k, own_v = (t[begin : begin + count].transpose(0, 1)[None] for t, begin, count in parts)
+            pieces.append(q.new_zeros(q_begin - end, q.shape[1], v.shape[2]))
             pieces.append(attend(own_q, own_k, own_v, mask, scale, dropout)[0].transpose(0, 1))
-        else:
-            pieces.append(q.new_zeros(q_count, q.shape[1], v.shape[2]))
-        end = q_begin + q_count
+            end = q_begin + q_count
     pieces.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))
     return torch.cat(pieces)

@@ -7,7 +7,7 @@ closing a pass of delayed scaling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_not
@@ -18,22 +18,15 @@ from torch import Tensor
 
 from te_lite.functional.plan import LinearPlan
 from te_lite.functional.recordings import Flattened
-from te_lite.functional.saved import (
-    Item,
-    backward_method,
-    check_parts,
-    flatten,
-    kept_parts,
-    parts_joined,
-    unflatten,
-    without_amp,
-)
+from te_lite.functional.saved import Item, backward_method, flatten, not_before, unflatten, without_amp
 from te_lite.ops.source import Source, plain
 from te_lite.overlap.epilogues import GemmInput
 from te_lite.quantize.delayed import Pools
 from te_lite.quantize.qtensor import QTensor
 from te_lite.quantize.quantizer import Quantizer
 from te_lite.quantize.tensor import QuantizedTensor
+
+_aliases: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -58,6 +51,44 @@ class Call:
     parts: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
     note: Any = None
+
+    def kept_parts(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """(what is kept in place of `tensors` where the weight was joined of parts; for parts_joined()).
+
+        A weight that is a copy of its parts is not kept, but they are: FSDP frees them meanwhile. `weights` then has
+        the first of them.
+        """
+        whole = self.weights[0]
+        if _aliases(whole, self.parts[0]):
+            return tensors, []
+        at = [i for i, t in enumerate(tensors) if t.shape == whole.shape and _aliases(t, whole)]
+        self.weights = self.parts[0], *self.weights[1:]  # of which backward asks the dtype and the columns alone
+        others = [t for i, t in enumerate(tensors) if i not in at]
+        return [*others, *(self.parts if at else ())], at
+
+    def check_parts(self, needs: Iterable[bool]) -> None:
+        """RuntimeError where a part of a split weight was written to since forward. needs: whether dx, whether dw.
+
+        Autograd checks the versions of what it saved. But a joined weight has a version of its own, which does not
+        change when its parts are written to. To be called before anything that was saved is read.
+        """
+        if any(needs) and self.versions and tuple([part._version for part in self.parts]) != self.versions:
+            raise RuntimeError(
+                "a split weight was written to between forward and backward, which still needed it; run backward "
+                "before the optimizer's step"
+            )
+
+    def parts_joined(self, saved: Sequence[Tensor], at: list[int], dy: Tensor) -> Sequence[Tensor]:
+        """The tensors that kept_parts() was given, from what it gave: the parts are joined again."""
+        if not at:
+            return saved
+        tensors, parts = list(saved[: -len(self.parts)]), saved[-len(self.parts) :]
+        if self.plans[0].compiled and dy.numel():
+            parts = [not_before(dy[(0,) * dy.dim()], part) for part in parts]
+        whole = torch.cat(tuple(parts))
+        for i in at:
+            tensors.insert(i, whole)
+        return tensors
 
 
 PLAIN = (Tensor, torch.nn.Parameter)  # what is read without asking for its class
@@ -176,7 +207,7 @@ class LayerFunction(torch.autograd.Function):
         if call.grad:
             kept, copies = tensors[outputs:], list[int]()
             if call.parts:
-                kept, copies = kept_parts(call, kept)
+                kept, copies = call.kept_parts(kept)
             ctx.save_for_backward(*kept)
             ctx.kept = layer, call, needs, shape, specs, spec_id, copies
         return tensors[0] if outputs == 1 else tuple(tensors[:2])
@@ -189,8 +220,8 @@ class LayerFunction(torch.autograd.Function):
         # 1. What forward kept.
         layer, call, needs, x_shape, specs, spec_id, copies = ctx.kept
         if call.parts:
-            check_parts(call, needs[:2])  # before saved_tensors, whose own check may miss them
-        saved = parts_joined(call, ctx.saved_tensors, copies, dy) if call.parts else ctx.saved_tensors
+            call.check_parts(needs[:2])  # before saved_tensors, whose own check may miss them
+        saved = call.parts_joined(ctx.saved_tensors, copies, dy) if call.parts else ctx.saved_tensors
         plans, recordings, answers = call.plans, call.plans[0].recordings, call.plans[0].sink.answers
 
         # 2. Recorded launches are issued, where there are any: try_replay() says what `key` and `found` mean. `inputs`

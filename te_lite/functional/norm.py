@@ -109,10 +109,10 @@ class NormFunction(torch.autograd.Function):
     """The norm alone: y[..., K] = norm(x[..., K])."""
 
     @forward_method
-    def forward(ctx: Any, spec: NormSpec, grad: bool, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    def forward(ctx: Any, spec: NormSpec, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
         flat = as_matrix(x, x.dtype)
         y, mean, rstd = norm_forward(flat, gamma, beta, spec.eps, spec.rms, spec.zero_centered)
-        if grad:
+        if ctx is not None:
             ctx.save_for_backward(flat, mean, rstd, gamma)
             ctx.spec, ctx.shape = spec, x.shape
         return as_output(y, x.shape)
@@ -121,4 +121,4 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, gamma = ctx.saved_tensors
         dx, dgamma, dbeta = norm_backward(as_matrix(dy, x.dtype), x, mean, rstd, gamma, ctx.spec.zero_centered)
-        return None, None, dx.view(ctx.shape), dgamma, dbeta
+        return None, dx.view(ctx.shape), dgamma, dbeta

@@ -5,7 +5,7 @@ It goes through autograd's save_for_backward, so that saved-tensor hooks, checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -50,8 +50,6 @@ def backward_method(method: Callable) -> Any:
 
     return staticmethod(run)
 
-
-_aliases: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 Item = QTensor | Tensor | None
 # For each item what is left of it without its tensors. None: nothing, for the item is None. (): nothing, for it is one
@@ -108,45 +106,7 @@ def unflatten(specs: Specs, saved: Iterable[Tensor]) -> tuple[list[Any], list[Te
     return items, tensors
 
 
-def kept_parts(call: Any, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """(what is kept in place of `tensors` where the weight was joined of parts; for parts_joined()). A weight that is a
-    copy of its parts is not kept, but they are: FSDP frees them meanwhile. call.weights then has the first of them."""
-    whole = call.weights[0]
-    if _aliases(whole, call.parts[0]):
-        return tensors, []
-    at = [i for i, t in enumerate(tensors) if t.shape == whole.shape and _aliases(t, whole)]
-    call.weights = call.parts[0], *call.weights[1:]  # of which backward asks the dtype and the columns alone
-    others = [t for i, t in enumerate(tensors) if i not in at]
-    return [*others, *(call.parts if at else ())], at
-
-
-def check_parts(call: Any, needs: Iterable[bool]) -> None:
-    """RuntimeError where a part of a split weight was written to since forward. needs: whether dx, whether dw.
-
-    Autograd checks the versions of what it saved. But a joined weight has a version of its own, which does not change
-    when its parts are written to. To be called before anything that was saved is read.
-    """
-    if any(needs) and call.versions and tuple([part._version for part in call.parts]) != call.versions:
-        raise RuntimeError(
-            "a split weight was written to between forward and backward, which still needed it; run backward before "
-            "the optimizer's step"
-        )
-
-
 def not_before(event: Tensor, t: Tensor) -> Tensor:
     """t itself, of which a compiled graph cannot use anything before `event` is there, one element of what follows from
     dy. A compiler would compute what does not follow from dy in forward, and keep it."""
     return torch.where(event > 0.0, t, t)
-
-
-def parts_joined(call: Any, saved: Sequence[Tensor], at: list[int], dy: Tensor) -> Sequence[Tensor]:
-    """The tensors that kept_parts() was given, from what it gave: the parts are joined again."""
-    if not at:
-        return saved
-    tensors, parts = list(saved[: -len(call.parts)]), saved[-len(call.parts) :]
-    if call.plans[0].compiled and dy.numel():
-        parts = [not_before(dy[(0,) * dy.dim()], part) for part in parts]
-    whole = torch.cat(tuple(parts))
-    for i in at:
-        tensors.insert(i, whole)
-    return tensors

@@ -135,7 +135,7 @@ class DotProductAttention(StatelessModule):
             q, k, v = (t.permute((1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)) for t in tensors)
             pads = self._pads(mask, attention_mask, cu_seqlens_q, cu_seqlens_kv, q, k)
             args = (q, k, v, mask, self.softmax_scale, dropout, *pads, bias)
-        with self._fork() if dropout else contextlib.nullcontext():
+        with self._rng_tracker().fork() if dropout and self._rng_tracker is not None else contextlib.nullcontext():
             if flag("DotProductAttention", "checkpoint_core_attention", checkpoint_core_attention):
                 out = checkpoint(run, *args, use_reentrant=False, get_rng_state_tracker=self._rng_tracker)
             else:
@@ -153,9 +153,6 @@ class DotProductAttention(StatelessModule):
                 f"{', '.join(kinds)}, the last two with a tensor"
             )
         return bias * self.softmax_scale if bias is not None and kind == "pre_scale_bias" else bias
-
-    def _fork(self) -> Any:
-        return contextlib.nullcontext() if self._rng_tracker is None else self._rng_tracker().fork()
 
     def _check(self, tensors: tuple[Tensor, ...], layout: str) -> None:
         """Shapes and dtypes agree with the constructor and each other."""

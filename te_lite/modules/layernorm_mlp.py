@@ -90,12 +90,11 @@ class LayerNormMLP(TeLiteModule):
         super().__init__(given, modes, ("fc1", "fc2"), ("hidden_size", "ffn_hidden_size"))
         self.activation, self.activation_params, self._act = activation, activation_params, act
         self.checkpoint = checkpoint
-        asked = flag("LayerNormMLP", "recompute_activation", recompute_activation)
-        self.recompute_activation = None if recompute_activation is None else asked
+        self.recompute_activation = None if recompute_activation is None else bool(recompute_activation)
         cheap = recomputation_cost(hidden_size, act.glu) <= MOST_COST
         self._recompute = Recompute.ELSE_APART if cheap else Recompute.ONE_READ
         if recompute_activation is not None:
-            self._recompute = Recompute.ALWAYS if asked else Recompute.NOWHERE
+            self._recompute = Recompute.ALWAYS if recompute_activation else Recompute.NOWHERE
         self.hidden_size = hidden_size
         wide = ffn_hidden_size * (2 if act.glu else 1)
         if set_parallel_mode and ffn_hidden_size % self.tp_size:

@@ -16,7 +16,7 @@ from te_lite.modules.base import TeLiteModule
 from te_lite.modules.checks import check_construction
 from te_lite.modules.layernorm_linear import LayerNormLinear
 from te_lite.modules.linear import Linear
-from te_lite.modules.norm import LayerNorm, RMSNorm
+from te_lite.modules.norm import NORMS
 from te_lite.modules.rope import apply_rotary_pos_emb
 from te_lite.modules.weights import Init, StatelessModule
 from te_lite.overlap.userbuffers import UB_FLAGS
@@ -28,6 +28,11 @@ SHARED = (
     "fuse_wgrad_accumulation", "tp_group", "tp_size", "get_rng_state_tracker", "sequence_parallel", "params_dtype",
     "device", "bias", "delay_wgrad_compute", "sequence_dim",
 )  # fmt: skip  # arguments of all linears
+
+
+def part_name(name: str | None, part: str) -> str:
+    """The name of what a module of this name holds as `part`."""
+    return f"{name}.{part}" if name else part
 
 
 class Composed(nn.Module):
@@ -140,17 +145,15 @@ class MultiheadAttention(Composed):
             self.q_norm, self.k_norm = self._qk_norms(given, set_parallel_mode and size > 1)
         self._add_linears(given, self.kv_channels * num_attention_heads, self.kv_channels * groups)
 
-    def _qk_norms(self, given: Mapping[str, Any], partial_grads: bool) -> tuple[nn.Module, nn.Module]:
-        kind, eps, kinds = given["qk_norm_type"], given["qk_norm_eps"], {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+    def _qk_norms(self, given: Mapping[str, Any], partial_grads: bool) -> list[nn.Module]:
+        kind, eps, known = given["qk_norm_type"], given["qk_norm_eps"], ("RMSNorm", "LayerNorm", "L2Normalization")
         if kind == "L2Normalization":
-            return (L2Norm(eps),) * 2
-        if kind not in kinds:
-            known = (*kinds, "L2Normalization")
+            return [L2Norm(eps)] * 2
+        if kind not in known:
             near = remedy("qk_norm_type", kind, known)
             raise ValueError(f"MultiheadAttention(qk_norm_type={kind!r}): must be one of {known} or None; {near}")
         options = {"params_dtype": given["params_dtype"], "device": given["device"]}
-        made = [kinds[kind](self.kv_channels, eps, partial_grads, **options) for _ in range(2)]
-        return made[0], made[1]
+        return [NORMS[kind](self.kv_channels, eps, partial_grads, **options) for _ in range(2)]
 
     def _add_linears(self, given: Mapping[str, Any], q: int, kv: int) -> None:
         """given: the constructor's arguments. q, kv: features of the queries, and of the keys or values."""
@@ -165,8 +168,7 @@ class MultiheadAttention(Composed):
         def add(attribute: str, parts: dict[str, int], normed: bool, splits: bool = split) -> None:
             kind: Any = LayerNormLinear if normed else Linear
             options = column | (norm if normed else {}) | {"parameters_split": parts if splits else None}
-            full = f"{name}.{attribute}" if name else attribute
-            self.add_module(attribute, kind(hidden, sum(parts.values()), name=full, **options))
+            self.add_module(attribute, kind(hidden, sum(parts.values()), name=part_name(name, attribute), **options))
 
         normed = self.input_layernorm
         if self.attention_type == "self":
@@ -179,7 +181,7 @@ class MultiheadAttention(Composed):
         self.proj = Linear(
             q, hidden, init_method=given["output_layer_init_method"], return_bias=self.return_bias,
             parallel_mode=modes[1], ub_overlap_rs=given["ub_overlap_rs"], ub_overlap_ag=given["ub_overlap_ag"],
-            ub_name="proj", name=f"{name}.proj" if name else "proj", **common,
+            ub_name="proj", name=part_name(name, "proj"), **common,
         )  # fmt: skip
 
     def forward(

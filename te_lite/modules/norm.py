@@ -16,13 +16,11 @@ from te_lite.modules.checks import amp_dtype, check_dtype
 from te_lite.modules.weights import ParamSpec, StatelessModule, check_param, default_device
 from te_lite.ops.source import DTYPES
 
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-
 
 def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
-    if normalization not in NORMALIZATIONS:
-        near = remedy("normalization", normalization, NORMALIZATIONS)
-        raise ValueError(f"normalization={normalization!r}: must be one of {NORMALIZATIONS}; {near}")
+    if normalization not in tuple(NORMS):  # whatever was given, also what has no hash
+        near = remedy("normalization", normalization, NORMS)
+        raise ValueError(f"normalization={normalization!r}: must be one of {tuple(NORMS)}; {near}")
     if not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps={eps!r}: must be finite and >= 0; 1e-5 is usual")
     return NormSpec(float(eps), normalization == "RMSNorm", bool(zero_centered_gamma))
@@ -100,11 +98,10 @@ class _Norm(StatelessModule):
                 check_param(owner, self._specs[name], name, param, inp.device, True)
         amp = amp_dtype(inp)
         x = inp if amp is None else inp.to(amp)
-        grad = torch.is_grad_enabled()
         if len(last) > 1:
             params = params[0].flatten(), None if params[1] is None else params[1].flatten()
-        args = (self._spec, grad, x.flatten(-len(last)), *params)
-        y = NormFunction.apply(*args) if grad else NormFunction.forward(None, *args)
+        args = (self._spec, x.flatten(-len(last)), *params)
+        y = NormFunction.apply(*args) if torch.is_grad_enabled() else NormFunction.forward(None, *args)
         return y if len(last) == 1 else unsafe_view(y, inp.shape)
 
     def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
@@ -131,3 +128,6 @@ class RMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimensions (Zhang and Sennrich, arXiv 1910.07467)."""
 
     normalization = "RMSNorm"
+
+
+NORMS: dict[str, type[_Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

@@ -114,12 +114,10 @@ def apply_rotary_pos_emb(
     batch = 1 if tensor_format == "thd" else t.shape[tensor_format == "sbhd"]
     if freqs.dim() != 4 or freqs.shape[2] != 1 or freqs.shape[1] not in (1, batch):
         raise ValueError(f"freqs {tuple(freqs.shape)}: must be [positions, 1 or {batch}, 1, channels]; reshape it")
-    if freqs.shape[1] == 1:
-        angles = freqs.float()[:, 0, 0][positions]
-    else:
-        own = torch.arange(batch, device=t.device)
-        angles = freqs.float()[:, :, 0][positions, own if tensor_format == "sbhd" else own[:, None]]
-    angles = angles[..., None, :]
+    own: Any = 0  # each sequence's column of freqs
+    if freqs.shape[1] > 1:
+        own = torch.arange(batch, device=t.device).view((1, -1) if tensor_format == "sbhd" else (-1, 1))
+    angles = freqs.float()[positions, own]
     turned, rest = t[..., : angles.shape[-1]].float(), t[..., angles.shape[-1] :]
     turned = turned * angles.cos() + _rotated(turned, interleaved) * angles.sin()
     return torch.cat((turned.to(t.dtype), rest), -1)

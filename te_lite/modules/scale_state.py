@@ -143,9 +143,7 @@ class ScaleStates:
         compact = self._compact()
         if not compact.numel():
             compact = torch.tensor([VERSION, 0.0, *self.sizes.values(), 0.0, 0.0], dtype=torch.float32, device="cpu")
-        whole = compact.new_zeros(max(self._numbers(ROWS), compact.numel()))
-        whole[: compact.numel()] = compact
-        return whole
+        return torch.nn.functional.pad(compact, (0, max(0, self._numbers(ROWS) - compact.numel())))
 
     def _numbers(self, length: int) -> int:
         """In the tensor of a state with histories of this length."""

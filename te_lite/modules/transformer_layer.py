@@ -14,8 +14,8 @@ from te_lite.arguments import remedy
 from te_lite.functional.attention import Window, mask_of
 from te_lite.modules.checks import amp_dtype, check_construction
 from te_lite.modules.layernorm_mlp import LayerNormMLP
-from te_lite.modules.multihead_attention import SHARED, Composed, Masked, MultiheadAttention, Rotary
-from te_lite.modules.norm import LayerNorm, RMSNorm
+from te_lite.modules.multihead_attention import SHARED, Composed, Masked, MultiheadAttention, Rotary, part_name
+from te_lite.modules.norm import NORMS
 from te_lite.modules.weights import Init, default_init
 from te_lite.overlap.userbuffers import UB_FLAGS
 
@@ -67,14 +67,12 @@ class TransformerLayer(Composed):
     ) -> None:  # fmt: skip
         given = locals()
         super().__init__()
-        sizes = "hidden_size", "ffn_hidden_size", "num_attention_heads"
-        check_construction("TransformerLayer", (), given, sizes)
+        check_construction("TransformerLayer", (), given, ("hidden_size", "ffn_hidden_size", "num_attention_heads"))
         _check(given)
         self.layer_type, self.attn_input_format = layer_type, attn_input_format
         self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
-        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.apply_residual_connection_post_layernorm = post = apply_residual_connection_post_layernorm
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
-        post = apply_residual_connection_post_layernorm
         self._adds_inside = not (hidden_dropout or drop_path_rate or post)
         returned = {"return_bias": not (self._adds_inside or parallel_attention_mlp)}
         overlap = {flag: given[flag] and ub_tp_comm_overlap for flag in UB_FLAGS}
@@ -82,28 +80,24 @@ class TransformerLayer(Composed):
         both["output_layer_init_method"] = output_layer_init_method or default_init  # never init_method
         attention: dict[str, Any] = both | {key: given[key] for key in ATTENTION}
 
-        def named(part: str) -> str:
-            return f"{name}.{part}" if name else part
-
         self.self_attention = MultiheadAttention(
             hidden_size, attn_mask_type=self_attn_mask_type, window_size=window_size, qkv_format=attn_input_format,
             bottom_right_diagonal=bottom_right_diagonal, input_layernorm=not output_layernorm,
-            name=named("self_attention"), **attention,
+            name=part_name(name, "self_attention"), **attention,
         )  # fmt: skip
         if layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
                 hidden_size, attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal, qkv_format=attn_input_format,
-                input_layernorm=True, attention_type="cross", name=named("inter_attention"), **attention,
+                input_layernorm=True, attention_type="cross", name=part_name(name, "inter_attention"), **attention,
             )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
-            activation_params=activation_params, name=named("layernorm_mlp"), **both,
+            activation_params=activation_params, name=part_name(name, "layernorm_mlp"), **both,
         )  # fmt: skip
         if output_layernorm:
-            kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
             partial_grads = self.layernorm_mlp.sequence_parallel
-            self.layernorm = kind(
+            self.layernorm = NORMS[normalization](
                 hidden_size, layernorm_epsilon, partial_grads, params_dtype, zero_centered_gamma, device=device
             )
 

@@ -100,7 +100,6 @@ def _exchanges(verb: str, tp: TensorParallel, n: int, device: torch.device, over
     """The exchanges of fprop, dgrad and wgrad of n linears. Several linears sum dx before it is scattered: in bulk,
     behind their wgrads.
     text: what the ranks must agree on, beside what travels."""
-    assert tp.group is not None
     found = group_of(tp.group, device) if tp.active else "the group has one rank"
     if overlap is None or isinstance(found, str):
         if overlap is not None and strict:
@@ -185,8 +184,8 @@ def _planned(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, gro
 
 def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: Any,
             recipe: Any, scales: Any, overlap: str | None, strict: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    grad, context, strict = torch.is_grad_enabled(), OPEN.stack[-1] if OPEN.stack else None, _strict(verb, strict)
-    state = context.state if context is not None and recipe is None else None
+    grad, strict = torch.is_grad_enabled(), _strict(verb, strict)
+    state = OPEN.stack[-1].state if OPEN.stack and recipe is None else None
     if recipe is None and (torch._C._current_graph_task_id() != -1 or replay.OPEN.frames):  # perhaps computed again
         state = replay.recall(f"state of te.{verb}", partial(checks.followed, f"te.{verb}", _outstanding, state))
     delayed = state is not None and state.delayed

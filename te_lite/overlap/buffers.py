@@ -13,6 +13,7 @@ that fills the device and waits for that copy would leave no room.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -41,13 +42,15 @@ MOST_MADE = 4096  # programs and views kept; each token count makes some, and ev
 class Buffer:
     """One kind of traffic: the slots of the arena's buffer `name`, and beside them those of its flags.
 
-    words: under CUDA graphs the epochs lie in device memory, one word a slot, because a captured number is frozen.
+    graph: for calls captured in CUDA graphs. The epochs of these lie in device memory, one of `words` a slot, because a
+    captured number is frozen.
     """
 
-    def __init__(self, arena: Arena, name: str, words: Tensor | None) -> None:
-        self.arena, self.name, self.words = arena, name, words
+    def __init__(self, arena: Arena, name: str, graph: bool) -> None:
+        self.arena, self.name = arena, name
         self.capacity = arena.slot_bytes(name)
         self.zero = torch.zeros(1, dtype=torch.int32, device=arena.device)
+        self.words = torch.zeros(SLOTS, dtype=torch.int32, device=arena.device) if graph else None
         self._made: dict[tuple, Any] = {}
         self.counters = torch.zeros(SLOTS, arena.size * PIECES + 1, dtype=torch.int32, device=arena.device)
         self._epochs = [0] * SLOTS
@@ -132,20 +135,17 @@ class Gather:
     def __init__(self, group: Group, q: QTensor, layout: Layout, *, own: bool, awaited: bool = False) -> None:
         self.group, self.q, self.layout = group, q, layout
         self.buffer = buffer = group.buffer("gather")
-        wire, addresses, sizes, kinds = [], [], [], []
-        for part in q.format.wire(q, layout):
-            part = part if part.is_contiguous() else contiguous(part)
-            wire.append(part)
-            addresses.append(part.data_ptr())
-            sizes.append(part.nbytes)
-            kinds.append((part.dtype, part.shape))
-        self._wire, self._addresses = tuple(wire), tuple(addresses)
+        wire = q.format.wire(q, layout)
+        if not all(map(Tensor.is_contiguous, wire)):
+            wire = tuple(map(contiguous, wire))
+        sizes = tuple(map(attrgetter("nbytes"), wire))
+        self._wire, self._addresses = wire, tuple(map(Tensor.data_ptr, wire))
         self.slot, self.epoch = buffer.next, buffer.turn()
         if OPEN.recorder is not None:
             OPEN.recorder.turn(buffer, self.epoch, buffer.zero)
         dim = int(layout == "col" and q.format.gathers_columns(q.shape[0]))  # along which shards are concatenated
-        self._kinds = dim, tuple(kinds)
-        self.program = buffer.cached(gather_program, self.slot, tuple(sizes), q.shape[1] if dim else 1, own, awaited)
+        self._kinds = dim, tuple(map(attrgetter("dtype", "shape"), wire))
+        self.program = buffer.cached(gather_program, self.slot, sizes, q.shape[1] if dim else 1, own, awaited)
         self.own, self.awaited = own, awaited
         self.sent = sum(sizes) * (group.size - 1)  # bytes
         group.issue(self, 0, self._addresses, self._wire)

@@ -90,13 +90,9 @@ class Group:
         self.arena.reserve("signals", WORD * self.size * CHANNELS, MOST_TENSORS * (symmetric > 0))
         self.arena.commit(exchange)
         self._control_memory = share_memory(exchange, _C.CONTROL_BYTES, torch.device("cpu"))
-        self._buffers: dict[str, Buffer] = {}
+        self._buffers = {name: Buffer(self.arena, name, name.endswith(".graph")) for name in names}
         # By whether the call is captured in a CUDA graph, and elementwise; none on CPU ranks.
         self._maxima: dict[tuple[bool, bool], Maximum] = {}
-        for name in names:
-            graph = name.endswith(".graph")
-            words = torch.zeros(SLOTS, dtype=torch.int32, device=device) if graph else None
-            self._buffers[name] = Buffer(self.arena, name, words)
         self.symmetric = Space(self)
         try:
             exchange.step("starting userbuffers", self._watch)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from te_lite.ops.block_cast import BLOCK, E4M3, block_cast, dequantize_blocks
-from te_lite.ops.gemm_scaled import gemm_fp8_blockwise, gemm_scaled_accumulate_
+from te_lite.ops.gemm_scaled import gemm_fp8_blockwise
 from te_lite.ops.source import Source, SumDtype
 from te_lite.ops.transpose import transpose
 from te_lite.quantize.identity import HIGH_PRECISION
-from te_lite.quantize.qtensor import Held, Layout, QTensor, Scaled, TensorFormat
+from te_lite.quantize.qtensor import Fp8Format, Held, Layout, QTensor, Scaled, TensorFormat
 from te_lite.quantize.quantizer import GemmOperands, GemmQuantizers, Quantized, Quantizer, Site
 from te_lite.recipe import Float8BlockScaling, QParams
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFormat(TensorFormat):
+class BlockFormat(Fp8Format):
     """Inverse scales in fp32; data [M, K] by row and transposed [K, Mp] by column.
 
     vectors (x, dy): row_scale [M, K/128], col_scale [K, M/128]; `flat`, for a shard that is gathered: col data [M, K]
@@ -31,7 +31,6 @@ class BlockFormat(TensorFormat):
     """
 
     gemm: str = "fp8_blockwise"
-    dtype: torch.dtype = E4M3
     col_from_row: bool = False
     square: bool = False
     flat: bool = False
@@ -85,9 +84,6 @@ class BlockFormat(TensorFormat):
     def matmul(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
                out: Tensor | None = None) -> Tensor:  # fmt: skip
         return gemm_fp8_blockwise(a[0], b[0], a[1], b[1], out_dtype, bias, out)
-
-    def accumulate_(self, out: Tensor, a: Scaled, b: Scaled, fast_accum: bool) -> None:
-        gemm_scaled_accumulate_(out, a[0], b[0], a[1], b[1], fast_accum)
 
 
 VECTORS, FLAT_VECTORS = BlockFormat(), BlockFormat(flat=True, shard_multiple=BLOCK)

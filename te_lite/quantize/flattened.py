@@ -57,8 +57,7 @@ class Flattened(torch.Tensor):
             return None
         return (col if flat else col[:, :m]).view(torch.uint8).view(self.shape if flat else (k, *self.shape[:-1]))
 
-    _rowwise_scale_inv = property(lambda self: self.q.row_scale)
-    _columnwise_scale_inv = property(lambda self: self.q.col_scale)
+    _rowwise_scale_inv, _columnwise_scale_inv = _row_scale, _col_scale
 
     def _per_tensor(self) -> QTensor:
         if not isinstance(self.q.format, PerTensorFormat):

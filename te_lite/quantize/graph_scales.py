@@ -110,9 +110,8 @@ class GraphScales:
         pools, before, states = user.one_pass.pools, self.user, self.states
         theirs = None if before is None else before.one_pass.pools
         mine = theirs is pools
-        same = mine and before.recipe == user.recipe and before.group is user.group and states.holds(self.states_now)
         self.compiled = self.compiled or using
-        if same:
+        if mine and before.recipe == user.recipe and before.group is user.group and states.holds(self.states_now):
             return True
         takes = self.compiled and not states.fixed() and (mine or (theirs is not None and not theirs.thread.is_alive()))
         waits = (using or takes) and self.hand_over(pools)

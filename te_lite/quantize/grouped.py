@@ -131,7 +131,8 @@ def quantize_tokens(
         return by_row, plain if col else None
     how, dtype = (rule.dy, rule.backward) if grad else (rule.x, rule.forward)
     if rule.kind == "rows":
-        return _vectors(x, layout, how.pow2, row, col)
+        by_row, amax = _rows(x, layout, how.pow2, col) if row else (None, group_vector_amax(x, layout, False)[1])
+        return by_row, columns_of(x, layout, amax, how.pow2) if col else None
     return _cast(rule, how, dtype, x, layout, row, col, **_scales(rule, x, layout, given))
 
 
@@ -158,21 +159,15 @@ def _cast(
     return by_row, Operand(made.col, made.col_scale.contiguous() if layout is None else made.col_scale)
 
 
-def _vectors(x: Tensor, layout: Tensor | None, pow2: bool, row: bool, col: bool) -> tuple[Maybe, Maybe]:
-    """A scale a row for the rows, a scale a column of each group for the columns."""
-    by_row = by_col = None
-    if row and x.shape[-1] <= MOST_COLUMNS:
+def _rows(x: Tensor, layout: Tensor | None, pow2: bool, col: bool) -> tuple[Operand, Tensor | None]:
+    """Rows with a scale each; and where `col`, the amax of each group's columns from the same read, fp32 [G, C]."""
+    if x.shape[-1] <= MOST_COLUMNS:
         data, inverse, amax = group_rows(x, layout, pow2, col)
-        by_row = Operand(data, inverse)
-    else:
-        row_amax, amax = group_vector_amax(x, layout, row)
-        if row_amax is not None:
-            scale, inverse = vector_scales(row_amax, 0.0, pow2)
-            made: Any = group_cast(x, layout, E4M3, row=True, col=False, row_scale=scale)
-            by_row = Operand(made.row, inverse)
-    if col:
-        by_col = columns_of(x, layout, amax, pow2)
-    return by_row, by_col
+        return Operand(data, inverse), amax
+    found: Any = group_vector_amax(x, layout, True)
+    scale, inverse = vector_scales(found[0], 0.0, pow2)
+    made: Any = group_cast(x, layout, E4M3, row=True, col=False, row_scale=scale)
+    return Operand(made.row, inverse), found[1] if col else None
 
 
 def columns_of(x: Tensor, layout: Tensor | None, amax: Any, pow2: bool) -> Operand:
@@ -191,13 +186,9 @@ def quantize_weights(rule: Rule, w: Tensor, col: bool, given: Given | None = Non
         values: Any = group_mx(w, None, row=True).row_values
         return Operand(values), None
     if rule.kind == "rows":
-        if w.shape[-1] <= MOST_COLUMNS:
-            data, inverse, amax = group_rows(w, None, how.pow2, col and not rule.hp_wgrad)
-            return Operand(data, inverse), amax
-        by_row: Any = _vectors(w, None, how.pow2, True, False)[0]
-        return by_row, None
+        return _rows(w, None, how.pow2, col and not rule.hp_wgrad)
     scales = _scales(rule, w, None, given)
-    by_row = _cast(rule, how, rule.forward, w, None, True, False, **scales)[0]
+    by_row: Any = _cast(rule, how, rule.forward, w, None, True, False, **scales)[0]
     return by_row, scales.get("scale", scales.get("amax"))
 
 
@@ -212,10 +203,7 @@ def weights_for_dgrad(rule: Rule, w: Tensor, seed: Tensor | None) -> Operand:
         return Operand(made.col_values)
     if rule.kind == "rows" and not rule.hp_wgrad:
         return columns_of(w, None, group_vector_amax(w, None, False)[1] if seed is None else seed, how.pow2)
-    if seed is None or rule.kind == "blocks":
-        scales = _scales(rule, w, None, None)
-    else:
-        scales = {"scale" if rule.delayed else "amax": seed}
+    scales = _scales(rule, w, None, None) if seed is None else {"scale" if rule.delayed else "amax": seed}
     by_col: Any = _cast(rule, how, rule.forward, w, None, False, True, **scales)[1]
     return by_col
 
