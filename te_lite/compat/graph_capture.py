@@ -168,21 +168,17 @@ class Capturing:
         if not (wanted and makers):
             return
         params: list[Any] = list(self.original.params)
-        marks = {p: p.grad_added_to_main_grad for p in params if hasattr(p, "grad_added_to_main_grad")}
-        for param in marks:
-            param.grad_added_to_main_grad = False
         slot.grad_outputs = tuple([torch.empty_like(t) if t is not None and t.requires_grad else None for t in outputs])
         given = [t for t in slot.grad_outputs if t is not None]
-        with self.original.pools.recording() as used, captures.capture() as graph:
-            grads = torch.autograd.grad(makers, wanted, given, retain_graph=retain, allow_unused=True)
+        with marks_put_back(params), self.original.pools.recording() as used:
+            with captures.capture() as graph:
+                grads = torch.autograd.grad(makers, wanted, given, retain_graph=retain, allow_unused=True)
+            slot.added = tuple([param for param in params if getattr(param, "grad_added_to_main_grad", False)])
         slot.backward, slot.ends, slot.kept = (
             Graph(graph, at, used),
             math.inf if retain else at,
             outputs if retain else 0,
         )
-        slot.added = tuple([param for param in marks if param.grad_added_to_main_grad])
-        for param, mark in marks.items():
-            param.grad_added_to_main_grad = mark
         found = dict(zip(map(id, wanted), grads, strict=True))
         # A weight whose gradient goes into main_grad takes part, so that backward runs; one without any does not.
         slot.params = tuple([p for p in params if found.get(id(p)) is not None or hasattr(p, "main_grad")])
@@ -228,6 +224,20 @@ def weights_restored(modules: Sequence[Capturing]) -> Iterator[None]:
 
 
 @contextmanager
+def marks_put_back(params: Sequence[Any]) -> Iterator[None]:
+    """Within, no parameter says that its main_grad is old, or was added to; afterwards each says what it said."""
+    names = "grad_added_to_main_grad", "main_grad_is_old"
+    marks = [(param, name, getattr(param, name)) for param in params for name in names if hasattr(param, name)]
+    for param, name, _ in marks:
+        setattr(param, name, False)
+    try:
+        yield
+    finally:
+        for param, name, mark in marks:
+            setattr(param, name, mark)
+
+
+@contextmanager
 def no_trace(modules: Sequence[Capturing]) -> Iterator[None]:
     """Afterwards scales, histories, buffers and main_grad are what they were before; scales lie where graphs may read
     them from then on."""
@@ -237,10 +247,9 @@ def no_trace(modules: Sequence[Capturing]) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for owner in owners for buffer in owner.buffers()]
     params: list[Any] = list(dict.fromkeys(p for owner in owners for p in owner.parameters()))
     accumulated = [(param, param.main_grad) for param in params if isinstance(_main_grad(param), Tensor)]
-    marks = {p: p.grad_added_to_main_grad for p in params if hasattr(p, "grad_added_to_main_grad")}
     _lend(accumulated)
     try:
-        with OPEN.pools.recording():
+        with marks_put_back(params), OPEN.pools.recording():
             yield
         fix_together([state for one in scales for state in one._live.values()])
     except BaseException:
@@ -250,8 +259,6 @@ def no_trace(modules: Sequence[Capturing]) -> Iterator[None]:
     finally:
         for param, grad in accumulated:
             param.main_grad = grad
-        for param, mark in marks.items():
-            param.grad_added_to_main_grad = mark
         with torch.no_grad():
             for one, numbers in saved:
                 one.load(numbers)

@@ -47,10 +47,10 @@ class GroupedWgrad(NamedTuple):
         rule = self.rule
         return group_wgrad(*self.operands(), dtype, rule.wgrad_scaling == "none", rule.fast[2], self.sizes)
 
-    def add_to(self, *outs: Tensor) -> None:
+    def write(self, add: bool, *outs: Tensor) -> None:
         """outs: one [N, K] for each group, or one [G, N, K]."""
         rule, each = self.rule, list(outs[0].unbind()) if outs[0].dim() == 3 else list(outs)
-        group_wgrad_accumulate_(each, *self.operands(), rule.wgrad_scaling == "none", rule.fast[2], self.sizes)
+        group_wgrad_accumulate_(each, *self.operands(), rule.wgrad_scaling == "none", rule.fast[2], self.sizes, add)
 
     def keep(self, copies_dy: bool, copies_x: bool) -> GroupedWgrad:
         if self.rule.kind != "none" and not self.rule.hp_wgrad:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from te_lite.overlap.one_rank import FusedProducts
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
+from te_lite.quantize.replay import in_function
 
 
 class PendingWgrad(NamedTuple):
@@ -39,9 +41,12 @@ class PendingWgrad(NamedTuple):
     def __call__(self, dtype: torch.dtype) -> Tensor:
         return matmul(self.dy, "col", self.x, "col", dtype, fast_accum=self.fast_accum)
 
-    def add_to(self, out: Tensor) -> None:
-        """out += dw. Groups take several, one for each."""
-        matmul_accumulate_(out, self.dy, self.x, self.fast_accum)
+    def write(self, add: bool, out: Tensor) -> None:
+        """out += dw, or out = dw. Groups take several, one for each."""
+        if add:
+            matmul_accumulate_(out, self.dy, self.x, self.fast_accum)
+        else:
+            matmul(self.dy, "col", self.x, "col", out.dtype, fast_accum=self.fast_accum, out=out)
 
     def keep(self, copies_dy: bool, copies_x: bool) -> PendingWgrad:
         """One that may outlive backward. copies_...: where it is not quantized, it may be the caller's memory."""
@@ -64,7 +69,7 @@ class WgradSink:
         return wgrad(weights[0].dtype)
 
     def where(self, weight: Tensor) -> tuple[Tensor | None, bool]:
-        """(what a call writes to beside its result, whether that is overwritten)."""
+        """(what a call writes to beside its result, whether that is replaced)."""
         return None, False
 
     def answer(self, dw: Tensor | None, *weights: Any) -> Tensor | None:
@@ -73,29 +78,54 @@ class WgradSink:
 
 
 class MainGrad(WgradSink):
-    """Accumulated into weight.main_grad (overwritten where weight.overwrite_main_grad): Megatron's contract."""
+    """Added to weight.main_grad: Megatron's contract. It replaces what is there where weight.overwrite_main_grad, and
+    once where weight.main_grad_is_old, which a forward of the first micro-batch sets."""
 
     answers = takes = True
 
     def __call__(self, wgrad: Any, *weights: Any) -> None:
-        for weight in weights:
-            if getattr(weight, "overwrite_main_grad", False):
-                weight.main_grad.zero_()
-        wgrad.add_to(*[weight.main_grad for weight in weights])
+        targets, replaced = zip(*map(self.where, weights), strict=True)
+        if not all(replaced):
+            for grad in compress(targets, replaced):
+                grad.zero_()
+        wgrad.write(not all(replaced), *targets)
+        _written(weights)
 
     def where(self, weight: Any) -> tuple[Tensor | None, bool]:
-        return getattr(weight, "main_grad", None), getattr(weight, "overwrite_main_grad", False)
+        replaced = getattr(weight, "overwrite_main_grad", False) or getattr(weight, "main_grad_is_old", False)
+        return getattr(weight, "main_grad", None), replaced
 
     def answer(self, dw: Tensor | None, *weights: Any) -> Tensor | None:
-        """A dummy where Megatron's hooks look for a gradient, else None."""
-        first = weights[0]
-        if not hasattr(first, "grad_added_to_main_grad"):
-            return None
+        _written(weights)  # by a recording, where it was not called
+        return dummy_grad(weights)
+
+
+def expect_new_sum(weights: tuple[Any, ...], grad: bool) -> None:
+    """The next gradient of each of these weights is the first one of a sum: it replaces main_grad. grad: gradients are
+    enabled. A call that is computed again says nothing: its first run did, perhaps in a checkpoint's autograd.Function.
+    """
+    if torch._C._current_graph_task_id() == -1 and (grad or in_function()):
         for weight in weights:
-            weight.grad_added_to_main_grad = True
-        zeroed = any([getattr(weight, "zero_out_wgrad", False) for weight in weights])
-        like = first if len(weights) == 1 else first.expand(len(weights), *first.shape)
-        return (torch.zeros_like if zeroed else torch.empty_like)(like, requires_grad=False)
+            if weight.requires_grad:
+                weight.main_grad_is_old = True
+
+
+def _written(weights: tuple[Any, ...]) -> None:
+    for weight in weights:
+        if getattr(weight, "main_grad_is_old", False):
+            weight.main_grad_is_old = False
+
+
+def dummy_grad(weights: tuple[Any, ...]) -> Tensor | None:
+    """A gradient that nobody reads where Megatron's hooks look for one, else None."""
+    first = weights[0]
+    if not hasattr(first, "grad_added_to_main_grad"):
+        return None
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    zeroed = any([getattr(weight, "zero_out_wgrad", False) for weight in weights])
+    like = first if len(weights) == 1 else first.expand(len(weights), *first.shape)
+    return (torch.zeros_like if zeroed else torch.empty_like)(like, requires_grad=False)
 
 
 class DelayedWgrads(WgradSink):
@@ -128,7 +158,7 @@ class DelayedWgrads(WgradSink):
                 weight.grad = one if weight.grad is None else weight.grad.add_(one)
 
     def answer(self, dw: Tensor | None, *weights: Any) -> Tensor | None:
-        return self.sink.answer(dw, *weights)
+        return dummy_grad(weights)  # the rest is for the call that waits
 
     def run_next(self) -> bool:
         """Computes the oldest delayed weight gradient; False when there is none."""

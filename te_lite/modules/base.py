@@ -16,7 +16,7 @@ from te_lite import epoch
 from te_lite.arguments import flag
 from te_lite.autocast import OPEN, State
 from te_lite.functional.layer import PLAIN, Call
-from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, Recompute, WgradSink
+from te_lite.functional.plan import DelayedWgrads, LinearPlan, MainGrad, Recompute, WgradSink, expect_new_sum
 from te_lite.functional.shared_input import SharedInput
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
@@ -243,6 +243,8 @@ class TeLiteModule(SpecModule):
         cached, first = self._uncached, None if OPEN.graphs else first
         if first is not None:
             first = first if first.__class__ is bool else flag(type(self).__name__, "is_first_microbatch", first)
+            if first and self.fuse_wgrad_accumulation:
+                expect_new_sum(weights, grad)
             first = first if plans[0].caches or plans[-1].caches else None
         if self._quantized:
             cached = tuple([parameter_operand(w, plan.operands, grad) for w, plan in zip(weights, plans, strict=True)])

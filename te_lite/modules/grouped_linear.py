@@ -18,6 +18,7 @@ from te_lite.arguments import flag
 from te_lite.autocast import OPEN, Pass, State, model_init
 from te_lite.functional.grouped import GroupedCall, GroupedFunction, GroupedWgrad
 from te_lite.functional.layer import as_output
+from te_lite.functional.plan import expect_new_sum
 from te_lite.modules import checks
 from te_lite.modules.backward_thread import backward_on_calling_thread
 from te_lite.modules.base import TeLiteModule
@@ -141,19 +142,22 @@ class GroupedLinear(TeLiteModule):
         x = inp.reshape(-1, self.in_features).to(dtype).contiguous()
         offs, sizes = self._ends(m_splits, x)
         w, bias, cached = *self._joined(weights, rule, dtype, own_bytes), None
+        first = None if OPEN.graphs else is_first_microbatch
+        if first is not None:
+            first = flag("GroupedLinear", "is_first_microbatch", first)
+        if first and self.fuse_wgrad_accumulation:
+            expect_new_sum(weights, grad)
         if all_quantized(weights):
-            is_first_microbatch = None  # they are kept
+            first = None  # they are kept
             cached = quantized_operands(weights, rule, grad and x.requires_grad) if own_bytes else None
         given = after = None
         if state and state.delayed:
             given, after = self._delayed(state, recomputes, x, weights, w, offs)
-        is_first_microbatch = None if OPEN.graphs else is_first_microbatch
-        if is_first_microbatch is not None and rule.kind != "none":
-            first = flag("GroupedLinear", "is_first_microbatch", is_first_microbatch)
+        if first is not None and rule.kind != "none":
             cached = replay.recall((id(self), "weights"), partial(self._cached, first, weights, w, rule, given))
         elif self._caching:
             self.clear_caches()
-        self._caching = is_first_microbatch is not None
+        self._caching = first is not None
         sink = partial(self._put_wgrad, weights) if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None
         note = self._outstanding.note(state, grad)
         original = self.save_original_input and not rule.delayed

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_lite.autocast import model_init
-from te_lite.functional.layer import Call
 from te_lite.functional.linear import run_linear
 from te_lite.modules.base import TeLiteModule
 from te_lite.modules.weights import Init, ParamSpec, default_init, join
@@ -32,8 +31,7 @@ def add_linear(
     elif mode == "row":
         features_in = shard(features_in, module.tp_size, "in_features")
     split, late_grad = {"column": 0, "row": 1}.get(mode or ""), module.delay_wgrad_compute
-    shape = features_out, features_in
-    weight = ParamSpec(shape, init or default_init, split, True, late_grad=late_grad)
+    weight = ParamSpec((features_out, features_in), init or default_init, split, True, late_grad=late_grad)
     making = model_init()
     if making is not None and not (features_out % making.multiple or features_in % making.multiple):
         weight = replace(weight, quantizer=making.quantizer, preserve=making.preserve)
@@ -44,10 +42,10 @@ def add_linear(
             )
     partial_grad = True if mode == "row" and module.sequence_parallel else None
     bias_split = 0 if mode == "column" else None
-    bias = ParamSpec(shape[:1], nn.init.zeros_, bias_split, sequence_parallel=partial_grad)
+    bias = ParamSpec((features_out,), nn.init.zeros_, bias_split, sequence_parallel=partial_grad)
     module._add_params({f"{name}weight": replace(weight, shape=(n, features_in)) for name, n in parts.items()}, True)
     module._add_biases({f"{name}bias": replace(bias, shape=(rows,)) for name, rows in parts.items()}, use_bias)
-    return shape
+    return features_out, features_in
 
 
 def _split_sizes(split: Split, features: int) -> dict[str, int]:
@@ -102,6 +100,7 @@ class _OneLinear(TeLiteModule):
         norm's output comes last.
 
         is_first_microbatch: True quantizes the weight and keeps it, False reuses it, None (default) keeps nothing.
+        After True the first gradient of the weight replaces main_grad.
         fp8_output, fp8_grad: give y, or the gradient of x, as a QuantizedTensor (under an fp8 recipe).
         residual [..., out_features]: added to y, of whose shape, dtype and device it is (else ValueError); where y is
         the sum of a fused or ring reduce-scatter in the same pass, before the only rounding (with fp8_buf after it).
@@ -139,7 +138,8 @@ class Linear(_OneLinear):
     return_bias: the bias is returned and not added.
     init_method(tensor) fills the weight (default: normal, 0.023), under get_rng_state_tracker's state rng_tracker_name.
     parameters_split: names (or name -> rows) under which weight and bias are registered in parts.
-    fuse_wgrad_accumulation: weight.main_grad += dw. delay_wgrad_compute: dw waits for backward_dw().
+    fuse_wgrad_accumulation: weight.main_grad += dw; the first one after is_first_microbatch=True replaces it.
+    delay_wgrad_compute: dw waits for backward_dw().
     save_original_input: keep x itself for backward instead of its quantized copy.
 
     Raises ValueError for sizes that tp_size does not divide and for a group of another size, RuntimeError for
@@ -161,8 +161,7 @@ class Linear(_OneLinear):
         super().__init__(given)
         self.save_original_input = save_original_input
 
-    def _compute(self, call: Call, inp: Tensor, *weights: Any) -> Any:
-        return run_linear(call, inp, *weights)
+    _compute = staticmethod(run_linear)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, mode={self.parallel_mode}, tp_size={self.tp_size}"

@@ -87,6 +87,13 @@ def with_epilogue(
     return multiply(None, torch.float32).add_(bias).to(out_dtype)
 
 
+def written(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """What cuBLAS writes a @ b^T to: `out` where it can, else a new tensor."""
+    if out is not None and out.dtype == dtype and out.is_contiguous() and out.data_ptr() % 16 == 0:
+        return out
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
 def scaled_mm(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None,
     fast_accum: bool, fused: tuple[torch.dtype, ...], out: Tensor | None, scaled: tuple[int, int],
@@ -95,7 +102,7 @@ def scaled_mm(
     ops/cublaslt.py."""
 
     def multiply(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        to = out if out is not None and out.dtype == dtype else a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+        to = written(out, a, b, dtype)
         if product(to, a, b, a_scale, b_scale, scaled, bias, fast_accum):
             return to
         return torch._scaled_mm(a, b.t(), placed(a_scale), placed(b_scale), bias, None, dtype, fast_accum, out=to)
@@ -180,8 +187,8 @@ def gemm(
         return torch.addmm(bias if bias.dtype == a.dtype else bias.to(a.dtype), a, b.t(), out=out)
     if out is not None:
         return out.copy_(gemm(a, b, out_dtype, bias))
-    if out_dtype == torch.float32 and a.dtype in _LOW:
-        out = torch.mm(a, b.t(), out_dtype=out_dtype) if a.is_cuda else torch.mm(a.float(), b.t().float())
+    if a.dtype in _LOW:  # rounded once, to out_dtype
+        out = torch.mm(a, b.t(), out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.t().float())
     else:
         out = torch.mm(a, b.t())
     return (out if bias is None else out.add_(bias)).to(out_dtype)

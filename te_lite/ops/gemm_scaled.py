@@ -17,7 +17,7 @@ from te_lite.ops.arrange import contiguous
 from te_lite.ops.block_cast import BLOCK, dequantize_blocks_ref
 from te_lite.ops.cublaslt import BLOCKS, ROWS, SQUARES, TENSOR, product
 from te_lite.ops.flops import product_flops
-from te_lite.ops.gemm import check_fp8, gemm_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue
+from te_lite.ops.gemm import check_fp8, gemm_fp8, gemm_ref, placed, register_product, scaled_mm, with_epilogue, written
 from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
 from te_lite.ops.row_kernels import spread_kernel
@@ -123,7 +123,7 @@ def _blockwise_cuda(a, b, a_scale, b_scale, out_dtype, bias, out=None):
         padded, scale = _vectors(a, a_scale)
         scale_b = _squares(b_scale) if square else _vectors(b, b_scale)[1]
         if len(padded) == len(a):
-            to = out if out is not None and out.dtype == dtype else a.new_empty((len(a), len(b)), dtype=dtype)
+            to = written(out, a, b, dtype)
             if product(to, a, b, scale, scale_b, SQUARES if square else BLOCKS, bias):
                 return to
         of_a, of_b = kinds.BlockWise1x128, kinds.BlockWise128x128 if square else kinds.BlockWise1x128

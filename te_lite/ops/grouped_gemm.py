@@ -276,11 +276,11 @@ group_wgrad = register(
 
 def group_wgrad_accumulate_ref_(
     outs: list[Tensor], a: Tensor, b: Tensor, layout: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
-    scaling: str, inner_first: bool, fast: bool, sizes: Sequence[int] | None = None,
+    scaling: str, inner_first: bool, fast: bool, sizes: Sequence[int] | None = None, add: bool = True,
 ) -> None:  # fmt: skip
     """The oracle of `group_wgrad_accumulate_`."""
     for g, (out, span) in enumerate(zip(outs, spans(layout, len(outs)), strict=True)):
-        out.copy_(out.float() + _wgrad_group_ref(a, b, span, g, a_scale, b_scale, scaling, inner_first))
+        out.copy_((out.float() if add else 0) + _wgrad_group_ref(a, b, span, g, a_scale, b_scale, scaling, inner_first))
 
 
 def distance(outs: Sequence[Tensor]) -> int | None:
@@ -292,26 +292,26 @@ def distance(outs: Sequence[Tensor]) -> int | None:
     return step // size if same and step % (16 * size) == 0 else None
 
 
-def _accumulate_cuda_(outs, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes=None):
-    if _wgrad_by_others(outs, True, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes):
+def _accumulate_cuda_(outs, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes=None, add=True):
+    if _wgrad_by_others(outs, add, a, b, layout, a_scale, b_scale, scaling, inner_first, fast, sizes):
         return
     groups, n, k = _wgrad_shape(a, b, layout, inner_first)
     given = (a, b, layout, a_scale, b_scale, scaling, inner_first, fast)
     if (stride := distance(outs)) is not None:
-        triton_wgrad(outs, stride, True, *given)
+        triton_wgrad(outs, stride, add, *given)
     else:
         sums = a.new_empty((groups, n, k), dtype=torch.float32)
         triton_wgrad([sums[0]], sums.stride(0), False, *given)
         for out, one in zip(outs, sums, strict=True):
-            out.copy_(out + one)
+            out.copy_(out + one if add else one)
 
 
-# outs[g] [N, K] += group_wgrad's dw[g], the sum in fp32, one rounding. To fp32 cublasLt adds, one group after the
-# other, where the host knows the sizes, and csrc/gemm_grouped.cu. The Triton kernel does where the outs lie at equal
-# distances, as gradients in one buffer do in either order; elsewhere a temporary of fp32 is added.
+# outs[g] [N, K] += group_wgrad's dw[g], the sum in fp32, one rounding; or = without add. To fp32 cublasLt adds, one
+# group after the other, where the host knows the sizes, and csrc/gemm_grouped.cu. The Triton kernel does where the outs
+# lie at equal distances, as gradients in one buffer do in either order; elsewhere a temporary of fp32 is added.
 group_wgrad_accumulate_ = register(
     "group_wgrad_accumulate_(Tensor(a!)[] outs, Tensor a, Tensor b, Tensor layout, Tensor? a_scale, Tensor? b_scale, "
-    "str scaling, bool inner_first, bool fast, int[]? sizes=None) -> ()",
+    "str scaling, bool inner_first, bool fast, int[]? sizes=None, bool add=True) -> ()",
     cpu=group_wgrad_accumulate_ref_,
     cuda=_accumulate_cuda_,
 )

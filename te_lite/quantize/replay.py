@@ -116,7 +116,7 @@ def _added(states: tuple, state: Any) -> tuple:
     return states if known else (*states[-1:], state)
 
 
-def _in_function() -> bool:
+def in_function() -> bool:
     """Inside the forward of an autograd.Function, which turns forward derivatives off."""
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
@@ -176,7 +176,7 @@ class Outstanding:
 
     def states(self) -> tuple:
         """What a call may have followed that is computed again: one state, or nobody can tell. Empty: none was made."""
-        if len(self._ever) < 2 or not (torch.is_grad_enabled() or _in_function()):  # no_grad in a function: no Note
+        if len(self._ever) < 2 or not (torch.is_grad_enabled() or in_function()):  # no_grad in a function: no Note
             return self._ever
         found = self._unheld
         for note in filter(None, [ref() for ref in self._notes]):

@@ -193,6 +193,23 @@ def test_main_grad_accumulates_in_replays(recipe, marks, device):
         step([plain], recipe, 0, device)
 
 
+def test_a_capture_uses_up_nothing_that_a_forward_said(device):
+    """A forward of the first micro-batch waits for its backward, which replaces main_grad; replays add."""
+    plain = make(LN_MLP, device, fuse_wgrad_accumulation=True)
+    twin = copy.deepcopy(plain)
+    found = []
+    for module, fill in ((plain, float("nan")), (twin, 0.0)):
+        for p in module.parameters():
+            p.main_grad = torch.full(p.shape, fill, device=device)
+        y = module(draw(7, device), is_first_microbatch=True)
+        if module is plain:
+            graphed(module, "bf16", device)
+        y.backward(draw(8, device))
+        step([module], "bf16", 1, device)
+        found.append([p.main_grad for p in module.parameters() if p.dim() == 2])
+    agree("main_grad", *found)
+
+
 ORDER = [1, 1, 2, 2, -2, -2, -1, -1]
 INTERLEAVED = [1, 2, 1, -2, 2, -1, -2, -1]
 

@@ -43,6 +43,42 @@ def test_main_grad(single, recipe, device):
         step(made(device, fuse_wgrad_accumulation=True), x, dy, recipe=recipe)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("way", ["one buffer", "apart", "some", "single", "late"])
+def test_the_first_gradient_replaces(way, recipe, device):
+    """In the first micro-batch; the second one's is added, and the bits are those of a sum that starts at zero. some:
+    the first two weights say it by overwrite_main_grad, the others hold zeros."""
+    x, dy = data()
+    grads = []
+    for start in (0.0, float("nan")):
+        late, single = way == "late", way == "single"
+        options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": late, "single_grouped_weight": single}
+        module = made(device, bias=False, **options)
+        block = torch.full((GROUPS, N, K), start, device=device)
+        for i, weight in enumerate(module.parameters()):
+            weight.main_grad = block if single else block[i].clone() if way == "apart" else block[i]
+            if way == "some" and i > 1:
+                weight.main_grad.zero_()
+            weight.overwrite_main_grad = way == "some" and i < 2
+        for first in (True, False):
+            leaf = x.to(device).clone().requires_grad_()
+            with te.autocast(enabled=recipe != "bf16", recipe=None if recipe == "bf16" else recipe):
+                y = module(leaf, SIZES, is_first_microbatch=first)
+            for weight in module.parameters() if way == "some" or start == 0.0 else ():
+                weight.main_grad_is_old = False  # nothing is replaced, or what overwrite_main_grad says
+            y.backward(dy.to(device))
+            for weight in module.parameters():
+                weight.overwrite_main_grad = False
+        for _ in range(2 * late):
+            module.backward_dw()
+        grads.append([weight.main_grad.cpu() for weight in module.parameters()])
+    want, got = grads
+    assert torch.stack(want).view(GROUPS, N, K)[0].any()
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(b, a, rtol=2.0**-16, atol=2.0**-16 * float(a.abs().max()))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_sizes_that_the_host_knows_reach_the_products(fused, monkeypatch):
     """Of a list and of a tensor on the CPU; te.scaled_grouped_mm, whose offs may be anywhere, knows none."""
@@ -50,7 +86,8 @@ def test_sizes_that_the_host_knows_reach_the_products(fused, monkeypatch):
 
     def watch(name: str) -> None:
         inner = getattr(grouped, name)
-        monkeypatch.setattr(grouped, name, lambda *given: (known.append((name, given[-1])), inner(*given))[1])
+        at = -2 if name == "group_wgrad_accumulate_" else -1  # there whether it adds comes last
+        monkeypatch.setattr(grouped, name, lambda *given: (known.append((name, given[at])), inner(*given))[1])
 
     for name in ("group_product", "group_wgrad", "group_wgrad_accumulate_"):
         watch(name)
