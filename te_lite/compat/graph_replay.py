@@ -182,6 +182,9 @@ class Slot:
             if (address(param.main_grad), bool(getattr(param, "overwrite_main_grad", False))) != (where, overwritten):
                 what = f"main_grad of a parameter {tuple(param.shape)}, which was replaced since, or its overwrite_"
                 self.original.refuse(RuntimeError, f"write to the {what}main_grad changed: make the graphs again")
+            if getattr(param, "main_grad_is_old", False):  # the graph adds, and what it gives is the first gradient
+                param.main_grad.zero_()
+                param.main_grad_is_old = False
         for static, grad in zip(self.grad_outputs, grads, strict=True):
             if static is not None and grad is None:
                 static.zero_()

@@ -48,7 +48,7 @@ class GroupedWgrad(NamedTuple):
         return group_wgrad(*self.operands(), dtype, rule.wgrad_scaling == "none", rule.fast[2], self.sizes)
 
     def write(self, add: bool, *outs: Tensor) -> None:
-        """outs: one [N, K] for each group, or one [G, N, K]."""
+        """outs += dw, or without add outs = dw: one [N, K] for each group, or one [G, N, K]."""
         rule, each = self.rule, list(outs[0].unbind()) if outs[0].dim() == 3 else list(outs)
         group_wgrad_accumulate_(each, *self.operands(), rule.wgrad_scaling == "none", rule.fast[2], self.sizes, add)
 

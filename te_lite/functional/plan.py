@@ -27,7 +27,7 @@ from te_lite.overlap.one_rank import FusedProducts
 from te_lite.parallel import TensorParallel
 from te_lite.quantize.qtensor import QTensor, matmul, matmul_accumulate_
 from te_lite.quantize.quantizer import GemmOperands
-from te_lite.quantize.replay import in_function
+from te_lite.quantize.replay import backward_may_follow
 
 
 class PendingWgrad(NamedTuple):
@@ -42,7 +42,7 @@ class PendingWgrad(NamedTuple):
         return matmul(self.dy, "col", self.x, "col", dtype, fast_accum=self.fast_accum)
 
     def write(self, add: bool, out: Tensor) -> None:
-        """out += dw, or out = dw. Groups take several, one for each."""
+        """add: out += dw, else out = dw. Groups take several, one for each."""
         if add:
             matmul_accumulate_(out, self.dy, self.x, self.fast_accum)
         else:
@@ -85,18 +85,23 @@ class MainGrad(WgradSink):
 
     def __call__(self, wgrad: Any, *weights: Any) -> None:
         targets, replaced = zip(*map(self.where, weights), strict=True)
-        if not all(replaced):
-            for grad in compress(targets, replaced):
-                grad.zero_()
-        wgrad.write(not all(replaced), *targets)
-        _written(weights)
+        # Groups may share one, and no fp8 GEMM writes fp64.
+        apart = len(set(map(id, targets))) == len(targets) and targets[0].dtype != torch.float64
+        add = not (apart and all(replaced))
+        for grad in compress(targets, replaced) if add else ():
+            grad.zero_()
+        wgrad.write(add, *targets)
+        for weight in compress(weights, replaced):
+            weight.main_grad_is_old = False
 
     def where(self, weight: Any) -> tuple[Tensor | None, bool]:
         replaced = getattr(weight, "overwrite_main_grad", False) or getattr(weight, "main_grad_is_old", False)
         return getattr(weight, "main_grad", None), replaced
 
     def answer(self, dw: Tensor | None, *weights: Any) -> Tensor | None:
-        _written(weights)  # by a recording, where it was not called
+        for weight in weights:
+            if getattr(weight, "main_grad_is_old", False):  # a replay has written without a call
+                weight.main_grad_is_old = False
         return dummy_grad(weights)
 
 
@@ -104,16 +109,10 @@ def expect_new_sum(weights: tuple[Any, ...], grad: bool) -> None:
     """The next gradient of each of these weights is the first one of a sum: it replaces main_grad. grad: gradients are
     enabled. A call that is computed again says nothing: its first run did, perhaps in a checkpoint's autograd.Function.
     """
-    if torch._C._current_graph_task_id() == -1 and (grad or in_function()):
+    if torch._C._current_graph_task_id() == -1 and (grad or backward_may_follow()):
         for weight in weights:
             if weight.requires_grad:
                 weight.main_grad_is_old = True
-
-
-def _written(weights: tuple[Any, ...]) -> None:
-    for weight in weights:
-        if getattr(weight, "main_grad_is_old", False):
-            weight.main_grad_is_old = False
 
 
 def dummy_grad(weights: tuple[Any, ...]) -> Tensor | None:

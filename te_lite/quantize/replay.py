@@ -116,7 +116,7 @@ def _added(states: tuple, state: Any) -> tuple:
     return states if known else (*states[-1:], state)
 
 
-def in_function() -> bool:
+def _in_function() -> bool:
     """Inside the forward of an autograd.Function, which turns forward derivatives off."""
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
@@ -132,6 +132,12 @@ def _functions() -> Iterator[FunctionCtx]:
 
 def _hold(holder: Any, note: Note) -> None:
     vars(holder).setdefault("te_lite_notes", set()).add(note)
+
+
+def backward_may_follow() -> bool:
+    """Of a call without gradients: whether it runs in an autograd.Function, such as a checkpoint's, that has one."""
+    around = list(_functions()) if _in_function() else []
+    return any(ctx.next_functions for ctx in around)  # type: ignore[attr-defined]
 
 
 class Outstanding:
@@ -176,7 +182,7 @@ class Outstanding:
 
     def states(self) -> tuple:
         """What a call may have followed that is computed again: one state, or nobody can tell. Empty: none was made."""
-        if len(self._ever) < 2 or not (torch.is_grad_enabled() or in_function()):  # no_grad in a function: no Note
+        if len(self._ever) < 2 or not (torch.is_grad_enabled() or _in_function()):  # no_grad in a function: no Note
             return self._ever
         found = self._unheld
         for note in filter(None, [ref() for ref in self._notes]):

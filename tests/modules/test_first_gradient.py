@@ -122,12 +122,14 @@ def test_tied_weights():
     agree(first, twin)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
-def test_what_computes_no_gradient_says_nothing(recipe):
+def test_what_computes_no_gradient_says_nothing(recipe, way):
     """An evaluation, and a frozen weight: what was there stays, and is added to."""
     module, twin = fused(LN_MLP, fill=1.0), fused(LN_MLP, fill=1.0)
     with torch.no_grad(), under(recipe):
-        module(tokens(), is_first_microbatch=True)
+        WAYS[way](module, tokens(), True)
+        WAYS[way](module, leaf(tokens()), True)
     with torch.inference_mode(), under(recipe):
         module(tokens(), is_first_microbatch=True)
     module.requires_grad_(False)
@@ -153,7 +155,7 @@ def test_gradients_that_wait(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current", "blockwise", "mxfp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "at any address"])
 @pytest.mark.parametrize("device", device_params())
 def test_wherever_main_grad_lies(device, layout, dtype, recipe):

@@ -79,6 +79,25 @@ def test_the_first_gradient_replaces(way, recipe, device):
         torch.testing.assert_close(b, a, rtol=2.0**-16, atol=2.0**-16 * float(a.abs().max()))
 
 
+@pytest.mark.parametrize("shared", ["weight", "main_grad"])
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_experts_that_share(shared, overwrites):
+    """A weight, or where its gradient goes: the sum of both is there, of which nothing replaces the other."""
+    x, dy = data()
+    sizes, grads = (50, 40, 46, 0), []
+    for start in (0.0, float("nan")):
+        module = made(bias=False, fuse_wgrad_accumulation=True)
+        if shared == "weight":
+            module.weight1 = module.weight0
+        for weight in module.parameters():
+            weight.main_grad = torch.full((N, K), start)
+            weight.overwrite_main_grad = overwrites and start != 0.0
+        module.weight1.main_grad = module.weight0.main_grad
+        step(module, x, dy, sizes, "current", is_first_microbatch=None if overwrites or start == 0.0 else True)
+        grads.append(module.weight0.main_grad)
+    assert grads[0].any() and torch.equal(*grads)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_sizes_that_the_host_knows_reach_the_products(fused, monkeypatch):
     """Of a list and of a tensor on the CPU; te.scaled_grouped_mm, whose offs may be anywhere, knows none."""
