@@ -121,7 +121,8 @@ def test_x_pays_for_all_weights_or_none(recipe):
 
 
 @pytest.mark.gpu
-def test_siblings_are_recorded_together(counted, monkeypatch):
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_siblings_are_recorded_together(recipe, counted, monkeypatch):
     """Those of few features would be recorded long before the others, and quantize for themselves."""
     monkeypatch.setattr(recordings, "MOST_FLOPS", 2 * 2 * TOKENS * K * K - 1)
     module = Attention().to("cuda")
@@ -130,7 +131,9 @@ def test_siblings_are_recorded_together(counted, monkeypatch):
     for _ in range(5):
         counted.clear()
         x = tokens("cuda")
-        (module.q_proj(x).sum() + module.k_proj(x).sum() + module.v_proj(x).sum()).backward()
+        with te.autocast(recipe="delayed") if recipe == "delayed" else contextlib.nullcontext():
+            ys = [part(x).sum() for part in (module.q_proj, module.k_proj, module.v_proj)]
+        sum(ys).backward()
         assert counted == [(True, True), (), ()]
 
 

@@ -97,8 +97,9 @@ def test_bits_of_replays(kind, recipe, shape, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise", "rowwise"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
-def test_main_grad(kind, recipe, monkeypatch):
-    compare(kind, recipe, (64, 512), monkeypatch, main_grads=True)
+@pytest.mark.parametrize("first", [None, True], ids=["added", "replaced by every third"])
+def test_main_grad(first, kind, recipe, monkeypatch):
+    compare(kind, recipe, (64, 512), monkeypatch, main_grads=True, first=first)
 
 
 @pytest.mark.gpu
