@@ -232,7 +232,7 @@ def watched(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("scaling", ["none", "group", "rows", "blocks"])
 @pytest.mark.parametrize("known", [False, True])
 def test_which_way_the_ops_go(scaling, known, monkeypatch):
-    """One group after the other where sizes are given, and outs are of fp32; else all at once: the same numbers."""
+    """One group after the other where sizes are given, and what is added to is fp32; else all at once: the same."""
     called = watched(monkeypatch)
     dtype = BF16 if scaling == "none" else E4M3
     case = Case(scaling, dtype, dtype, groups="first and last empty", inner_first=scaling == "none")
@@ -242,10 +242,11 @@ def test_which_way_the_ops_go(scaling, known, monkeypatch):
     bound = accumulation(case, "cuda", max(case.sizes))
     check("wgrad", G.group_wgrad(*given, sizes), truth, magnitude, bound, case.sizes)
     for out_dtype in (FP32, BF16):
-        outs = [torch.zeros(case.n, case.k, dtype=out_dtype, device="cuda") for _ in case.sizes]
-        G.group_wgrad_accumulate_(outs, *given[:6], *given[7:], sizes)
-        check("added", torch.stack(outs), truth, magnitude, bound, case.sizes)
+        for add, fill in ((True, 0.0), (False, float("nan"))):
+            outs = [torch.full((case.n, case.k), fill, dtype=out_dtype, device="cuda") for _ in case.sizes]
+            G.group_wgrad_accumulate_(outs, *given[:6], *given[7:], sizes, add)
+            check(f"add={add}", torch.stack(outs), truth, magnitude, bound, case.sizes)
     arguments, truth, magnitude = rows_problem(case)
     y = G.group_product(*moved(arguments, "cuda"), sizes)
     check("product", y, truth, magnitude, accumulation(case, "cuda", case.k), case.sizes)
-    assert called == (["wgrad_each", "wgrad_each", "product_each"] if known else [])
+    assert called == (["wgrad_each"] * 4 + ["product_each"] if known else [])

@@ -196,6 +196,10 @@ def test_wgrad(case, device):
         G.group_wgrad_accumulate_(parts, *operands)
         added, size = truth + start.double(), magnitude + start.double().abs()
         check(name, torch.stack(parts), added, size, bound, case.sizes)
+        for part in parts:
+            part.fill_(float("nan"))
+        G.group_wgrad_accumulate_(parts, *operands, None, False)  # no sizes, not added
+        check(f"{name}, replaced", torch.stack(parts), truth, magnitude, bound, case.sizes)
 
 
 @pytest.mark.gpu
