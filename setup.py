@@ -6,8 +6,10 @@ time and addresses and handles travel as integers, so one build serves every tor
 
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
+
+ParallelCompile("TE_LITE_BUILD_JOBS").install()  # so many sources beside each other; one a core where it is not set
 
 setup(
     ext_modules=[

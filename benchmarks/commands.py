@@ -151,32 +151,26 @@ def finished(
     return Stage(name, outcome(status), seconds, portable(shlex.join(command), out), detail, tail)
 
 
-def earlier_rows(path: Path, tree: str, stages: Sequence[str], part: str) -> list[dict]:
-    """Rows of an earlier call on the same tree into the same file, of stages that are not run again. part: of the
-    tests that are run; other parts of as many stay.
+def earlier_rows(path: Path, tree: str) -> list[dict]:
+    """Rows of an earlier call on the same tree into the same file.
 
     So a machine with several GPUs need not be held for what one GPU can measure.
     """
     content = json.loads(path.read_text()) if path.exists() else {"tree": None}
-    if content["tree"] != tree:
-        return []
+    return content["rows"] if content["tree"] == tree else []
 
-    def again(stage: str) -> bool:
-        another = part and stage != f"tests {part}" and stage.endswith("/" + part.split("/")[1])
-        return stage.split()[0] in stages and not another
 
-    return [row for row in content["rows"] if not again(row["stage"])]
+def names_passed(path: Path, tree: str) -> list[str]:
+    """The tests that passed in earlier calls on this tree; the file's first line is the tree."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return lines[1:] if lines[:1] == [tree] else []
 
 
 def counts_of_tests(rows: Sequence[dict]) -> dict[str, Any] | None:
-    """What the stages of `tests` found, all parts together; None without one."""
-    found = [row["detail"] for row in rows if row["stage"].split()[0] == "tests"]
-    if not found:
-        return None
-    counts: dict[str, Any] = {
-        name: sum(one[name] for one in found) for name in ("passed", "failed", "errors", "skipped")
-    }
-    return counts | {"failures": [name for one in found for name in one.get("failures", [])]}
+    """What the stage `tests` found; None without it."""
+    names = "passed", "failed", "errors", "skipped", "failures"
+    found = [row["detail"] for row in rows if row["stage"] == "tests"]
+    return {name: found[0].get(name, []) for name in names} if found else None
 
 
 def summary(stages: Sequence[Stage]) -> str:

@@ -5,8 +5,8 @@
     python benchmarks/gpu_check.py --stages tests modules --workers 4
     python benchmarks/gpu_check.py --tree-hash $(git rev-parse HEAD:te_lite) --out results
 
-Calls on the same tree add up: `--stages tests modules kernels gemms recipes` on one GPU, the others on four. So do
-parts of the tests, for where the time for one call ends before they do: `--stages tests --part 1/2`, then `--part 2/2`.
+Calls on the same tree add up: `--stages tests modules kernels gemms recipes` on one GPU, the others on four. Where the
+time for one call ends before the tests do, `--rest` runs those that have not passed yet.
 
 Each stage is a process of its own with a limit; one that fails does not stop the next. Stages that time nothing run
 beside each other and `tests`, but `demo` comes last, by itself: beside them its runs reach their limit. On a GPU tests
@@ -21,7 +21,6 @@ import argparse
 import importlib.util
 import itertools
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -37,7 +36,16 @@ import torch
 
 from benchmarks import result_files
 from benchmarks.check_logs import demo_mistakes, demo_numbers, training_numbers
-from benchmarks.commands import Stage, counts_of_tests, earlier_rows, finished, read_junit, run_command, summary
+from benchmarks.commands import (
+    Stage,
+    counts_of_tests,
+    earlier_rows,
+    finished,
+    names_passed,
+    read_junit,
+    run_command,
+    summary,
+)
 from benchmarks.result_files import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,11 +69,12 @@ LIMITS_S = {
 }
 BESIDE_TESTS = ("ranks", "training", "moe", "matrix", "matrix_tp2", "random", "memcheck")
 RANDOM = "--seed 1 --iterations 500", "--seed 1 --iterations 500 --first 500", "--seed 7 --iterations 40 --repeats 12"
-RANKS_WORKERS = max(6, (os.cpu_count() or 1) // 6)  # of tests that start processes of their own
+RANKS_WORKERS = max(6, (os.cpu_count() or 1) // 4)  # of tests that start processes of their own
 TOTAL_S = 520.0
 DEMO_RECIPES = ("delayed", "current")
 DEMO_ARGS = "--layers 4 --hidden 1024 --heads 16 --seq-length 512 --batch-size 16 --steps 100 --lr 1e-3"
 MAX_TP = 4
+NOTHING_LEFT = 5  # pytest's exit status where no test was run
 
 
 def limit(name: str, args: argparse.Namespace) -> float:
@@ -87,17 +96,25 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
     command += ["-m", mark]
     if workers and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers), "--dist", "loadgroup"]
-    variables = {}
-    if args.part and name == "tests":
-        name, variables = f"tests {args.part}", {"TE_LITE_PART": args.part}  # tests/conftest.py reads it
+    passed = args.out / f"passed_{name}.txt"
+    before = names_passed(passed, args.tree_hash) if args.rest else []
+    passed.write_text("".join(f"{line}\n" for line in (args.tree_hash, *before)))
+    variables = {"TE_LITE_PASSED": str(passed)}  # tests/conftest.py runs none of them, and adds those that pass
     # README's tables are made from what this run is about to write.
     command += ["--deselect", "tests/benchmarks/test_report.py::test_documents_match_the_committed_results"]
     command += shlex.split(args.pytest_args) or ["tests"]
     if "not multigpu" in mark and (gpus := visible(args)):
         variables["TE_LITE_SPREAD"] = gpus
-    run = run_command(command, limit(name.split()[0], args), echo=name not in BESIDE_TESTS, **variables)
+    run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS, **variables)
     detail = read_junit(report) if report.exists() else {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     report.unlink(missing_ok=True)
+    detail["passed"] = len(names_passed(passed, args.tree_hash))  # the report also has what was interrupted
+    if before:
+        run = (0 if run[0] == NOTHING_LEFT else run[0], *run[1:])
+        # One that failed, and passed when it was run again, is named.
+        [earlier] = [row["detail"] for row in args.earlier if row["stage"] == name] or [{}]
+        once = {*earlier.get("failures", []), *earlier.get("failed_once", [])} - set(detail.get("failures", []))
+        detail["failed_once"] = sorted(once)
     stage = finished(name, run, command, args.out, detail)
     if stage.status == "passed" and not detail["passed"]:
         stage.status = "failed"  # a check that ran nothing has shown nothing
@@ -277,7 +294,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mark", help="pytest -m expression of `tests`")
-    parser.add_argument("--part", default="", help="of `tests`: 1/3 runs a third of them; parts of one tree add up")
+    parser.add_argument(
+        "--rest",
+        action="store_true",
+        help="of tests: those that did not pass in earlier calls with this --out and tree",
+    )
     cores = os.cpu_count() or 1
     parser.add_argument(
         "--workers", type=int, default=max(1, cores * 7 // 16), help="pytest-xdist processes, where it is there"
@@ -291,9 +312,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, limit in LIMITS_S.items():
         parser.add_argument(f"--{name.replace('_', '-')}-limit", type=float, default=limit, help="seconds")
     args = parser.parse_args(argv)
-    part = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.part)
-    if args.part and not (part and int(part[1]) <= int(part[2])):
-        parser.error(f"--part {args.part}: must be I/N with I from 1 to N, such as 2/3")
     args.end = time.monotonic() + args.total_limit
     args.out = args.out.resolve()
     args.mark = args.mark or f"{'gpu and ' if args.device.startswith('cuda') else ''}not slow and not multigpu"
@@ -322,7 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     stages: list[Stage] = []
-    earlier = earlier_rows(args.out / "gpu_check.json", args.tree_hash, args.stages, args.part)
+    args.earlier = earlier_rows(args.out / "gpu_check.json", args.tree_hash)
+    earlier = [row for row in args.earlier if row["stage"].split()[0] not in args.stages]
     # The order of RUNNERS: tests and training are over before anything is timed.
     for done in run_stages([name for name in RUNNERS if name in args.stages], args):
         stages = sorted((*stages, *done), key=lambda stage: list(RUNNERS).index(stage.stage.split()[0]))

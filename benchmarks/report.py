@@ -252,6 +252,7 @@ RENDERERS: dict[str, tuple[str, Callable[[dict], str]]] = {
     "overlap_played": ("overlap_played", render_overlap_played),
     "two_trees_tp4": ("two_trees_tp4", render_two_trees),
     "verbs": ("verbs", render_verbs),
+    "verbs_tp2": ("verbs_tp2", render_verbs),
     "overlap": ("overlap", render_overlap),
     "overlap_tp2": ("overlap_tp2", render_overlap),
     "check": ("gpu_check", render_check),

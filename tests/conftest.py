@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported, here and in the ranks that tests start: two cores are shared by several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,12 +30,26 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("te_lite")
 
 
+PASSED = os.environ.get("TE_LITE_PASSED")  # a file of tests not to run again (benchmarks/gpu_check.py)
+called: set[str] = set()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Each test that has passed is written there as it ends."""
+    if PASSED and report.passed and "PYTEST_XDIST_WORKER" not in os.environ:
+        if report.when == "call":
+            called.add(report.nodeid)
+        elif report.when == "teardown" and report.nodeid in called:
+            with open(PASSED, "a") as names:
+                names.write(f"{report.nodeid}\n")
+
+
 @pytest.hookimpl(trylast=True)  # after -m has left out what it leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if part := os.environ.get("TE_LITE_PART"):  # such as 2/3 (benchmarks/gpu_check.py)
-        which, parts = map(int, part.split("/"))
-        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != which - 1])
-        items[:] = items[which - 1 :: parts]
+    if PASSED:
+        known = set(Path(PASSED).read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
+        items[:] = [item for item in items if item.nodeid not in known]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needs = {"gpu": 1, "multigpu": 2}
     for item in items:

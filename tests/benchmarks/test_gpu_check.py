@@ -11,10 +11,13 @@ import pytest
 from benchmarks import commands as run_commands
 from benchmarks import gpu_check, result_files
 
+CONFTEST = "from tests.conftest import pytest_collection_modifyitems, pytest_runtest_logreport\n"
+
 
 def test_gpu_check_counts_tests_and_fails_when_one_fails(tmp_path):
     file = tmp_path / "test_three.py"
     file.write_text("import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip('x')\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     common = ["--stages", "tests", "demo", "--device", "cpu", "--out", str(tmp_path), "--tree-hash", "t"]
     assert gpu_check.main([*common, "--pytest-args", str(file)]) == 1
     content = json.loads((tmp_path / "gpu_check.json").read_text())
@@ -87,7 +90,8 @@ def test_gpu_check_trains_beside_the_tests(tmp_path, monkeypatch):
 
     def run(command):
         if "pytest" in command:
-            (tmp_path / "junit_tests.xml").write_text("<testsuite><testcase classname='a' name='b'/></testsuite>")
+            with open(tmp_path / "passed_tests.txt", "a") as passed:
+                passed.write("a::b\n")
             return 0 if training.wait(20) and written() else 1
         training.set()
         off = {"tp": 1, "train_ratio": 0.99, "held_out_ratio": 1.02, "recipe": "mxfp8"}
@@ -198,22 +202,49 @@ def test_nothing_outlives_a_command(tmp_path):
     assert gone()
 
 
-def test_parts_of_the_tests_add_up(tmp_path):
-    """Each test is in one part, and the counts are those of all parts."""
+def test_the_rest_of_the_tests(tmp_path):
+    """Those that have passed on the tree are not run again; the counts are of both calls; what failed once is named."""
     file = tmp_path / "test_seven.py"
-    file.write_text("import pytest\n@pytest.mark.parametrize('n', range(7))\ndef test_n(n): assert n != 5\n")
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_collection_modifyitems\n")
+    file.write_text(
+        "import pathlib, pytest\n@pytest.mark.parametrize('n', range(7))\ndef test_n(n):\n"
+        "    ran = pathlib.Path(__file__).with_name(f'ran_{n}')\n    again, _ = ran.exists(), ran.write_text('')\n"
+        "    assert not (again and n == 4) and (again or n != 5) and n != 6\n"
+    )
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     options = ["--stages", "tests", "--pytest-args", str(file), "--workers", "0"]
-    assert stage_rows(tmp_path, *options, "--part", "1/2")[0] == 0
-    status, rows = stage_rows(tmp_path, *options, "--part", "2/2")
-    assert status == 1 and [(row["stage"], row["status"]) for row in rows] == [
-        ("tests 1/2", "passed"),
-        ("tests 2/2", "failed"),
-    ]
-    counts = json.loads((tmp_path / "gpu_check.json").read_text())["tests"]
-    assert (counts["passed"], counts["failed"], len(counts["failures"])) == (6, 1, 1)
-    for other in ([], ["--part", "1/3"]):  # neither adds up with halves
-        assert len(stage_rows(tmp_path, *options, *other)[1]) == 1
-    for wrong in ("3/2", "0/2", "2", "a/b"):
-        with pytest.raises(SystemExit):
-            gpu_check.parse(["--part", wrong])
+
+    def counts(*more):
+        status, rows = stage_rows(tmp_path, *options, *more)
+        detail = rows[0]["detail"]
+        assert status == 1 and [row["status"] for row in rows] == ["failed"]
+        found = json.loads((tmp_path / "gpu_check.json").read_text())["tests"]
+        assert all(found[name] == detail[name] for name in found)
+        return detail["passed"], detail["failed"], detail.get("failed_once")
+
+    assert counts() == (5, 2, None)
+    assert counts("--rest") == (6, 1, ["test_seven::test_n[5]"])
+    assert counts("--rest") == (6, 1, ["test_seven::test_n[5]"])
+    passed = tmp_path / "passed_tests.txt"
+    passed.write_text("another tree\n" + passed.read_text().partition("\n")[2])
+    assert counts("--rest") == (5, 2, None), "4 fails as it is run again, 5 passes"
+
+
+def test_what_was_interrupted_has_not_passed(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    file = tmp_path / "test_two.py"
+    file.write_text(
+        "import os, signal, time\ndef test_a(): pass\n"
+        "def test_b():\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
+    )
+    _, [row] = stage_rows(tmp_path, "--stages", "tests", "--pytest-args", str(file), "--workers", "1")
+    assert row["status"] == "failed" and row["detail"]["passed"] == 1
+
+
+def test_no_test_is_left(tmp_path):
+    file = tmp_path / "test_one.py"
+    file.write_text("def test_it(): pass\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    options = ["--stages", "tests", "--pytest-args", str(file), "--workers", "0"]
+    for more in ([], ["--rest"]):
+        status, [row] = stage_rows(tmp_path, *options, *more)
+        assert status == 0 and row["detail"]["passed"] == 1

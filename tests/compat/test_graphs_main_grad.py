@@ -1,5 +1,6 @@
 """main_grad under te.make_graphed_callables: replays add to it, and what forwards said of it stays true."""
 
+import contextlib
 import copy
 
 import pytest
@@ -45,18 +46,32 @@ def test_main_grad_accumulates_in_replays(recipe, marks, device):
         step([plain], recipe, 0, device)
 
 
+@contextlib.contextmanager
+def aside(device):
+    """On a CUDA stream of its own, after all that came before; what follows comes after."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+    torch.cuda.synchronize()
+
+
 def test_a_capture_uses_up_nothing_that_a_forward_said(device):
-    """A forward of the first micro-batch waits for its backward, which replaces main_grad; replays add."""
+    """A forward of the first micro-batch waits for its backward, which replaces main_grad; replays add. On a stream
+    of its own: no capture may use the default stream, on which its backward would add up gradients."""
     plain = make(LN_MLP, device, fuse_wgrad_accumulation=True)
     twin = copy.deepcopy(plain)
     found = []
     for module, fill in ((plain, float("nan")), (twin, 0.0)):
         for p in module.parameters():
             p.main_grad = torch.full(p.shape, fill, device=device)
-        y = module(draw(7, device), is_first_microbatch=True)
-        if module is plain:
-            graphed(module, "bf16", device)
-        y.backward(draw(8, device))
+        with aside(device):
+            y = module(draw(7, device), is_first_microbatch=True)
+            if module is plain:
+                graphed(module, "bf16", device)
+            y.backward(draw(8, device))
         step([module], "bf16", 1, device)
         found.append([p.main_grad for p in module.parameters() if p.dim() == 2])
     agree("main_grad", *found)
