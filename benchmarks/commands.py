@@ -98,12 +98,11 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def read_junit(path: Path) -> dict[str, object]:
-    """Counts of a junit report, the names of what failed, and the modules that took longest, in seconds."""
-    root = ElementTree.parse(path).getroot()
-    counts: dict[str, object] = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
+def read_junit(path: Path) -> dict[str, Any]:
+    """Counts of a junit report, the names of what failed, and the modules that took longest, in seconds; removes it."""
+    counts: dict[str, Any] = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     failures, seconds = [], Counter[str]()
-    for case in root.iter("testcase"):
+    for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
         kinds = {child.tag for child in case}
         key = "passed"
         for tag, name in (("failure", "failed"), ("error", "errors"), ("skipped", "skipped")):
@@ -114,6 +113,7 @@ def read_junit(path: Path) -> dict[str, object]:
         seconds[case.get("classname", "")] += float(case.get("time", 0.0))
         if key in ("failed", "errors"):
             failures.append(f"{case.get('classname')}::{case.get('name')}")
+    path.unlink(missing_ok=True)
     counts["failures"] = failures
     counts["slowest"] = [f"{name} {took:.0f}" for name, took in seconds.most_common(SLOWEST)]
     return counts
@@ -164,6 +164,12 @@ def names_passed(path: Path, tree: str) -> list[str]:
     """The tests that passed in earlier calls on this tree; the file's first line is the tree."""
     lines = path.read_text().splitlines() if path.exists() else []
     return lines[1:] if lines[:1] == [tree] else []
+
+
+def failed_once(stage: str, earlier: Sequence[dict], failures: Sequence[str]) -> list[str]:
+    """What failed in the earlier calls and not in this one, which ran it again."""
+    before = [row["detail"] for row in earlier if row["stage"] == stage]
+    return sorted({name for one in before for name in one["failures"] + one.get("failed_once", [])} - set(failures))
 
 
 def counts_of_tests(rows: Sequence[dict]) -> dict[str, Any] | None:

@@ -34,18 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an installed te_
 
 import torch
 
-from benchmarks import result_files
+from benchmarks import commands, result_files
 from benchmarks.check_logs import demo_mistakes, demo_numbers, training_numbers
-from benchmarks.commands import (
-    Stage,
-    counts_of_tests,
-    earlier_rows,
-    finished,
-    names_passed,
-    read_junit,
-    run_command,
-    summary,
-)
+from benchmarks.commands import Stage, finished, run_command
 from benchmarks.result_files import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +88,7 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
     if workers and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers), "--dist", "loadgroup"]
     passed = args.out / f"passed_{name}.txt"
-    before = names_passed(passed, args.tree_hash) if args.rest else []
+    before = commands.names_passed(passed, args.tree_hash) if args.rest else []
     passed.write_text("".join(f"{line}\n" for line in (args.tree_hash, *before)))
     variables = {"TE_LITE_PASSED": str(passed)}  # tests/conftest.py runs none of them, and adds those that pass
     # README's tables are made from what this run is about to write.
@@ -106,15 +97,11 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
     if "not multigpu" in mark and (gpus := visible(args)):
         variables["TE_LITE_SPREAD"] = gpus
     run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS, **variables)
-    detail = read_junit(report) if report.exists() else {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
-    report.unlink(missing_ok=True)
-    detail["passed"] = len(names_passed(passed, args.tree_hash))  # the report also has what was interrupted
+    detail = commands.read_junit(report)
+    detail["passed"] = len(commands.names_passed(passed, args.tree_hash))  # the report also has what was interrupted
     if before:
         run = (0 if run[0] == NOTHING_LEFT else run[0], *run[1:])
-        # One that failed, and passed when it was run again, is named.
-        [earlier] = [row["detail"] for row in args.earlier if row["stage"] == name] or [{}]
-        once = {*earlier.get("failures", []), *earlier.get("failed_once", [])} - set(detail.get("failures", []))
-        detail["failed_once"] = sorted(once)
+        detail["failed_once"] = commands.failed_once(name, args.earlier, detail["failures"])
     stage = finished(name, run, command, args.out, detail)
     if stage.status == "passed" and not detail["passed"]:
         stage.status = "failed"  # a check that ran nothing has shown nothing
@@ -294,11 +281,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tree-hash", help="git tree hash of te_lite/; computed from the files when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mark", help="pytest -m expression of `tests`")
-    parser.add_argument(
-        "--rest",
-        action="store_true",
-        help="of tests: those that did not pass in earlier calls with this --out and tree",
-    )
+    parser.add_argument("--rest", action="store_true", help="of tests: what has not passed in earlier calls")
     cores = os.cpu_count() or 1
     parser.add_argument(
         "--workers", type=int, default=max(1, cores * 7 // 16), help="pytest-xdist processes, where it is there"
@@ -340,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     stages: list[Stage] = []
-    args.earlier = earlier_rows(args.out / "gpu_check.json", args.tree_hash)
+    args.earlier = commands.earlier_rows(args.out / "gpu_check.json", args.tree_hash)
     earlier = [row for row in args.earlier if row["stage"].split()[0] not in args.stages]
     # The order of RUNNERS: tests and training are over before anything is timed.
     for done in run_stages([name for name in RUNNERS if name in args.stages], args):
@@ -348,9 +331,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Written after every stage, so that a lost machine costs only what came after.
         rows = earlier + [{**asdict(stage), "gpus": gpu_count(args)} for stage in stages]
         path = args.out / "gpu_check.json"
-        tests = counts_of_tests(rows)
+        tests = commands.counts_of_tests(rows)
         result_files.write_results(path, "gpu_check", rows, tree=args.tree_hash, device=args.device, tests=tests)
-    print("\n" + summary(stages))
+    print("\n" + commands.summary(stages))
     return 0 if all(stage.status in ("passed", "skipped") for stage in stages) else 1
 
 

@@ -234,7 +234,7 @@ def test_what_was_interrupted_has_not_passed(tmp_path):
     file = tmp_path / "test_two.py"
     file.write_text(
         "import os, signal, time\ndef test_a(): pass\n"
-        "def test_b():\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
+        "def test_b():\n    time.sleep(3)\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
     )
     _, [row] = stage_rows(tmp_path, "--stages", "tests", "--pytest-args", str(file), "--workers", "1")
     assert row["status"] == "failed" and row["detail"]["passed"] == 1
