@@ -28,4 +28,4 @@ def test_collectives_of_two_ranks(device):
 
 @pytest.mark.parametrize("device", rank_device_params(4))
 def test_four_ranks(device):
-    check(4, device, *["--recipes", "bf16", "delayed", "mxfp8"] * (device == "cpu"))
+    check(4, device, *["--recipes", "delayed"] * (device == "cpu"))

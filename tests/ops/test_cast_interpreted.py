@@ -244,11 +244,16 @@ BLOCKS = {
 }
 
 
+BLOCK_SHAPES = [*SHAPES, Shape(300, 150, "many tiles along m"), Shape(140, 128, "whole blocks")]
+E5M2_SHAPES = [SHAPES[1], SHAPES[3], SHAPES[5]]  # no index hangs on the type; a tile without sums is another program
+
+
 @only_interpreted
-@pytest.mark.parametrize(("dtype", "sums"), [(E4M3, torch.float32), (torch.float8_e5m2, None)], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize(
-    "shape", [*SHAPES, Shape(300, 150, "many tiles along m"), Shape(140, 128, "whole blocks")], ids=lambda s: s.why
+    ("shape", "dtype", "sums"),
+    [(shape, E4M3, torch.float32) for shape in BLOCK_SHAPES] + [(s, torch.float8_e5m2, None) for s in E5M2_SHAPES],
+    ids=lambda v: getattr(v, "why", None),
 )
 def test_interpreted_blocks(shape, kind, sums, dtype):
     (block, square, flat), compared = BLOCKS[kind], 0
@@ -285,7 +290,8 @@ def test_interpreted_rows(shape):
         want = row_cast.vector_scales_ref(amax, 0.0, True)
         assert torch.equal(scale, want[0]) and torch.equal(inverse, want[1])
         vectors = {"row_scale": scale[: source.rows], "col_scale": scale[source.rows :]}
-        for row, col in ((True, True), (True, False)):  # without col and row_scale: columns' scales by row
+        both, one = (True, True), (True, False)  # without col and row_scale: columns' scales by row
+        for row, col in (both, one) if shape in (SHAPES[1], SHAPES[3]) else (both,):
             given = vectors if col else {"row_scale": None, "col_scale": vectors["col_scale"]}
             out = _transform(source, fp8_dtype=E4M3, row=row, col=col, **given)
             want = cast.transform_ref(source, fp8_dtype=E4M3, row=row, col=col, **given)
