@@ -59,7 +59,7 @@ def draw(bars: Bars, title: str, label: str, note: str, path: Path) -> None:
     axes.set_title(title)
     axes.legend(ncols=len(ways), fontsize="small", loc="lower center")
     figure.supxlabel(note, fontsize=6)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata={"Description": note})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,7 +55,7 @@ def draw(content: dict, path: Path) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize="small")
     figure.supxlabel(provenance(content), fontsize=6)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata={"Description": provenance(content)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

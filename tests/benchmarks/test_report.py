@@ -117,6 +117,13 @@ def test_documents_match_the_committed_results():
     assert report.main(["--check"]) == 0, "run python benchmarks/report.py and commit what it writes"
 
 
+@pytest.mark.parametrize(("picture", "file"), [("peers",) * 2, ("overlap_gemms",) * 2, ("overlap_mlp", "overlap")])
+def test_pictures_are_of_the_committed_results(picture, file):
+    drawn = (ROOT / "docs" / "img" / f"{picture}.png").read_bytes()
+    said = report.provenance(report.load(report.RESULTS, file))
+    assert said.encode() in drawn, f"run the script in benchmarks/ that draws {picture}.png, and commit it"
+
+
 def test_times_measured_twice():
     row = {"op": "RS", "shape": "proj 70b", "dtype": "fp8", "candidate": "ring", "gpu_us": 100.0}
     rows = [row | {"again_us": 101.0}, row | {"again_us": 99.0}, row | {"candidate": "fused", "again_us": 96.0}]
