@@ -91,7 +91,7 @@ docs: $(STAMP)
 
 gpu-check: $(STAMP)
 	$(PYTHON) benchmarks/gpu_check.py --tree-hash $(or $(TREE),$(error TREE is empty: outside a git \
-	checkout or before the first commit pass TREE=<what git rev-parse HEAD:te_lite prints>))
+	checkout or before the first commit pass TREE=<what git rev-parse HEAD:te_lite prints>)) $(GPU_CHECK_ARGS)
 
 bench: $(STAMP)
 	$(PYTHON) benchmarks/modules.py $(BENCH_ARGS)
