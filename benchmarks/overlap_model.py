@@ -3,7 +3,7 @@
     python benchmarks/overlap_model.py
     python benchmarks/overlap_model.py --plot docs/img/overlap_model.png
 
-The constants are an H200's, and so are the rows: overlap_gemms_h200.json of 4 ranks, overlap_gemms_tp2.json of 2.
+The constants are an H200's, and so are the rows: overlap_gemms_h200.json of 4 ranks, overlap_gemms_h200_tp2.json of 2.
 Printed: predicted and measured time of each row, where there is one; the errors; the reduce-scatters that
 overlap_played.py plays; for a layer's forward over TP size, hidden size and place, Collective's time over that of the
 best overlapped schedules, and up to which hidden size they gain nothing. All but the first as in
@@ -38,7 +38,7 @@ from benchmarks.overlap_times import (
 )
 from benchmarks.report import RESULTS, markdown
 
-MEASURED = tuple(RESULTS / f"overlap_gemms{name}.json" for name in ("_h200", "_tp2"))
+MEASURED = tuple(RESULTS / f"overlap_gemms{name}.json" for name in ("_h200", "_h200_tp2"))
 NETWORK = 45.0  # GB/s from a GPU to other hosts: an adapter of 400 Gbit/s each. Not measured
 TPS, HIDDEN = (2, 4, 8, 16), (2048, 4096, 8192, 16384)
 MODELS = {"gemm": gemm, "copies": copies, "collective": collective, "ring": ring, "fused": fused}

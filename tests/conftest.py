@@ -31,17 +31,25 @@ if importlib.util.find_spec("hypothesis"):
 
 
 PASSED = os.environ.get("TE_LITE_PASSED")  # a file of tests not to run again (benchmarks/gpu_check.py)
-called: set[str] = set()
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Each test that has passed is written there as it ends."""
-    if PASSED and report.passed and "PYTEST_XDIST_WORKER" not in os.environ:
-        if report.when == "call":
-            called.add(report.nodeid)
-        elif report.when == "teardown" and report.nodeid in called:
-            with open(PASSED, "a") as names:
+class Passes:
+    """Each test that has passed is written to `file` as it ends."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.called = file, set[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when == "call":
+            self.called.add(report.nodeid)
+        elif report.passed and report.when == "teardown" and report.nodeid in self.called:
+            with open(self.file, "a") as names:
                 names.write(f"{report.nodeid}\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if PASSED and not hasattr(config, "workerinput"):  # of xdist's processes in the one that hears of all tests
+        config.pluginmanager.register(Passes(PASSED))
 
 
 @pytest.hookimpl(trylast=True)  # after -m has left out what it leaves out
