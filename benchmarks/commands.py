@@ -99,9 +99,9 @@ def marked(mark: str) -> list[int]:
 
 
 def read_junit(path: Path) -> dict[str, Any]:
-    """Counts of a junit report, the names of what failed, and the modules that took longest, in seconds; removes it."""
+    """Counts of a junit report, and the modules that took longest, in seconds; removes it."""
     counts: dict[str, Any] = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
-    failures, seconds = [], Counter[str]()
+    seconds = Counter[str]()
     for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
         kinds = {child.tag for child in case}
         key = "passed"
@@ -111,10 +111,7 @@ def read_junit(path: Path) -> dict[str, Any]:
                 break
         counts[key] += 1
         seconds[case.get("classname", "")] += float(case.get("time", 0.0))
-        if key in ("failed", "errors"):
-            failures.append(f"{case.get('classname')}::{case.get('name')}")
     path.unlink(missing_ok=True)
-    counts["failures"] = failures
     counts["slowest"] = [f"{name} {took:.0f}" for name, took in seconds.most_common(SLOWEST)]
     return counts
 
@@ -151,25 +148,22 @@ def finished(
     return Stage(name, outcome(status), seconds, portable(shlex.join(command), out), detail, tail)
 
 
-def earlier_rows(path: Path, tree: str) -> list[dict]:
-    """Rows of an earlier call on the same tree into the same file.
+def earlier_rows(path: Path, tree: str, stages: Sequence[str]) -> list[dict]:
+    """Rows of an earlier call on the same tree into the same file, of stages that are not run again.
 
     So a machine with several GPUs need not be held for what one GPU can measure.
     """
     content = json.loads(path.read_text()) if path.exists() else {"tree": None}
-    return content["rows"] if content["tree"] == tree else []
+    return [row for row in content["rows"] if row["stage"].split()[0] not in stages] if content["tree"] == tree else []
 
 
-def names_passed(path: Path, tree: str) -> list[str]:
-    """The tests that passed in earlier calls on this tree; the file's first line is the tree."""
+def read_outcomes(path: Path, key: str) -> dict[str, list[str]]:
+    """test -> "passed" or "failed", of each time that it ran, as tests/conftest.py writes them after the line `key`."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return lines[1:] if lines[:1] == [tree] else []
-
-
-def failed_once(stage: str, earlier: Sequence[dict], failures: Sequence[str]) -> list[str]:
-    """What failed in the earlier calls and not in this one, which ran it again."""
-    before = [row["detail"] for row in earlier if row["stage"] == stage]
-    return sorted({name for one in before for name in one["failures"] + one.get("failed_once", [])} - set(failures))
+    found: dict[str, list[str]] = {}
+    for word, _, name in (line.partition(" ") for line in lines[1:] if lines[0] == key):
+        found.setdefault(name, []).append(word)
+    return found
 
 
 def counts_of_tests(rows: Sequence[dict]) -> dict[str, Any] | None:

@@ -87,10 +87,12 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
     command += ["-m", mark]
     if workers and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers), "--dist", "loadgroup"]
-    passed = args.out / f"passed_{name}.txt"
-    before = commands.names_passed(passed, args.tree_hash) if args.rest else []
-    passed.write_text("".join(f"{line}\n" for line in (args.tree_hash, *before)))
-    variables = {"TE_LITE_PASSED": str(passed)}  # tests/conftest.py runs none of them, and adds those that pass
+    log = args.out / f"outcomes_{name}.txt"
+    key = f"te_lite {args.tree_hash} tests {result_files.tree_hash(ROOT / 'tests')} {mark} {args.pytest_args}"
+    before = commands.read_outcomes(log, key) if args.rest else {}
+    if not before:
+        log.write_text(f"{key}\n")
+    variables = {"TE_LITE_OUTCOMES": str(log)}  # tests/conftest.py
     # README's tables are made from what this run is about to write.
     command += ["--deselect", "tests/benchmarks/test_report.py::test_documents_match_the_committed_results"]
     command += shlex.split(args.pytest_args) or ["tests"]
@@ -98,12 +100,17 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
         variables["TE_LITE_SPREAD"] = gpus
     run = run_command(command, limit(name, args), echo=name not in BESIDE_TESTS, **variables)
     detail = commands.read_junit(report)
-    detail["passed"] = len(commands.names_passed(passed, args.tree_hash))  # the report also has what was interrupted
-    if before:
-        run = (0 if run[0] == NOTHING_LEFT else run[0], *run[1:])
-        detail["failed_once"] = commands.failed_once(name, args.earlier, detail["failures"])
+    found = commands.read_outcomes(log, key)
+    failures = [test for test, words in found.items() if words[-1] == "failed"]
+    new = sum(words[len(before.get(test, ())) :].count("failed") > 0 for test, words in found.items())
+    # The report counts what was interrupted among what passed. It alone has errors that are no test's.
+    detail["errors"] += detail["failed"] - new
+    detail |= {"passed": len(found) - len(failures), "failed": len(failures), "failures": failures}
+    detail["failed_once"] = [test for test, words in found.items() if "failed" in words[:-1] and words[-1] == "passed"]
+    if before and run[0] == NOTHING_LEFT:
+        run = (0, *run[1:])
     stage = finished(name, run, command, args.out, detail)
-    if stage.status == "passed" and not detail["passed"]:
+    if stage.status == "passed" and (failures or not detail["passed"]):
         stage.status = "failed"  # a check that ran nothing has shown nothing
     return [stage]
 
@@ -323,8 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     stages: list[Stage] = []
-    args.earlier = commands.earlier_rows(args.out / "gpu_check.json", args.tree_hash)
-    earlier = [row for row in args.earlier if row["stage"].split()[0] not in args.stages]
+    earlier = commands.earlier_rows(args.out / "gpu_check.json", args.tree_hash, args.stages)
     # The order of RUNNERS: tests and training are over before anything is timed.
     for done in run_stages([name for name in RUNNERS if name in args.stages], args):
         stages = sorted((*stages, *done), key=lambda stage: list(RUNNERS).index(stage.stage.split()[0]))

@@ -30,32 +30,44 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("te_lite")
 
 
-PASSED = os.environ.get("TE_LITE_PASSED")  # a file of tests not to run again (benchmarks/gpu_check.py)
+OUTCOMES = os.environ.pop("TE_LITE_OUTCOMES", None)  # a file (benchmarks/gpu_check.py); not of runs that tests start
 
 
-class Passes:
-    """Each test that has passed is written to `file` as it ends."""
+class Outcomes:
+    """Each test that has passed or failed is written to `file` as it ends. One that passed before is not run again."""
 
     def __init__(self, file: str) -> None:
-        self.file, self.called = file, set[str]()
+        last = dict(reversed(line.split(" ", 1)) for line in Path(file).read_text().splitlines()[1:])
+        self.file, self.known = file, [name for name, word in last.items() if word == "passed"]
+        self.called: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.passed and report.when == "call":
+        if report.failed:
+            self.called.discard(report.nodeid)
+            self.write("failed", report.nodeid)
+        elif report.passed and report.when == "call":
             self.called.add(report.nodeid)
-        elif report.passed and report.when == "teardown" and report.nodeid in self.called:
-            with open(self.file, "a") as names:
-                names.write(f"{report.nodeid}\n")
+        elif report.when == "teardown" and report.nodeid in self.called:
+            self.write("passed", report.nodeid)
+
+    def write(self, word: str, name: str) -> None:
+        with open(self.file, "a") as log:
+            log.write(f"{word} {name}\n")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node) -> None:
+        node.workerinput["known"] = self.known  # also of a process that takes the place of one that died
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if PASSED and not hasattr(config, "workerinput"):  # of xdist's processes in the one that hears of all tests
-        config.pluginmanager.register(Passes(PASSED))
+    if OUTCOMES:
+        config.pluginmanager.register(Outcomes(OUTCOMES), "outcomes")
 
 
 @pytest.hookimpl(trylast=True)  # after -m has left out what it leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if PASSED:
-        known = set(Path(PASSED).read_text().splitlines())
+    outcomes = config.pluginmanager.get_plugin("outcomes")
+    if known := set(outcomes.known if outcomes else getattr(config, "workerinput", {}).get("known", ())):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
         items[:] = [item for item in items if item.nodeid not in known]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -90,8 +90,8 @@ def test_gpu_check_trains_beside_the_tests(tmp_path, monkeypatch):
 
     def run(command):
         if "pytest" in command:
-            with open(tmp_path / "passed_tests.txt", "a") as passed:
-                passed.write("a::b\n")
+            with open(tmp_path / "outcomes_tests.txt", "a") as passed:
+                passed.write("passed a::b\n")
             return 0 if training.wait(20) and written() else 1
         training.set()
         off = {"tp": 1, "train_ratio": 0.99, "held_out_ratio": 1.02, "recipe": "mxfp8"}
@@ -202,31 +202,50 @@ def test_nothing_outlives_a_command(tmp_path):
     assert gone()
 
 
-def test_the_rest_of_the_tests(tmp_path):
-    """Those that have passed on the tree are not run again; the counts are of both calls; what failed once is named."""
-    file = tmp_path / "test_seven.py"
-    file.write_text(
-        "import pathlib, pytest\n@pytest.mark.parametrize('n', range(7))\ndef test_n(n):\n"
-        "    ran = pathlib.Path(__file__).with_name(f'ran_{n}')\n    again, _ = ran.exists(), ran.write_text('')\n"
-        "    assert not (again and n == 4) and (again or n != 5) and n != 6\n"
-    )
+SEVEN = """
+import pathlib, pytest
+
+@pytest.mark.parametrize("n", range(7))
+def test_n(n):
+    ran = pathlib.Path(__file__).with_name(f"ran_{n}")
+    again, _ = ran.exists(), ran.write_text("")
+    assert (again or n != 5) and n != 6
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_the_rest_of_the_tests(tmp_path, workers):
+    """Those that have passed are not run again; the counts are of both calls; what failed once is named."""
+    (tmp_path / "test_seven.py").write_text(SEVEN)
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    options = ["--stages", "tests", "--pytest-args", str(file), "--workers", "0"]
 
-    def counts(*more):
-        status, rows = stage_rows(tmp_path, *options, *more)
-        detail = rows[0]["detail"]
-        assert status == 1 and [row["status"] for row in rows] == ["failed"]
-        found = json.loads((tmp_path / "gpu_check.json").read_text())["tests"]
-        assert all(found[name] == detail[name] for name in found)
-        return detail["passed"], detail["failed"], detail.get("failed_once")
+    def counts(*more, only=""):
+        arguments = f"{tmp_path / 'test_seven.py'} {only}"
+        status, [row] = stage_rows(
+            tmp_path, "--stages", "tests", "--pytest-args", arguments, "--workers", workers, *more
+        )
+        detail, tests = row["detail"], json.loads((tmp_path / "gpu_check.json").read_text())["tests"]
+        assert status == 1 and row["status"] == "failed"
+        assert all(tests[name] == detail[name] for name in tests) and detail["errors"] == 0
+        named = [[name.rpartition("::")[2] for name in detail[words]] for words in ("failures", "failed_once")]
+        assert len(named[0]) == detail["failed"]
+        return detail["passed"], sorted(named[0]), sorted(named[1])
 
-    assert counts() == (5, 2, None)
-    assert counts("--rest") == (6, 1, ["test_seven::test_n[5]"])
-    assert counts("--rest") == (6, 1, ["test_seven::test_n[5]"])
-    passed = tmp_path / "passed_tests.txt"
-    passed.write_text("another tree\n" + passed.read_text().partition("\n")[2])
-    assert counts("--rest") == (5, 2, None), "4 fails as it is run again, 5 passes"
+    assert counts() == (5, ["test_n[5]", "test_n[6]"], [])
+    assert counts("--rest") == (6, ["test_n[6]"], ["test_n[5]"])
+    assert counts("--rest") == (6, ["test_n[6]"], ["test_n[5]"])
+    assert counts("--rest", only="-k 6") == (0, ["test_n[6]"], []), "of other arguments nothing has passed"
+
+
+def test_what_failed_and_was_not_run_again_has_failed(tmp_path, monkeypatch):
+    """Where the time is up before it."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_two.py").write_text("def test_a(): assert 0\ndef test_b(): pass\n")
+    options = ["--stages", "tests", "--pytest-args", str(tmp_path), "--workers", "0"]
+    assert stage_rows(tmp_path, *options)[0] == 1
+    fake_commands(monkeypatch, lambda command: 0)
+    status, [row] = stage_rows(tmp_path, *options, "--rest")
+    assert status == 1 and row["status"] == "failed" and row["detail"]["failed"] == 1
 
 
 def test_what_was_interrupted_has_not_passed(tmp_path):

@@ -43,7 +43,7 @@ def kinds() -> list[Kind]:
     for turn, (gather, columns, split, act, grad) in enumerate(SCHEDULES):
         narrow, residual = act == "narrow", act == "residual"
         act = "" if narrow or residual else act
-        some = [ALWAYS[turn % 3], ALWAYS[1], TURNS[turn % 3], *[SCALES_OF_8] * (turn % 2)]
+        some = [ALWAYS[turn % 3], ALWAYS[1], TURNS[turn % 3], *[SCALES_OF_8] * (split or turn % 2)]
         for i, types in enumerate([*ALWAYS, *TURNS, SCALES_OF_8] if narrow else dict.fromkeys(some)):
             a, b, scales, out, ranks, b_t = types
             ranks = 1 if act and ranks < 8 else ranks  # overlap/one_rank.py
