@@ -104,7 +104,7 @@ def pytest_stage(name: str, mark: str, workers: int, args: argparse.Namespace) -
     failures = [test for test, words in found.items() if words[-1] == "failed"]
     new = sum(words[len(before.get(test, ())) :].count("failed") > 0 for test, words in found.items())
     # The report counts what was interrupted among what passed. It alone has errors that are no test's.
-    detail["errors"] += detail["failed"] - new
+    detail["errors"] = max(0, detail["errors"] + detail["failed"] - new)
     detail |= {"passed": len(found) - len(failures), "failed": len(failures), "failures": failures}
     detail["failed_once"] = [test for test, words in found.items() if "failed" in words[:-1] and words[-1] == "passed"]
     if before and run[0] == NOTHING_LEFT:

@@ -37,7 +37,8 @@ class Outcomes:
     """Each test that has passed or failed is written to `file` as it ends. One that passed before is not run again."""
 
     def __init__(self, file: str) -> None:
-        last = dict(reversed(line.split(" ", 1)) for line in Path(file).read_text().splitlines()[1:])
+        lines = Path(file).read_text().splitlines()[1:]
+        last = {name: word for word, _, name in (line.partition(" ") for line in lines)}
         self.file, self.known = file, [name for name, word in last.items() if word == "passed"]
         self.called: set[str] = set()
 

@@ -238,14 +238,20 @@ def test_the_rest_of_the_tests(tmp_path, workers):
 
 
 def test_what_failed_and_was_not_run_again_has_failed(tmp_path, monkeypatch):
-    """Where the time is up before it."""
+    """Where the time is up before it, and before pytest has written its report."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_two.py").write_text("def test_a(): assert 0\ndef test_b(): pass\n")
     options = ["--stages", "tests", "--pytest-args", str(tmp_path), "--workers", "0"]
     assert stage_rows(tmp_path, *options)[0] == 1
-    fake_commands(monkeypatch, lambda command: 0)
+
+    def run(command):
+        with open(tmp_path / "outcomes_tests.txt", "a") as outcomes:
+            outcomes.write("failed a.py::c\n")
+        return 0
+
+    fake_commands(monkeypatch, run)
     status, [row] = stage_rows(tmp_path, *options, "--rest")
-    assert status == 1 and row["status"] == "failed" and row["detail"]["failed"] == 1
+    assert status == 1 and row["status"] == "failed" and (row["detail"]["failed"], row["detail"]["errors"]) == (2, 0)
 
 
 def test_what_was_interrupted_has_not_passed(tmp_path):

@@ -9,7 +9,7 @@ from te_lite.testing.distributed import launch, rank_device_params
 HERE = Path(__file__).parent
 TP4 = [("bulk", "pipeline"), ("ring_exchange", "auto"), ("fused",)]  # on GPUs
 RECIPES = 8
-CPU_TP4 = ("bf16", "delayed", "current_per_shard", "blockwise", "rowwise")  # each way in which scales travel
+CPU_TP4 = ("bf16", "delayed", "current_per_shard", "mxfp8", "blockwise", "rowwise")  # each way in which scales travel
 
 
 def run(script, ranks, device, *args, timeout=400.0, **how):

@@ -253,7 +253,7 @@ E5M2_SHAPES = [SHAPES[1], SHAPES[3], SHAPES[5]]  # no index hangs on the type; a
 @pytest.mark.parametrize(
     ("shape", "dtype", "sums"),
     [(shape, E4M3, torch.float32) for shape in BLOCK_SHAPES] + [(s, torch.float8_e5m2, None) for s in E5M2_SHAPES],
-    ids=lambda v: getattr(v, "why", None),
+    ids=lambda v: getattr(v, "why", str(v)),
 )
 def test_interpreted_blocks(shape, kind, sums, dtype):
     (block, square, flat), compared = BLOCKS[kind], 0

@@ -37,14 +37,15 @@ ACTS = [one for one in map(Activation.of, ACTIVATIONS) if one.fused]
 
 
 def kinds() -> list[Kind]:
-    """Every schedule with two or three of the other options, whose values take turns, and with all of them where the
-    most registers are taken: of narrow sums, and of the gradients of an activation with parameters."""
+    """Every schedule with every value of every other option where the most registers are taken: with an activation at
+    the end, every one that has parameters where it is a gradient, and of narrow sums. Others with some, in turns."""
     found = []
     for turn, (gather, columns, split, act, grad) in enumerate(SCHEDULES):
         narrow, residual = act == "narrow", act == "residual"
         act = "" if narrow or residual else act
         some = [ALWAYS[turn % 3], ALWAYS[1], TURNS[turn % 3], *[SCALES_OF_8] * (split or turn % 2)]
-        for i, types in enumerate([*ALWAYS, *TURNS, SCALES_OF_8] if narrow else dict.fromkeys(some)):
+        every = [*ALWAYS, *(TURNS if narrow or split else [TURNS[turn % 3]]), SCALES_OF_8]
+        for i, types in enumerate(every if act or narrow else dict.fromkeys(some)):
             a, b, scales, out, ranks, b_t = types
             ranks = 1 if act and ranks < 8 else ranks  # overlap/one_rank.py
             if (b_t and columns % 64) or (split and a not in FP8):
