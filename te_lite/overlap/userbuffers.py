@@ -160,8 +160,10 @@ def symmetric_empty(
 
     Collective: every rank of the group calls it with the same arguments. The values are undefined. Space comes from
     initialize_ub(..., symmetric_bytes=...), and goes back with destroy_ub(); a tensor in use keeps its memory mapped.
-    device: where initialize_ub has made the userbuffers (default). RuntimeError where the group has none, or too
-    little space is left.
+    device: that of initialize_ub, with the same default: the current GPU, or the CPU where there is none.
+
+    RuntimeError where the group has no userbuffers on that device, or too little space is left; TypeError and
+    ValueError for arguments out of range.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"symmetric_empty(group={group!r}): must be a process group; pass that of initialize_ub")
@@ -171,7 +173,7 @@ def symmetric_empty(
         raise TypeError(f"symmetric_empty(dtype={dtype!r}): must be a torch.dtype")
     found = group_of(group, _device(device))
     if isinstance(found, str):
-        raise RuntimeError(f"symmetric_empty needs userbuffers: {found}; with symmetric_bytes=...")
+        raise RuntimeError(f"symmetric_empty needs userbuffers: {found}; with symmetric_bytes=..., the same device")
     return found.symmetric.take(shape, dtype)
 
 
