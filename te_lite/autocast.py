@@ -186,7 +186,8 @@ def reset() -> None:
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | str | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """te_lite modules built inside hold the weights of their linears quantized, and nowhere in high precision.
+    """te_lite modules built inside hold the weights of their linears quantized, and nowhere in high precision, but for
+    weights whose sizes on this rank are not multiples of the recipe's feature_multiple (16).
 
     recipe: gives the weights' format (default DelayedScaling()); use the modules under an autocast with a recipe of
     that format. preserve_high_precision_init_val: param.get_high_precision_init_val() is the initial value on the CPU,

@@ -55,10 +55,11 @@ def checkpoint(
     """function(*args, **kwargs), keeping only its inputs; backward computes it again, bit for bit.
 
     get_rng_state_tracker: returns the CudaRNGStatesTracker whose states are rewound for the second run; torch's own
-    generators always are. distribute_saved_activations: each rank of tp_group keeps its part of the first input, which
-    must be the same on all of them, and backward gathers it; hooks of torch's saved_tensors_hooks outside see none of
-    the inputs then. tp_group is not needed otherwise. Other keywords go to `function`, except torch.utils.checkpoint's
-    (context_fn, determinism_check, debug, early_stop), which go there.
+    generators are too, but with preserve_rng_state=False. distribute_saved_activations: each rank of tp_group keeps its
+    part of the first input, which must be the same on all of them, and backward gathers it; hooks of torch's
+    saved_tensors_hooks outside see none of the inputs then. tp_group is not needed otherwise. Other keywords go to
+    `function`, except torch.utils.checkpoint's (context_fn, determinism_check, debug, early_stop, preserve_rng_state),
+    which go there.
 
     Raises TypeError, ValueError for distribute_saved_activations without a plain tensor first or without tp_group.
     """

@@ -177,7 +177,8 @@ def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessG
     Under sequence parallelism each rank sees only its own tokens in norm weights and row-parallel biases; their
     gradients are partial sums. Call it after backward and before the optimizer. Takes `.grad`, or `main_grad`
     where the gradient was put there. `group` overrides the modules' own group. Gradients that share a group, dtype and
-    device travel as one flat buffer. Returns how many parameters were reduced.
+    device travel as one flat buffer. Returns how many parameters were reduced. RuntimeError for a marked parameter
+    with a gradient and no group: that of a norm which stands in no module with a tp_group needs `group`.
     """
     buckets: dict[tuple, list[torch.Tensor]] = {}
     seen: set[int] = set()
@@ -195,8 +196,8 @@ def reduce_sequence_parallel_grads(module: torch.nn.Module, group: dist.ProcessG
             seen.add(id(param))
             if tp_group is None:
                 raise RuntimeError(
-                    f"a parameter of {type(child).__name__} is marked sequence_parallel but its module has no "
-                    "tp_group; call set_tensor_parallel_group or pass group="
+                    f"a parameter of {type(child).__name__} is marked sequence_parallel but no module "
+                    "around it has a tp_group; pass the tensor-parallel group as group="
                 )
             buckets.setdefault((tp_group, grad.dtype, grad.device), []).append(grad)
     for (tp_group, _, _), grads in buckets.items():

@@ -27,18 +27,22 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
+        """Whether it quantizes."""
         return (state := current()) is not None and state.enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
+        """Whether it records amaxes alone."""
         return (state := current()) is not None and not state.enabled
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
+        """Its recipe; DelayedScaling() where none is open, or it neither quantizes nor records."""
         return DelayedScaling() if (state := current()) is None else state.recipe
 
     @classmethod
     def get_fp8_group(cls) -> dist.ProcessGroup | None:
+        """Its amax_reduction_group; None also where none is open."""
         return None if (state := current()) is None else state.group
 
     @classmethod

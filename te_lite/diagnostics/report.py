@@ -19,8 +19,8 @@ def overlap_report() -> list[dict[str, Any]]:
     """One row for each GEMM of each module that has run, of its newest call.
 
     module, gemm; schedule: "local", "collective", "ring", "pipeline", "fused", "bulk", "external" (of wgrad: of the
-    exchange beside it); recipe and the number formats of the two operands; shape: (M, K, N) of the forward GEMM on this
-    rank; sent: bytes that this rank sent to others; reason: where something is not as asked, why.
+    exchange beside it); recipe; operands: their number formats; shape: (M, K, N) of the forward GEMM on this rank;
+    sent: bytes that this rank sent to others; reason: where something is not as asked, why.
     """
     with PLANNED_LOCK:
         modules = list(PLANNED.items())

@@ -19,9 +19,11 @@ from te_lite.modules.weights import Init
 class LayerNormLinear(_OneLinear):
     """y = norm(x) @ weight^T + bias: the norm writes what the GEMM reads, quantized where the recipe says so.
 
-    As Linear, and: normalization "LayerNorm" or "RMSNorm", eps, zero_centered_gamma (weight stored minus one).
-    return_layernorm_output: norm(x) is returned too, as the last of the outputs;
-    return_layernorm_output_gathered: that output is gathered along tokens under sequence parallelism.
+    As Linear, without rng_tracker_name and save_original_input, and: normalization "LayerNorm" or "RMSNorm", eps,
+    zero_centered_gamma (weight stored minus one). return_layernorm_output: norm(x) is returned too, as the last of the
+    outputs; return_layernorm_output_gathered: that output is gathered along tokens under sequence parallelism.
+
+    Raises what Linear raises, and ValueError for parallel_mode "row": the norm needs whole rows.
     """
 
     def __init__(

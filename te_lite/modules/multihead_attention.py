@@ -56,11 +56,11 @@ class Composed(nn.Module):
                 module.set_context_parallel_group(cp_group, *others, **named)
 
     def need_backward_dw(self) -> bool:
-        """True when weight gradients wait for backward_dw()."""
+        """True where delay_wgrad_compute is set: backward then leaves weight gradients to backward_dw()."""
         return any(m.need_backward_dw() for m in self.modules() if isinstance(m, TeLiteModule))
 
     def backward_dw(self) -> None:
-        """Computes the oldest delayed weight gradients of all linears."""
+        """Computes the oldest delayed weight gradients of all linears; RuntimeError where none wait."""
         late = [m for m in self.modules() if isinstance(m, TeLiteModule) and m.need_backward_dw()]
         if late and not any([m.run_delayed() for m in reversed(late)]):
             raise RuntimeError(f"backward_dw() of {type(self).__name__}: must follow a backward, once for each")
@@ -126,7 +126,7 @@ class MultiheadAttention(Composed):
                 raise ValueError(f"{option}=True without fuse_qkv_params: q, k and v must be one parameter; pass True")
         if sequence_parallel and size > 1 and not set_parallel_mode:
             raise ValueError(
-                "sequence_parallel=True without set_parallel_mode: tokens would see this rank's; pass both"
+                "sequence_parallel=True without set_parallel_mode: tokens would see those of this rank alone; pass both"
             )
         self.kv_channels = kv_channels or hidden_size // num_attention_heads
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups

@@ -33,6 +33,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / rotary_base**powers)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """fp32 [max_seq_len, 1, 1, dim]: the angles of positions offset, offset + 1, ..."""
         inv_freq: Tensor = self.inv_freq  # type: ignore[assignment]  # of a buffer torch knows no more
         positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=torch.float32) + offset
         factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings

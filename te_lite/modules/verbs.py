@@ -252,6 +252,9 @@ def all_gather_linear(
 
     Backward: dx_shard = reduce_scatter(sum of dy_i @ w_i), dw_i = dy_i^T @ all_gather(x_shard); the shard is kept,
     quantized, and gathered again. It has no second derivative. Every rank of the group must make the same calls.
+
+    Raises ValueError for a shape, dim, overlap or recipe that does not fit, TypeError for a dtype, a device, or what is
+    no process group, RuntimeError under delayed scaling without scales for just so many weights.
     """
     one = isinstance(weights, Tensor)
     many, biases = [(t,) if one else tuple(t) for t in (weights, () if bias is None and not one else bias)]
@@ -275,6 +278,9 @@ def linear_reduce_scatter(
 
     Backward: dy = all_gather(dy_shard), dx = dy @ weight, dw = dy^T @ x; the gradient of bias is this rank's part of
     a sum over the ranks, as that of a row-parallel te.Linear.
+
+    Raises what all_gather_linear raises, and ValueError for a dim that is no multiple of the group's size and for a
+    residual unlike y_shard.
     """
     given = (group, residual, dim, recipe, scales, overlap, strict)
     return _linear("linear_reduce_scatter", "row", x, (weight,), (bias,), *given)[0]
@@ -287,6 +293,8 @@ def all_gather(x_shard: Tensor, group: dist.ProcessGroup, *, dim: int = 0, stric
     Through the userbuffers of exactly this group by copy engines, which take no multiprocessor; wait() then copies the
     result out of its slot. Where there are none, or x does not fit, by torch.distributed (strict: RuntimeError).
     Backward is a reduce_scatter, which begins where wait() was called and ends where this was.
+
+    Raises ValueError for a dim that x_shard does not have, TypeError for what is no tensor or no process group.
     """
     _group("all_gather", group)
     dim = _dimension("all_gather", x_shard, dim, True)
@@ -300,6 +308,8 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, dim: int = 0, strict:
 
     As of all_gather. Through userbuffers the sum runs in wait(), in fp32 in the order of ranks rank + 1, rank + 2, ...,
     rank, rounded once. bfloat16, float16 or float32. Backward is an all_gather.
+
+    Raises what all_gather raises, and ValueError for another dtype and a dim that is no multiple of the group's size.
     """
     size, dim = _group("reduce_scatter", group), _dimension("reduce_scatter", x, dim, True)
     if x.shape[dim] % size or x.dtype not in DTYPES:

@@ -78,8 +78,8 @@ def initialize_ub(
     cuda_graphs: slots of their own for calls captured in CUDA graphs; twice the memory.
     symmetric_bytes: a rank's space for the tensors of symmetric_empty().
 
-    Where the ranks cannot map each other's memory (several hosts, no peer access) all of them warn once and run
-    without overlap; with strict they raise RuntimeError. ValueError and TypeError for arguments out of range or
+    Where the ranks cannot map each other's memory (several hosts, no peer access) the first of them warns once and all
+    run without overlap; with strict all raise RuntimeError. ValueError and TypeError for arguments out of range or
     different between ranks; RuntimeError when called twice for a group or without torch.distributed.
     """
     wrong = None
