@@ -53,9 +53,9 @@ TWO_GATHERS = ("mxfp8", "blockwise", "rowwise", "rowwise_with_gw_hp")  # dy is g
 
 
 def layer_type(name: str) -> str:
-    """A layer by its name in any spelling."""
+    """A layer by its name, in upper or lower case."""
     if name.lower() in ABSENT:
-        raise argparse.ArgumentTypeError(f"{name} does not exist in te_lite; choose one of {', '.join(KINDS)}")
+        raise argparse.ArgumentTypeError(f"{name} is not compared by this script; choose one of {', '.join(KINDS)}")
     if name.lower() not in KINDS:
         raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(KINDS)}")
     return KINDS[name.lower()]
