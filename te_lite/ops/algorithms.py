@@ -24,7 +24,10 @@ MOST = 8  # algorithms that are asked for
 ROUNDS = 5
 MARGIN = 0.99  # another than the first must save 1%, which is about the noise
 MOST_PROBLEMS = 128  # that a process measures; one with ever new token counts uses the first ones from then on
-MEASURES = os.environ.get("TE_LITE_AUTO", "measure") == "measure"
+_WORD = os.environ.get("TE_LITE_AUTO", "measure")
+if _WORD not in ("measure", "rule"):
+    raise ValueError(f"TE_LITE_AUTO={_WORD!r}: must be measure or rule; leave it out for what the device favours")
+MEASURES = _WORD == "measure"
 _measured = 0  # problems so far
 
 
