@@ -1,4 +1,5 @@
-"""Two ranks of test_alias_parts.py: fp8 weights whose masters are sharded, a vocabulary that is split."""
+"""Two ranks of test_alias_parts.py: fp8 weights whose masters are sharded, a vocabulary that is split, and
+what frameworks set on modules that are built."""
 
 import copy
 
@@ -7,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import te_lite as te
+import te_lite.compat.alias.modules  # noqa: F401  # modules follow what is set on them
 from te_lite.compat.alias.cross_entropy import parallel_cross_entropy
 from te_lite.compat.alias.tensors import (
     cast_master_weights_to_fp8,
@@ -72,6 +74,66 @@ def check_cross_entropy(rank: int) -> None:
         torch.testing.assert_close(mean.double(), want.sum() / 9, rtol=1e-6, atol=1e-6)
 
 
+def check_parallel_mode(mode: str, sequence_parallel: bool, delayed: bool) -> None:
+    """Without its parallel_mode a linear that has run is that of this rank alone, as Megatron's shared experts want it
+    whose communication is another's; with it again it is what it was."""
+    options = {"tp_group": dist.group.WORLD, "tp_size": 2, "device": "cpu", "delay_wgrad_compute": delayed}
+    linear = te.Linear(16, 16, sequence_parallel, parallel_mode=mode, bias=False, **options)
+    x = torch.randn(4, linear.in_features)
+    before = linear(x)
+    linear.parallel_mode = None
+    y = linear(x.requires_grad_())
+    want = x.detach() @ linear.weight.detach().t()
+    torch.testing.assert_close(y.detach(), want, rtol=1e-5, atol=1e-6)
+    dy = torch.randn(y.shape)
+    given = dy.clone(), x.detach().clone()
+    y.backward(dy)
+    with torch.no_grad():
+        x.zero_(), dy.zero_()  # the caller's: a gradient that waits has copies
+    if delayed:
+        linear.backward_dw()
+    torch.testing.assert_close(linear.weight.grad, given[0].t() @ given[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad, given[0] @ linear.weight.detach(), rtol=1e-5, atol=1e-6)
+    linear.parallel_mode = mode
+    assert_bitwise_equal("again", linear(given[1]), before)
+    try:
+        linear.parallel_mode = "colum"
+    except ValueError as error:
+        assert "'column'" in str(error) and linear.parallel_mode == mode
+    else:
+        raise AssertionError("there is no such mode")
+
+
+def check_sequence_parallel() -> None:
+    """Set to False for a generation and back, as Megatron does it on all modules of a model."""
+    options = {"tp_group": dist.group.WORLD, "tp_size": 2, "device": "cpu"}
+    mlp = te.LayerNormMLP(16, 32, sequence_parallel=True, set_parallel_mode=True, bias=False, **options)
+    x = torch.randn(4, 16)
+    dist.broadcast(x, 0)
+    with torch.no_grad():
+        half = x.chunk(2)[dist.get_rank()].contiguous()
+        scattered = mlp(half)
+        mlp.sequence_parallel = False
+        whole = mlp(x)
+        mlp.sequence_parallel = True
+        torch.testing.assert_close(scattered, whole.chunk(2)[dist.get_rank()], rtol=1e-5, atol=1e-6)
+        assert_bitwise_equal("again", mlp(half), scattered)
+
+
+def check_group_of_all() -> None:
+    """NeMo sets one group on all modules: those that are whole on each rank have no use for it."""
+    whole = te.Linear(16, 16, bias=False, device="cpu")
+    whole.set_tensor_parallel_group(dist.group.WORLD)
+    assert whole.tp_size == 1 and whole(torch.ones(4, 16)).shape == (4, 16)
+    split = te.Linear(16, 16, parallel_mode="row", bias=False, device="cpu")
+    try:
+        split.set_tensor_parallel_group(dist.group.WORLD)
+    except ValueError as error:
+        assert "tp_size=1" in str(error)
+    else:
+        raise AssertionError("it was to be split, and built for one rank")
+
+
 def main() -> None:
     rank, _, _ = init_ranks("cpu")
     torch.manual_seed(5)
@@ -79,6 +141,12 @@ def main() -> None:
         check_masters(recipe, 160, 144, rank)
         check_masters(recipe, 48, 64, rank)
     check_cross_entropy(rank)
+    for mode in ("column", "row"):
+        for sequence_parallel in (False, True):
+            for delayed in (False, True):
+                check_parallel_mode(mode, sequence_parallel, delayed)
+    check_sequence_parallel()
+    check_group_of_all()
     leave_ranks()
 
 

@@ -116,7 +116,7 @@ def test_modules_have_the_name_of_their_userbuffer():
     assert te.Linear(32, 32, device="cpu", ub_name="proj").ub_name == "proj" and linear().ub_name is None
 
 
-def test_sharded_masters_and_vocabularies():
+def test_sharded_masters_and_vocabularies_and_what_is_set():
     launch(Path(__file__).parent / "ranks_alias.py", ranks=2, timeout=120)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_lite.autocast import current
+from te_lite.compat.alias import assigned
 from te_lite.compat.alias.names import NotThere
 from te_lite.compat.callers import CallerQuantizer, Float8Quantizer, for_callers
 from te_lite.modules.base import UNPLANNED, TeLiteModule
@@ -284,6 +285,8 @@ _REFUSED = {
 }
 _ADDED: dict[str, Any] = {
     "__new__": staticmethod(_new),
+    "__setattr__": assigned.set_attribute,
+    "set_tensor_parallel_group": assigned.set_tensor_parallel_group,
     "fp8_meta": property(Fp8Meta),
     "quantizers": property(quantizers),
     "fp8": property(lambda self: _said(self, True)),
