@@ -257,6 +257,13 @@ def test_cross_entropy_of_masked_logits_and_of_unknown_labels():
         torch.randn(3, 1, 8), torch.tensor([-1, 8, 7])[:, None], ignore_idx=-9
     )
     assert losses[:2].isinf().all() and losses[2].isfinite()
+    for older in (
+        cross_entropy.parallel_cross_entropy(_input=x, target=target),
+        cross_entropy.parallel_cross_entropy(None, target, _input=x),
+    ):
+        assert torch.equal(older, loss)
+    with pytest.raises(TypeError, match="pass inp and target"):
+        cross_entropy.parallel_cross_entropy(target=target)
 
 
 def test_padding():

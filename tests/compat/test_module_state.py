@@ -329,5 +329,14 @@ def test_norms_take_dtype(norm):
     assert norm(32, params_dtype=torch.bfloat16, dtype=torch.bfloat16, device="cpu").params_dtype == torch.bfloat16
     with pytest.raises(ValueError, match="pass one"):
         norm(32, params_dtype=torch.float32, dtype=torch.bfloat16, device="cpu")
-    with pytest.raises(TypeError, match="no argument 'sm_margin'"):
-        norm(32, sm_margin=0, device="cpu")
+    with pytest.raises(TypeError, match="no argument 'margin'"):
+        norm(32, margin=0, device="cpu")
+
+
+@pytest.mark.parametrize("norm", [te.LayerNorm, te.RMSNorm])
+def test_norms_take_no_margin(norm):
+    for margin in (0, {"forward": 0, "backward": 0, "inference": 0}, {}):
+        assert norm(32, sm_margin=margin, device="cpu").eps == 1e-5
+    for margin in (4, {"forward": 0, "backward": 4}):
+        with pytest.raises(NotImplementedError, match="sm_margin=.*leave it out"):
+            norm(32, sm_margin=margin, device="cpu")

@@ -52,15 +52,19 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
 
 def parallel_cross_entropy(
-    inp: Tensor, target: Tensor, label_smoothing: float = 0.0, reduce_loss: bool = False,
-    dist_process_group: dist.ProcessGroup | None = None, ignore_idx: int = -100, is_cg_capturable: bool = False,
+    inp: Tensor | None = None, target: Tensor | None = None, label_smoothing: float = 0.0, reduce_loss: bool = False,
+    dist_process_group: dist.ProcessGroup | None = None, ignore_idx: int = -100, is_cg_capturable: bool = False, *,
+    _input: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """inp [S, B, V / ranks], target [S, B] -> fp32 loss [S, B], or its mean over what is not ignored (reduce_loss). A
     target beyond the vocabulary has the loss inf, as in Transformer Engine.
 
     dist_process_group: the ranks that hold the other parts of the vocabulary. is_cg_capturable: accepted; nothing waits
-    for the host. Unlike Transformer Engine's, inp keeps its values.
+    for the host. _input: inp's older name. Unlike Transformer Engine's, inp keeps its values.
     """
+    inp = inp if _input is None else _input
+    if inp is None or target is None:
+        raise TypeError("parallel_cross_entropy needs logits and targets; pass inp and target")
     flat = target.reshape(-1)
     loss = _ParallelCrossEntropy.apply(
         inp.reshape(-1, inp.shape[-1]), flat, label_smoothing, ignore_idx, dist_process_group

@@ -239,22 +239,28 @@ def _refusing(name: str, remedy: str) -> Callable[..., Any]:
     return refuse
 
 
-def _with_dtype(init: Callable[..., None]) -> Callable[..., None]:
-    """A norm's constructor that takes `dtype`, another name of params_dtype. ValueError where both are given."""
+def _as_theirs(init: Callable[..., None]) -> Callable[..., None]:
+    """A norm's constructor that takes `dtype`, another name of params_dtype, and `sm_margin`: 0, or 0 for each pass.
+    ValueError where both dtypes are given, NotImplementedError for another margin."""
 
     @functools.wraps(init)
-    def taking_dtype(norm: _Norm, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+    def taking(norm: _Norm, *args: Any, dtype: torch.dtype | None = None, sm_margin: Any = 0, **kwargs: Any) -> None:
+        owner = type(norm).__name__
+        if any(sm_margin.values() if isinstance(sm_margin, Mapping) else [sm_margin]):
+            raise NotImplementedError(
+                f"{owner}(sm_margin={sm_margin!r}): te_lite's norms leave no SM to others; leave it out"
+            )
         if dtype is not None and kwargs.setdefault("params_dtype", dtype) is not dtype:
             raise ValueError(
-                f"{type(norm).__name__}(params_dtype={kwargs['params_dtype']}, dtype={dtype}): both mean the "
-                "parameters' dtype; pass one"
+                f"{owner}(params_dtype={kwargs['params_dtype']}, dtype={dtype}): both mean the parameters' dtype; pass "
+                "one"
             )
         init(norm, *args, **kwargs)
 
-    return taking_dtype
+    return taking
 
 
-_Norm.__init__ = _with_dtype(_Norm.__init__)  # type: ignore[method-assign]
+_Norm.__init__ = _as_theirs(_Norm.__init__)  # type: ignore[method-assign]
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
