@@ -69,14 +69,14 @@ class DotProductAttention(StatelessModule):
             )
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
         self.bottom_right_diagonal, self.attention_type = bottom_right_diagonal, attention_type
-        self.layer_number = layer_number
         mask_of(attn_mask_type, window_size, bottom_right_diagonal)
-        tp_size = group_size(tp_group, tp_size)
-        self.num_attention_heads = shard(num_attention_heads, tp_size, "num_attention_heads")
-        self.num_gqa_groups = shard(groups, tp_size, "num_gqa_groups")
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.tp_size = group_size(tp_group, tp_size)
+        shard(num_attention_heads, self.tp_size, "num_attention_heads")
+        self.num_gqa_groups_per_partition = shard(groups, self.tp_size, "num_gqa_groups")
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = channels**-0.5 if softmax_scale is None else float(softmax_scale)
-        self.attention_dropout = attention_dropout
+        self.layer_number, self.attention_dropout = layer_number, attention_dropout
         sequence_parallel = flag("DotProductAttention", "sequence_parallel", sequence_parallel)
         self._rng_tracker = None if sequence_parallel else get_rng_state_tracker
 
@@ -158,7 +158,7 @@ class DotProductAttention(StatelessModule):
         """Shapes and dtypes agree with the constructor and each other."""
         q, k, v = tensors
         dims = 3 if layout == "thd" else 4
-        heads = self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups
+        heads = self.num_attention_heads // self.tp_size, *[self.num_gqa_groups_per_partition] * 2
         given = [(tuple(t.shape), t.dtype) for t in tensors]
         if any(t.dim() != dims for t in tensors) or tuple(t.shape[-2] for t in tensors) != heads:
             raise ValueError(
@@ -197,4 +197,4 @@ class DotProductAttention(StatelessModule):
 
     def extra_repr(self) -> str:
         heads = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}"
-        return f"{heads}, {self.qkv_format}, {self.attn_mask_type}"
+        return f"{heads}, tp_size={self.tp_size}, {self.qkv_format}, {self.attn_mask_type}"

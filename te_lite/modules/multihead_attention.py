@@ -230,7 +230,7 @@ class MultiheadAttention(Composed):
 
     def _split(self, t: Tensor, parts: tuple[int, ...]) -> list[Tensor]:
         """[..., part * G, D] for each of the parts of t [..., sum(parts) * G * D], G the GQA groups of this rank."""
-        groups, total = self.core_attention.num_gqa_groups, sum(parts)
+        groups, total = self.core_attention.num_gqa_groups_per_partition, sum(parts)
         if not self.qkv_weight_interleaved:
             return list(t.unflatten(-1, (total * groups, -1)).split([part * groups for part in parts], -2))
         pieces = t.unflatten(-1, (groups, total, -1)).split(parts, -2)

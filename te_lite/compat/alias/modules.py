@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_lite.autocast import current
-from te_lite.compat.alias import assigned
+from te_lite.compat.alias import assigned, attention  # noqa: F401  # attention adds to its modules
 from te_lite.compat.alias.names import NotThere
 from te_lite.compat.callers import CallerQuantizer, Float8Quantizer, for_callers
 from te_lite.modules.base import UNPLANNED, TeLiteModule
