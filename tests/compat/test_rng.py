@@ -121,6 +121,13 @@ def test_reset_forgets_names_and_seeds(tracker):
     tracker.add("other", 2)
 
 
+def test_states_have_transformer_engines_names(tracker):
+    """Megatron-FSDP looks there for the state that it forks."""
+    assert tracker.states_.keys() == tracker.get_states().keys()
+    tracker.reset()
+    assert tracker.states_ == {} and tracker.seeds_ == set()
+
+
 def test_set_states_replaces_seeds_too(tracker):
     """States restored from a checkpoint into a new tracker fork as before."""
     with tracker.fork():
