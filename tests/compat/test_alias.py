@@ -75,6 +75,9 @@ else:
     raise AssertionError("te_lite has no such module")
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+assert DotProductAttention is te.DotProductAttention
+assert tep.tensor.replace_raw_data is tep.tensor.utils.replace_raw_data
 assert tep.TransformerLayer is te.TransformerLayer and MultiheadAttention is te.MultiheadAttention
 class Layer(tep.transformer.TransformerLayer):  # as models derive theirs
     def __init__(self, width):
@@ -91,6 +94,8 @@ for build, said in (
     (tep.ops.FusibleOperation, "transformer_engine.pytorch.ops.FusibleOperation:"),
     (tep.ops.Sequential, "transformer_engine.pytorch.ops.Sequential:"), (Mine, "transformer_engine.pytorch.ops.Seq"),
     (tep.attention.InferenceParams, "transformer_engine.pytorch.attention.InferenceParams:"),
+    (tep.InferenceParams, "transformer_engine.pytorch.InferenceParams:"),
+    (tep.attention.inference.InferenceParams, "transformer_engine.pytorch.attention.inference.InferenceParams:"),
     (recipe.NVFP4BlockScaling, "transformer_engine.common.recipe.NVFP4BlockScaling:"), (Own, "Own is built on"),
 ):
     try:
