@@ -39,6 +39,7 @@ def test_recipes_are_tolerant():
     made = OtherConstructor(2, Format.E4M3)
     assert (made.margin, made.fp8_format, made.delayed()) == (2, Format.E4M3, True) and "margin=2" in str(made)
     assert isinstance(made, te.recipe.DelayedScaling) and not made.nvfp4()
+    assert not te.recipe.DelayedScaling().nvfp4()  # of an autocast that te_lite's own recipe opened
     assert recipes.MXFP8BlockScaling(fp8_format=Format.HYBRID).fp8_format is Format.HYBRID
     assert recipes.Float8BlockScaling(unknown=3).float8_block_scaling()
     for kind in (recipes.MXFP8BlockScaling, recipes.Float8BlockScaling):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from te_lite.parallel import MODES, group_size
 
 _PARALLEL = "parallel_mode", "sequence_parallel"
 _assign, _set_group = TeLiteModule.__setattr__, TeLiteModule.set_tensor_parallel_group
+_register = TeLiteModule.register_wgrad_accumulation_and_reduce_hooks
 
 
 def set_attribute(module: TeLiteModule, name: str, value: Any) -> None:
@@ -39,3 +41,10 @@ def set_tensor_parallel_group(module: TeLiteModule, tp_group: dist.ProcessGroup 
     whole = module.tp_size == 1 and not any(module._modes)
     if not (whole and group_size(tp_group, 1) > 1):
         _set_group(module, tp_group)
+
+
+def register_wgrad_accumulation_and_reduce_hooks(
+    module: TeLiteModule, wgrad_accumulation_and_reduce_hook: Callable[[], None]
+) -> None:
+    """TeLiteModule's, with Transformer Engine's name of the argument."""
+    _register(module, wgrad_accumulation_and_reduce_hook)

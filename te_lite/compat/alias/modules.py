@@ -293,6 +293,7 @@ _ADDED: dict[str, Any] = {
     "__new__": staticmethod(_new),
     "__setattr__": assigned.set_attribute,
     "set_tensor_parallel_group": assigned.set_tensor_parallel_group,
+    "register_wgrad_accumulation_and_reduce_hooks": assigned.register_wgrad_accumulation_and_reduce_hooks,
     "fp8_meta": property(Fp8Meta),
     "quantizers": property(quantizers),
     "fp8": property(lambda self: _said(self, True)),

@@ -45,8 +45,13 @@ class Tolerant(_InFront):
     def __repr__(self) -> str:
         return str(self)
 
-    def nvfp4(self) -> bool:
-        return False
+
+def _nvfp4(recipe: Recipe) -> bool:
+    """No: te_lite has no fp4. Of all recipes, as their other questions."""
+    return False
+
+
+Recipe.nvfp4 = _nvfp4  # type: ignore[attr-defined]
 
 
 class DelayedScaling(Tolerant, recipe.DelayedScaling):
