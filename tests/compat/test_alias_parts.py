@@ -210,8 +210,36 @@ def test_permutation():
     assert torch.equal(permutation.moe_sort_chunks_by_index(x, sizes, order), x[[2, 3, 4, 5, 6, 0, 1]])
     both = permutation.moe_sort_chunks_by_index_with_probs(x, probs[:, 0], sizes, order)
     assert torch.equal(both[0], x[[2, 3, 4, 5, 6, 0, 1]]) and torch.equal(both[1], probs[[2, 3, 4, 5, 6, 0, 1], 0])
-    with pytest.raises(NotImplementedError, match="index"):
-        permutation.moe_permute(x, routing, map_type="index")
+    with pytest.raises(ValueError, match="'mask' or 'index'"):
+        permutation.moe_permute(x, routing, map_type="indices")
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_permutation_by_index(topk):
+    """As by a mask, but that probabilities stand where the index has their experts."""
+    tokens, experts, hidden = 7, 4, 5
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    index = torch.stack([torch.randperm(experts)[:topk] for _ in range(tokens)]).int()
+    mask = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, index.long(), True)
+    probs = torch.randn(tokens, topk, requires_grad=True)
+    rows, row_map = permutation.moe_permute(x, index, max_token_num=tokens, map_type="index")
+    assert torch.equal(rows, permutation.moe_permute(x, mask)[0])
+    back = permutation.moe_unpermute(rows, row_map, probs, map_type="index")
+    torch.testing.assert_close(back, x * probs.sum(-1, keepdim=True))
+    assert torch.equal(permutation.moe_unpermute(rows, row_map, map_type="index", probs=probs), back)
+    back.sum().backward()
+    torch.testing.assert_close(x.grad, probs.sum(-1, keepdim=True).expand_as(x))
+    torch.testing.assert_close(probs.grad, x.detach().sum(-1, keepdim=True).expand_as(probs))
+    kept, kept_map = permutation.moe_permute(x, index, 4, map_type="index")
+    assert torch.equal(kept, rows[:4])
+    assert permutation.moe_unpermute(kept, kept_map, probs, map_type="index").shape == x.shape
+    if topk == 1:
+        assert torch.equal(permutation.moe_unpermute(rows, row_map, map_type="index"), x)
+    else:
+        with pytest.raises(ValueError, match="restore_shape"):
+            permutation.moe_unpermute(rows, row_map, map_type="index")
+    with pytest.raises(ValueError, match=r"\[tokens, topk\]"):
+        permutation.moe_permute(x, index[:3], map_type="index")
 
 
 def test_rows_for_which_the_routing_map_has_nothing():

@@ -1,7 +1,8 @@
 """Tokens sorted by expert and back, in plain torch.
 
-row_id_map: int64 [2, N], the token and the expert of each row. A row for which the routing map has nothing left, where
-the caller gave a larger N, has token -1: it is 0, counts for no token and has no gradient.
+row_id_map: int64 [2, N], the token of each row, and where its probability stands among the token's: at the expert, or
+by index at the place that the expert has there. A row for which the routing map has nothing left, where the caller gave
+a larger N, has token -1: it is 0, counts for no token and has no gradient.
 """
 
 from __future__ import annotations
@@ -12,9 +13,21 @@ import torch
 from torch import Tensor
 
 
-def _only_masks(map_type: str) -> None:
-    if map_type != "mask":
-        raise NotImplementedError(f"map_type={map_type!r}: te_lite permutes by masks [tokens, experts]; pass 'mask'")
+def _by_index(map_type: str) -> bool:
+    if map_type not in ("mask", "index"):
+        raise ValueError(f"map_type={map_type!r}: must be 'mask' or 'index'; pass one of them")
+    return map_type == "index"
+
+
+def _index_row_id_map(inp: Tensor, index: Tensor, num_out_tokens: int | None) -> Tensor:
+    """The row_id_map where index [T, topk] says which experts each token chose."""
+    if index.dim() != 2 or len(inp) != len(index):
+        raise ValueError(
+            f"moe_permute of {len(inp)} tokens with an index of shape {tuple(index.shape)}: must be [tokens, topk]"
+        )
+    at = index.reshape(-1).argsort(stable=True)[: num_out_tokens if num_out_tokens and num_out_tokens > 0 else None]
+    topk = max(1, index.shape[1])
+    return torch.stack((at // topk, at % topk))
 
 
 def _row_id_map(inp: Tensor, routing_map: Tensor, num_out_tokens: int | None) -> Tensor:
@@ -45,9 +58,11 @@ def moe_permute(
 
     routing_map: bool or int [T, E]. num_out_tokens: N, at most T * E; None or below 0 counts it, for which the host
     waits. ValueError where the sizes do not fit together.
+    map_type "index": routing_map is int [T, topk], the experts of each token. The first num_out_tokens rows are kept,
+    by default all T * topk.
     """
-    _only_masks(map_type)
-    row_id_map = _row_id_map(inp, routing_map, num_out_tokens)
+    make = _index_row_id_map if _by_index(map_type) else _row_id_map
+    row_id_map = make(inp, routing_map, num_out_tokens)
     return _rows(inp, row_id_map[0], row_id_map[0] >= 0), row_id_map
 
 
@@ -66,10 +81,13 @@ def moe_unpermute(
 ) -> Tensor:  # fmt: skip
     """rows [N, H] added up by token, each times merging_probs[token, expert] if given: [T, H], summed in fp32.
 
-    restore_shape: (T, H), needed where merging_probs [T, E] does not say T. probs: its older name.
+    restore_shape: (T, H), needed where merging_probs [T, E] does not say T. probs: its older name. map_type "index":
+    merging_probs is [T, topk], and may be left out where topk is 1.
     """
-    _only_masks(map_type)
     merging_probs = probs if merging_probs is None else merging_probs
+    if _by_index(map_type) and merging_probs is None and restore_shape is None:
+        each = torch.arange(len(inp), device=inp.device)
+        restore_shape = inp.shape if torch.equal(row_id_map[0].sort().values, each) else None
     if restore_shape is None and merging_probs is None:
         raise ValueError(
             "moe_unpermute without restore_shape and merging_probs: nothing says how many tokens there are"
