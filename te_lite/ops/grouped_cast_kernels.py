@@ -22,13 +22,6 @@ MX_VALUES_CONFIG = Config(32, 256, 4)  # a tile is as high as a block
 
 
 @triton.jit
-def _tile(cols, BLOCK_N: tl.constexpr):
-    """(row of tiles, first column) of this program's tile."""
-    tiles_n = tl.maximum(tl.cdiv(cols, BLOCK_N), 1)
-    return tl.program_id(0) // tiles_n, (tl.program_id(0) % tiles_n) * BLOCK_N
-
-
-@triton.jit
 def _read(x, m0, n0, end, cols, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The four interleaved quarters of a tile of x, rows from `end` on as zero."""
     v, _, _ = tiles.quarters((x, None, None, None, None, None), m0, n0, end, cols, FORM, BLOCK_M, BLOCK_N)
@@ -42,7 +35,7 @@ def group_amax_kernel(
 ):  # fmt: skip
     """by_group[g], by_row[m], by_col[g, n] = max with the largest |x| of each group, each row, each group's column."""
     begin()
-    tile, n0 = _tile(cols, BLOCK_N)
+    tile, n0, _ = tiles.tile_of_program(cols, BLOCK_N, False)
     group, m0, end, _ = place(layout, groups, tile, per_group, BLOCK_M, GROUPS)
     if group < groups and m0 < end:
         m, n = tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
@@ -85,7 +78,7 @@ def group_cast_kernel(
     """
     begin()
     E5M2: tl.constexpr = FP8_MAX == _E5M2_MAX
-    tile, n0 = _tile(cols, BLOCK_N)
+    tile, n0, _ = tiles.tile_of_program(cols, BLOCK_N, False)
     group, m0, end, out0 = place(layout, groups, tile, per_group, BLOCK_M, GROUPS)
     if group < groups:
         v = _read(x, m0, n0, end, cols, FORM, BLOCK_M, BLOCK_N)
@@ -143,7 +136,7 @@ def group_block_kernel(
     """As group_cast_kernel in blocks: 1 x B along rows, B x 1 along columns, counted from each group's padded start;
     SQUARE: B x B, whose scales, the same for both layouts, are row_scale [G, rows / B, cols / B]. B: BLOCK_M."""
     begin()
-    tile, n0 = _tile(cols, BLOCK_N)
+    tile, n0, _ = tiles.tile_of_program(cols, BLOCK_N, False)
     group, m0, end, out0 = place(layout, groups, tile, per_group, BLOCK_M, GROUPS)
     if group < groups:
         v = _read(x, m0, n0, end, cols, FORM, BLOCK_M, BLOCK_N)
@@ -188,7 +181,7 @@ def group_mx_kernel(
     begin()
     Q: tl.constexpr = BLOCK_M // 4
     NB: tl.constexpr = BLOCK_N // BLOCK_M
-    tile, n0 = _tile(cols, BLOCK_N)
+    tile, n0, _ = tiles.tile_of_program(cols, BLOCK_N, False)
     group, m0, end, out0 = place(layout, groups, tile, per_group, BLOCK_M, GROUPS)
     if group < groups and m0 < end:
         v = _read(x, m0, n0, end, cols, FORM, BLOCK_M, BLOCK_N)
@@ -220,7 +213,7 @@ def group_mx_values_kernel(
 ):  # fmt: skip
     """out = what col and col_scale of group_mx_kernel hold."""
     begin()
-    tile, n0 = _tile(cols, BLOCK_N)
+    tile, n0, _ = tiles.tile_of_program(cols, BLOCK_N, False)
     group, m0, end, out0 = place(layout, groups, tile, per_group, BLOCK_M, GROUPS)
     if group < groups and m0 < end:
         m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
