@@ -86,11 +86,6 @@ def current() -> State | None:
     return OPEN.stack[-1].state if OPEN.stack else None
 
 
-def opened_in_backward() -> bool:
-    """Whether the innermost autocast was."""
-    return bool(OPEN.stack) and OPEN.stack[-1].in_backward
-
-
 class autocast(ContextDecorator):
     """Modules inside quantize their GEMMs by `recipe`.
 

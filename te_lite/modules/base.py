@@ -211,10 +211,9 @@ class TeLiteModule(SpecModule):
         stack = OPEN.stack
         state: Any  # State | None
         (state, strict, _) = stack[-1] if stack else (self._default, False, False)
-        recomputes = torch._C._current_graph_task_id() != -1 or bool(replay.OPEN.frames)  # perhaps
+        recomputes = torch._C._current_graph_task_id() != -1 or bool(replay.OPEN.frames)  # may_repeat(), without a call
         if recomputes:
-            follow = partial(checks.followed, type(self).__name__, self._outstanding, state)
-            state = replay.recall((id(self), "state"), follow)
+            state = checks.followed((id(self), "state"), type(self).__name__, self._outstanding, state)
         grad = torch.is_grad_enabled()
         if not isinstance(inp, Tensor):
             checks.refuse_type(self, inp)

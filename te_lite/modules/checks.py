@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from te_lite.arguments import flag, remedy
-from te_lite.autocast import OPEN, State, opened_in_backward
+from te_lite.autocast import OPEN, State
 from te_lite.functional.layer import output_shape
 from te_lite.functional.plan import LinearPlan
 from te_lite.ops.registry import makes_data
@@ -161,12 +162,17 @@ def check_main_grad(module: TeLiteModule, weights: tuple[Tensor, ...]) -> None:
             )
 
 
-def followed(owner: str, outstanding: replay.Outstanding, state: State | None) -> State | None:
-    """What a call follows: `state`; where another library's checkpoint computes it again, what its first run followed,
-    which must be known and without state of its own. outstanding: what calls of `owner` followed."""
-    if not replay.in_foreign_recomputation():
+def followed(key: Any, owner: str, outstanding: replay.Outstanding, state: State | None) -> State | None:
+    """What a call follows that may be computed again (replay.may_repeat), outside of that `state`: what its first run
+    followed, which is noted under `key`. Where another library's checkpoint computes it again, that must be known and
+    without state of its own. outstanding: what calls of `owner` followed."""
+    return replay.recall(key, partial(_followed, owner, outstanding, state))
+
+
+def _followed(owner: str, outstanding: replay.Outstanding, state: State | None) -> State | None:
+    if torch._C._current_graph_task_id() == -1 or replay.replaying():
         return state
-    inside = opened_in_backward()
+    inside = bool(OPEN.stack) and OPEN.stack[-1].in_backward
     states = (state,) if inside else outstanding.states() or (state,)
     recomputed = f"{owner} is recomputed"
     remedy = "use te.checkpoint, or torch's with use_reentrant=False and context_fn=te.checkpoint_context_fn"

@@ -131,7 +131,10 @@ class GroupedLinear(TeLiteModule):
 
             why = "te.GroupedLinear runs in Python; te.scaled_grouped_mm is compiled"
             return untraced(why, GroupedLinear.forward, self, inp, m_splits, is_first_microbatch)
-        state, recomputes = self._state()
+        state = OPEN.stack[-1].state if OPEN.stack else self._default
+        recomputes = replay.may_repeat()
+        if recomputes:
+            state = checks.followed((id(self), "state"), type(self).__name__, self._outstanding, state)
         weights = tuple([getattr(self, name) for name in self.weight_names])
         grad, device = torch.is_grad_enabled(), inp.device if isinstance(inp, Tensor) else None
         rule, dtype, own_bytes = self._decide(inp, weights, state)
@@ -169,15 +172,6 @@ class GroupedLinear(TeLiteModule):
             return y
         biases = [getattr(self, name) for name in self.bias_names]
         return y, biases if torch.is_grad_enabled() else [bias.detach() for bias in biases]  # as _outputs() does
-
-    def _state(self) -> tuple[State | None, bool]:
-        """What this call follows, and whether it may be computed again."""
-        state = OPEN.stack[-1].state if OPEN.stack else self._default
-        recomputes = torch._C._current_graph_task_id() != -1 or bool(replay.OPEN.frames)
-        if recomputes:
-            follow = partial(checks.followed, type(self).__name__, self._outstanding, state)
-            state = replay.recall((id(self), "state"), follow)
-        return state, recomputes
 
     def _decide(self, inp: Any, weights: tuple[Tensor, ...], state: State | None) -> tuple[Rule, torch.dtype, bool]:
         """The rule, the dtype of activations, and whether the GEMMs read the bytes that the weights hold; what they

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_lite.autocast import OPEN, Pass, State
+from te_lite.autocast import Pass, State, current
 from te_lite.functional.grouped import GroupedCall, GroupedFunction, grouped_wgrad
 from te_lite.modules import checks
 from te_lite.ops.grouped_layout import MOST_GROUPS
@@ -79,10 +78,9 @@ def _followed(recipe: Recipe | str | None) -> tuple[Recipe, State | None]:
     """The recipe of this call, and the autocast that it comes from."""
     if recipe is not None:
         return as_recipe(recipe), None
-    state = OPEN.stack[-1].state if OPEN.stack else None
-    if not torch.compiler.is_compiling() and (torch._C._current_graph_task_id() != -1 or replay.OPEN.frames):
-        # perhaps computed again
-        state = replay.recall(f"state of {_NAME}", partial(checks.followed, _NAME, _outstanding, state))
+    state = current()
+    if not torch.compiler.is_compiling() and replay.may_repeat():
+        state = checks.followed(f"state of {_NAME}", _NAME, _outstanding, state)
     if state is None or not state.enabled:
         return HighPrecision(), state
     return state.recipe, state

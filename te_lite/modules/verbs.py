@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from te_lite import epoch
 from te_lite.arguments import flag, remedy
-from te_lite.autocast import OPEN, Pass, State
+from te_lite.autocast import OPEN, Pass, State, current
 from te_lite.functional.layer import Call, run_layer
 from te_lite.functional.linear import LINEAR
 from te_lite.functional.parallel import parallel_linear
@@ -185,9 +185,9 @@ def _planned(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, gro
 def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, group: Any, residual: Any, dim: Any,
             recipe: Any, scales: Any, overlap: str | None, strict: Any) -> tuple[Tensor, ...]:  # fmt: skip
     grad, strict = torch.is_grad_enabled(), _strict(verb, strict)
-    state = OPEN.stack[-1].state if OPEN.stack and recipe is None else None
-    if recipe is None and (torch._C._current_graph_task_id() != -1 or replay.OPEN.frames):  # perhaps computed again
-        state = replay.recall(f"state of te.{verb}", partial(checks.followed, f"te.{verb}", _outstanding, state))
+    state = current() if recipe is None else None
+    if recipe is None and replay.may_repeat():
+        state = checks.followed(f"state of te.{verb}", f"te.{verb}", _outstanding, state)
     delayed = state is not None and state.delayed
     if delayed and getattr(scales, "weights", 0) != len(weights):
         kind = f"te.DelayedScales(weights={len(weights)})"

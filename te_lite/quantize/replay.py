@@ -93,10 +93,9 @@ def replaying() -> bool:
     return bool(OPEN.frames) and any(frame.replaying for frame in OPEN.frames)
 
 
-def in_foreign_recomputation() -> bool:
-    """True when a forward runs inside a backward pass and no Frame of ours replays it: another library recomputes it, a
-    first run of a Frame's call in it too."""
-    return torch._C._current_graph_task_id() != -1 and not replaying()
+def may_repeat() -> bool:
+    """Whether what runs now may be computed again, or is: in a checkpoint of ours, or in a backward."""
+    return torch._C._current_graph_task_id() != -1 or bool(OPEN.frames)
 
 
 class Note:
