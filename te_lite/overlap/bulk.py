@@ -105,9 +105,6 @@ class Bulk(Collective):
         scatter.push_all(partial)
         return Pushed(gemm, partial, scatter)
 
-    def gemm_reduce_scatter(self, gemm: Gemm, a: QTensor) -> Any:
-        return self.reduce_scatter(gemm, gemm.product(a)).result()
-
 
 class External(Bulk):
     """The gather that wgrad alone reads, hidden behind dgrad."""
