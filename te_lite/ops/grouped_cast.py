@@ -62,6 +62,11 @@ class Shape(NamedTuple):
     def constants(self, config: Any) -> tuple[int, int, int]:
         return config.block_m, config.block_n, lanes(self.groups)
 
+    def launch(self, kernel: Any, config: Any, tensors: tuple[Any, ...], *constants: Any) -> None:
+        """A kernel that takes no numbers but numbers(). constants: in front of constants()."""
+        given = (*constants, *self.constants(config))
+        launch(kernel, self.programs(config), (), tensors, self.numbers(), given, config.num_warps)
+
     def spans(self, layout: Tensor | None) -> list[tuple[int, int, int, int]]:
         """As ops/grouped_layout.py's."""
         if layout is not None:
@@ -116,11 +121,8 @@ def _amax_ref(
 def _amax_cuda(
     x: Tensor, layout: Tensor | None, by_group: Tensor | None, by_row: Tensor | None, by_col: Tensor | None
 ) -> None:
-    shape = shape_of(x, layout)
     config = kernels.VECTOR_AMAX_CONFIG if by_group is None else kernels.GROUP_AMAX_CONFIG
-    tensors = (x, layout, by_group, by_row, by_col)
-    constants = shape.constants(config)
-    launch(kernels.group_amax_kernel, shape.programs(config), (), tensors, shape.numbers(), constants, config.num_warps)
+    shape_of(x, layout).launch(kernels.group_amax_kernel, config, (x, layout, by_group, by_row, by_col))
 
 
 _amax_op = register(

@@ -14,7 +14,6 @@ from torch import Tensor
 from te_lite.ops import grouped_cast_kernels as kernels
 from te_lite.ops.block_cast import E4M3, MX_BLOCK, _cast_ref, dequantize_blocks_ref
 from te_lite.ops.grouped_cast import PLAIN, Shape, shape_of
-from te_lite.ops.launch import launch
 from te_lite.ops.registry import register
 
 
@@ -70,9 +69,7 @@ def _mx_ref(x, layout, row_values, col, col_scale, col_values):
 
 
 def _mx_cuda(x, layout, *out):
-    shape, config = shape_of(x, layout), kernels.MX_CONFIG
-    constants, programs = (PLAIN, *shape.constants(config)), shape.programs(config)
-    launch(kernels.group_mx_kernel, programs, (), (x, layout, *out), shape.numbers(), constants, config.num_warps)
+    shape_of(x, layout).launch(kernels.group_mx_kernel, kernels.MX_CONFIG, (x, layout, *out), PLAIN)
 
 
 _mx_op = register(
@@ -93,10 +90,8 @@ def _mx_values_ref(data: Tensor, layout: Tensor | None, scale: Tensor, dtype: to
 
 
 def _mx_values_cuda(data: Tensor, layout: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    out, shape, config = data.new_empty(data.shape, dtype=dtype), shape_of(data, layout), kernels.MX_VALUES_CONFIG
-    constants, programs = shape.constants(config), shape.programs(config)
-    tensors = (data, layout, scale, out)
-    launch(kernels.group_mx_values_kernel, programs, (), tensors, shape.numbers(), constants, config.num_warps)
+    out, kernel = data.new_empty(data.shape, dtype=dtype), kernels.group_mx_values_kernel
+    shape_of(data, layout).launch(kernel, kernels.MX_VALUES_CONFIG, (data, layout, scale, out))
     return out
 
 
