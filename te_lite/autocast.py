@@ -157,17 +157,12 @@ class autocast(ContextDecorator):
 
 @contextmanager
 def restored(stack: list[Context]) -> Iterator[None]:
-    """Inside, the autocast state is `stack`, as snapshot() took it earlier; leaving takes no step of any scale."""
+    """Inside, the open autocasts are those of `stack`, a copy made earlier; leaving takes no step of any scale."""
     outside, OPEN.stack = OPEN.stack, stack.copy()
     try:
         yield
     finally:
         OPEN.stack = outside
-
-
-def snapshot() -> list[Context]:
-    """The stack of open autocasts, for restored()."""
-    return OPEN.stack.copy()
 
 
 def reset() -> None:

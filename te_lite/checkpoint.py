@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from te_lite.arguments import flag
-from te_lite.autocast import restored, snapshot
+from te_lite.autocast import OPEN, restored
 from te_lite.overlap.collective import all_gather
 from te_lite.quantize.replay import Frame
 
@@ -25,7 +25,7 @@ class CheckpointedCall(AbstractContextManager):
 
     def __init__(self, get_rng_state_tracker: Callable[[], Any] | None = None) -> None:
         self.frame = Frame()
-        self.autocasts = snapshot()
+        self.autocasts = OPEN.stack.copy()
         self.tracker = get_rng_state_tracker() if get_rng_state_tracker is not None else None
         self.rng_states = self.tracker.get_states() if self.tracker is not None else None
 
