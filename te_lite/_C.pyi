@@ -206,8 +206,6 @@ class Executor:
 class Cublaslt:
     """cublasLt as this process has loaded it, with a handle for the current device. RuntimeError where it has not."""
 
-    version: int  # 10000 * major + 100 * minor + patch
-
     def __init__(self, soname: str) -> None: ...
 
 class GemmPlan:

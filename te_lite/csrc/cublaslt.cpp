@@ -7,8 +7,7 @@ using namespace te_lite;
 
 void bind_cublaslt(py::module_& m) {
   py::class_<Cublaslt, std::shared_ptr<Cublaslt>>(m, "Cublaslt", "cublasLt as torch has loaded it. See _C.pyi.")
-      .def(py::init<const std::string&>(), "soname"_a, Unlocked())
-      .def_property_readonly("version", [](const Cublaslt& lt) { return lt.cublasLtGetVersion(); });
+      .def(py::init<const std::string&>(), "soname"_a, Unlocked());
   py::class_<GemmPlan>(m, "GemmPlan", "A product that cublasLt is ready to compute. See _C.pyi.")
       .def(py::init<std::shared_ptr<Cublaslt>, uint64_t, uint64_t, uint64_t, int, int, int, int, int, bool, uint64_t,
                     bool, uint64_t, bool, bool, bool, uint32_t, uint64_t, int>(),

@@ -33,7 +33,6 @@ struct Heuristic {
 static_assert(sizeof(Heuristic) == 96, "cublasLt's ABI");
 
 #define TE_LITE_LT_ENTRIES(X) \
-  X(cublasLtGetVersion, size_t, ()) \
   X(cublasLtGetStatusString, const char*, (Status status)) \
   X(cublasLtCreate, Status, (void** handle)) \
   X(cublasLtMatmulDescCreate, Status, (void** operation, int compute, int scale)) \
