@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, zip_longest
@@ -233,7 +233,9 @@ class GroupedLinear(TeLiteModule):
                 "GroupedLinear got m_splits as a list in the capture of a CUDA graph, which would be replayed for "
                 "ever: pass a CUDA tensor, which replays read again"
             )
-        return host_ends(splits, x.device), splits
+        pin = x.is_cuda and makes_data(x.device)
+        ends = torch.tensor(list(accumulate(splits)), dtype=torch.int32, pin_memory=pin)
+        return ends.to(x.device, non_blocking=True), splits  # the host does not wait for the copy
 
     def _joined(
         self, weights: tuple[Tensor, ...], rule: Rule, dtype: torch.dtype, own_bytes: bool
@@ -308,10 +310,3 @@ def _check_versions(weights: tuple[Tensor, ...], versions: tuple[int, ...]) -> N
             "a weight of GroupedLinear was written to between forward and backward, which still needed it; run "
             "backward before the optimizer's step"
         )
-
-
-def host_ends(splits: Sequence[int], device: torch.device) -> Tensor:
-    """int32 [G] on `device`: the ends of groups of these sizes; the host does not wait for the copy."""
-    there = device.type == "cuda" and makes_data(device)
-    ends = torch.tensor(list(accumulate(splits)), dtype=torch.int32, pin_memory=there)
-    return ends.to(device, non_blocking=True)
