@@ -65,60 +65,60 @@ _vector_amax_op = register(
 )
 
 
-def vector_scales_ref(amax: Tensor, eps: float, pow2: bool) -> tuple[Tensor, Tensor]:
+def vector_scales_ref(amax: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """The oracle of `vector_scales`."""
-    scale = scale_from_amax_ref(amax, E4M3_MAX, eps, pow2)
+    scale = scale_from_amax_ref(amax, E4M3_MAX, 0.0, pow2)
     return scale, 1.0 / scale
 
 
-def _vector_scales_cuda(amax: Tensor, eps: float, pow2: bool) -> tuple[Tensor, Tensor]:
+def _vector_scales_cuda(amax: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
     n = amax.numel()
-    launch(kernels.vector_scales_kernel, -(-n // 1024), (), (amax, scale, inverse), (eps, n), (pow2, 1024), 4)
+    launch(kernels.vector_scales_kernel, -(-n // 1024), (), (amax, scale, inverse), (n,), (pow2, 1024), 4)
     return scale, inverse
 
 
-# (scale, 1 / scale) of scale_from_amax_ref(amax, 448, eps, pow2), elementwise; contiguous fp32.
+# (scale, 1 / scale) of scale_from_amax_ref(amax, 448, 0.0, pow2), elementwise; contiguous fp32.
 vector_scales = register(
-    "vector_scales(Tensor amax, float eps, bool pow2) -> (Tensor, Tensor)",
+    "vector_scales(Tensor amax, bool pow2) -> (Tensor, Tensor)",
     cpu=vector_scales_ref,
     cuda=_vector_scales_cuda,
-    fake=lambda amax, eps, pow2: (torch.empty_like(amax), torch.empty_like(amax)),
+    fake=lambda amax, pow2: (torch.empty_like(amax), torch.empty_like(amax)),
 )
 
 
-def row_cast(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[Tensor, Tensor]:
+def row_cast(source: Source, pow2: bool = True) -> tuple[Tensor, Tensor]:
     """(E4M3 [M, N], fp32 inverse scales [M]) of v = produce_ref(source), one scale a row.
 
     One launch and one read of the source, of at most MOST_COLUMNS (ops/row_kernels.py) columns.
     """
-    return _row_cast_op(*source.flat, eps, pow2)
+    return _row_cast_op(*source.flat, pow2)
 
 
-def row_cast_ref(source: Source, eps: float = 0.0, pow2: bool = True) -> tuple[Tensor, Tensor]:
+def row_cast_ref(source: Source, pow2: bool = True) -> tuple[Tensor, Tensor]:
     """The oracle of `row_cast`."""
     v = produce_ref(source)
-    scale, inverse = vector_scales_ref(vector_amax_ref(source, True, False), eps, pow2)
+    scale, inverse = vector_scales_ref(vector_amax_ref(source, True, False), pow2)
     return saturated(v * scale[:, None], E4M3_MAX).to(E4M3), inverse
 
 
-def _row_outputs(source: Source, eps: float, pow2: bool) -> tuple[Tensor, Tensor]:
+def _row_outputs(source: Source, pow2: bool) -> tuple[Tensor, Tensor]:
     empty, rows = source.x.new_empty, source.rows
     return empty((rows, source.cols), dtype=E4M3), empty((rows,), dtype=torch.float32)
 
 
 @of_source
-def _row_cast_cuda(source: Source, eps: float, pow2: bool) -> tuple[Tensor, Tensor]:
-    row, inverse = _row_outputs(source, eps, pow2)
+def _row_cast_cuda(source: Source, pow2: bool) -> tuple[Tensor, Tensor]:
+    row, inverse = _row_outputs(source, pow2)
     if row.numel():
         rows, cols, num_warps = source.rows, source.tile_cols, kernels.ROW_WARPS[source.kind != "plain"]
         constants = (source.form, pow2, 1, triton.next_power_of_2(cols))
-        launch(kernels.row_kernel, rows, (), (*source.tensors, row, inverse), (eps, rows, cols), constants, num_warps)
+        launch(kernels.row_kernel, rows, (), (*source.tensors, row, inverse), (rows, cols), constants, num_warps)
     return row, inverse
 
 
 _row_cast_op = register(
-    f"row_cast({FLAT}, float eps, bool pow2) -> (Tensor, Tensor)",
+    f"row_cast({FLAT}, bool pow2) -> (Tensor, Tensor)",
     cpu=of_source(row_cast_ref),
     cuda=_row_cast_cuda,
     fake=of_source(_row_outputs),

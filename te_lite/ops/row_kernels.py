@@ -46,7 +46,7 @@ def vector_amax_kernel(
 
 @triton.jit
 def row_kernel(
-    x, dy, mean, rstd, gamma, beta, row, row_scale, eps, rows, cols,
+    x, dy, mean, rstd, gamma, beta, row, row_scale, rows, cols,
     FORM: tl.constexpr, POW2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """E4M3 with one scale a row, in one read: a program holds BLOCK_M whole rows, BLOCK_N >= cols."""
@@ -59,7 +59,7 @@ def row_kernel(
     bits = tl.max(magnitude_bits(v), axis=1)
     if TWO:
         bits = tl.maximum(bits, tl.max(magnitude_bits(v2), axis=1))
-    s = scale_of(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), eps, 448.0, _FLOAT_MAX, POW2)
+    s = scale_of(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), 0.0, 448.0, _FLOAT_MAX, POW2)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     tl.store(row_scale + m0 + m, tl.div_rn(1.0, s), mask=m0 + m < rows)
@@ -71,11 +71,11 @@ def row_kernel(
 
 
 @triton.jit
-def vector_scales_kernel(amax, scale, inverse, eps, n, POW2: tl.constexpr, BLOCK: tl.constexpr):
+def vector_scales_kernel(amax, scale, inverse, n, POW2: tl.constexpr, BLOCK: tl.constexpr):
     """scale_of each amax, and its inverse."""
     begin()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    s = scale_of(tl.load(amax + i, mask=i < n, other=0.0), eps, 448.0, _FLOAT_MAX, POW2)
+    s = scale_of(tl.load(amax + i, mask=i < n, other=0.0), 0.0, 448.0, _FLOAT_MAX, POW2)
     tl.store(scale + i, s, mask=i < n)
     tl.store(inverse + i, tl.div_rn(1.0, s), mask=i < n)
 

@@ -165,14 +165,14 @@ def _rows(x: Tensor, layout: Tensor | None, pow2: bool, col: bool) -> tuple[Oper
         data, inverse, amax = group_rows(x, layout, pow2, col)
         return Operand(data, inverse), amax
     found: Any = group_vector_amax(x, layout, True)
-    scale, inverse = vector_scales(found[0], 0.0, pow2)
+    scale, inverse = vector_scales(found[0], pow2)
     made: Any = group_cast(x, layout, E4M3, row=True, col=False, row_scale=scale)
     return Operand(made.row, inverse), found[1] if col else None
 
 
 def columns_of(x: Tensor, layout: Tensor | None, amax: Any, pow2: bool) -> Operand:
     """Columns with a scale each, from their amax, fp32 [G, C]."""
-    scale, inverse = vector_scales(amax, 0.0, pow2)
+    scale, inverse = vector_scales(amax, pow2)
     data: Any = group_cast(x, layout, E4M3, row=False, col=True, col_scale=scale).col
     return Operand(data, inverse)
 

@@ -77,7 +77,7 @@ class Rows(Quantizer):
     def quantize(self, source: Source, *, row: bool = True, col: bool = False, bias_grad: SumDtype = None) -> Quantized:
         q = QTensor(self.format, (source.rows, source.cols), source.dtype)
         if not (col or bias_grad) and source.cols <= MOST_COLUMNS:
-            q.row, q.row_scale = row_cast(source, 0.0, self.pow2)
+            q.row, q.row_scale = row_cast(source, self.pow2)
             return q, None
         amax, rows = vector_amax(source, row, col), source.rows if row else 0
         if col and self.amax_group is not None:
@@ -85,9 +85,9 @@ class Rows(Quantizer):
         row_scale = col_scale = sums = None
         # Apart, so that none keeps the memory of both, and each starts where cuBLAS reads scales.
         if row:
-            row_scale, q.row_scale = vector_scales(amax[:rows], 0.0, self.pow2)
+            row_scale, q.row_scale = vector_scales(amax[:rows], self.pow2)
         if col:
-            col_scale, q.col_scale = vector_scales(amax[rows:], 0.0, self.pow2)
+            col_scale, q.col_scale = vector_scales(amax[rows:], self.pow2)
         by_col = col and not self.format.flat
         if row or by_col:
             made = transform(

@@ -286,8 +286,8 @@ def test_interpreted_rows(shape):
         amax = torch.zeros(source.rows + source.cols)
         row_cast._amax_cuda(*source.flat, amax[: source.rows], amax[source.rows :])
         assert torch.equal(amax, row_cast.vector_amax_ref(source, True, True)), name
-        scale, inverse = row_cast._vector_scales_cuda(amax, 0.0, True)
-        want = row_cast.vector_scales_ref(amax, 0.0, True)
+        scale, inverse = row_cast._vector_scales_cuda(amax, True)
+        want = row_cast.vector_scales_ref(amax, True)
         assert torch.equal(scale, want[0]) and torch.equal(inverse, want[1])
         vectors = {"row_scale": scale[: source.rows], "col_scale": scale[source.rows :]}
         both, one = (True, True), (True, False)  # without col and row_scale: columns' scales by row
@@ -299,7 +299,7 @@ def test_interpreted_rows(shape):
             assert not col or torch.equal(out.col.float(), want.col.float()), name
         if source.cols:
             for got, expected in zip(
-                row_cast._row_cast_cuda(*source.flat, 0.0, True), row_cast.row_cast_ref(source), strict=True
+                row_cast._row_cast_cuda(*source.flat, True), row_cast.row_cast_ref(source), strict=True
             ):
                 assert torch.equal(got.float(), expected.float()), name
 

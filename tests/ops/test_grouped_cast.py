@@ -122,7 +122,7 @@ def test_interpreted_scales_of_rows_and_columns(case, path):
     moved = x.to(device)
     row, row_scale, amax = C.group_rows(moved, layout, True, True)
     by_row, by_col = C.group_vector_amax(moved, layout, True)
-    scale, _ = vector_scales_ref(amax.cpu(), 0.0, True)
+    scale, _ = vector_scales_ref(amax.cpu(), True)
     col = C.group_cast(moved, layout, E4M3, row=False, col=True, col_scale=scale.to(device)).col.cpu()
     for g, span in enumerate(spans):
         rows = slice(*span[:2])
@@ -178,7 +178,7 @@ def test_interpreted_weights(path):
     amax = C.group_amax(moved, None)
     scaled = C.group_cast(moved, None, E4M3, row=True, col=True, amax=amax)
     row, row_scale, columns = C.group_rows(moved, None, True, True)
-    scale, _ = vector_scales_ref(columns.cpu(), 0.0, True)
+    scale, _ = vector_scales_ref(columns.cpu(), True)
     col = C.group_cast(moved, None, E4M3, row=False, col=True, col_scale=scale.to(moved.device)).col
     squares = C.group_blocks(moved, None, square=True, row=True, col=True)
     mx = grouped_mx.group_mx(moved, None, row=True, col=True, values=True)
