@@ -245,7 +245,7 @@ def test_ops_pass_torch_s_own_checks(m, n):
     out = B._allocate(source, 32, False, True, True, True, torch.float32)
     args = (*source.flat, 32, False, True, 0.0, 448.0, True, *out)
     torch.library.opcheck(B._block_cast_op.overload, args, test_utils="test_faketensor")
-    torch.library.opcheck(R._row_cast_op.overload, (*source.flat, 0.0, True), test_utils="test_faketensor")
+    torch.library.opcheck(R._row_cast_op.overload, (*source.flat, True), test_utils="test_faketensor")
     amax = torch.rand(m)
     torch.library.opcheck(R.vector_scales.overload, (amax, True))
 

@@ -101,6 +101,19 @@ def test_casts(row, col, tokens, tmp_path):
     types |= ({"row_scale": "*fp32"} if row else {}) | ({"col_scale": "*fp32"} if col else {})
     constants = blocks | tile(two) | {"SQUARE": False, "CAP": 0, "row_scale_m": 1, "col_scale_n": 1, "square_g": 0}
     found.append(compiled(C.group_block_kernel, types, constants, two.num_warps))
+    if not tokens:
+        types = {
+            **base,
+            **outputs,
+            **SIZES,
+            "row_scale": "*fp32",
+            "eps": "fp32",
+            "row_scale_m": "i32",
+            "square_g": "i32",
+        }
+        absent = {"col_scale_m": 0, "col_scale_n": 0}
+        constants = blocks | tile(two) | absent | {"SQUARE": True, "CAP": 0, "row_scale_n": 1}
+        found.append(compiled(C.group_block_kernel, types, constants, two.num_warps))
     mx = {"row_values": "*bf16"} if row else {}
     mx |= {"col_values": "*bf16"} if col else {}
     types = {**base, **mx, **dict.fromkeys(("groups", "per_group", "cols"), "i32")}
