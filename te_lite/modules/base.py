@@ -228,8 +228,8 @@ class TeLiteModule(SpecModule):
         (planned, plans), delayed = self._planned, state is not None and state.delayed
         if planned != key:
             plans = self._plan(key, inp, weights, state, strict)
-        if grad and self.fuse_wgrad_accumulation:
-            checks.check_main_grad(self, weights)
+        if grad and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            checks.check_wgrad_targets(self, weights)
         if grad and inp.is_cuda and torch._C._is_multithreading_enabled():
             backward_on_calling_thread()
         if self._scatters and self.sequence_parallel and inp.shape[0] % self.tp_size:

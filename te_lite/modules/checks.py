@@ -146,9 +146,11 @@ def check_residual(residual: Tensor, inp: Tensor, weight: Tensor, plans: tuple[L
         )
 
 
-def check_main_grad(module: TeLiteModule, weights: tuple[Tensor, ...]) -> None:
-    """fuse_wgrad_accumulation has somewhere to accumulate."""
-    for weight in weights:
+def check_wgrad_targets(module: TeLiteModule, weights: tuple[Tensor, ...]) -> None:
+    """fuse_wgrad_accumulation has somewhere to accumulate, delay_wgrad_compute a parameter to give .grad to: what a
+    computed weight was made of would get nothing."""
+    owner = type(module).__name__
+    for weight in weights if module.fuse_wgrad_accumulation else ():
         grad: Any = getattr(weight, "main_grad", None)
         fits = isinstance(grad, Tensor) and grad.shape == weight.shape and grad.is_floating_point()
         fits = fits and grad.device == weight.device and grad.itemsize > 1 and 0 not in grad.stride()
@@ -157,9 +159,14 @@ def check_main_grad(module: TeLiteModule, weights: tuple[Tensor, ...]) -> None:
             if isinstance(grad, Tensor):
                 what = f"a main_grad of {tuple(grad.shape)} {grad.dtype} on {grad.device}, strides {grad.stride()}"
             raise RuntimeError(
-                f"{type(module).__name__} has fuse_wgrad_accumulation=True but a weight of shape {tuple(weight.shape)} "
-                f"has {what}; set weight.main_grad (fp32, of the weight's shape and device) before the forward"
+                f"{owner} has fuse_wgrad_accumulation=True but a weight of shape {tuple(weight.shape)} has {what}; set "
+                "weight.main_grad (fp32, of the weight's shape and device) before the forward"
             )
+    if module.delay_wgrad_compute and not all([weight.is_leaf for weight in weights]):
+        raise RuntimeError(
+            f"{owner} has delay_wgrad_compute=True but a weight that is computed from others (a parametrization, "
+            "functional_call), which a gradient after backward would not reach; leave out delay_wgrad_compute"
+        )
 
 
 def followed(key: Any, owner: str, outstanding: replay.Outstanding, state: State | None) -> State | None:

@@ -138,8 +138,8 @@ class GroupedLinear(TeLiteModule):
         weights = tuple([getattr(self, name) for name in self.weight_names])
         grad, device = torch.is_grad_enabled(), inp.device if isinstance(inp, Tensor) else None
         rule, dtype, own_bytes = self._decide(inp, weights, state)
-        if grad and self.fuse_wgrad_accumulation:
-            checks.check_main_grad(self, weights)
+        if grad and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            checks.check_wgrad_targets(self, weights)
         if grad and device.type == "cuda" and torch._C._is_multithreading_enabled():
             backward_on_calling_thread()
         x = inp.reshape(-1, self.in_features).to(dtype).contiguous()

@@ -286,3 +286,24 @@ def test_a_parametrized_module_is_copied():
     module, x = make(), draw()
     parametrizations.weight_norm(module)
     assert_bitwise_equal("copy", copy.deepcopy(module)(x), module(x))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, te.GroupedLinear])
+def test_a_computed_weight_and_a_delayed_gradient_are_refused(kind, fused):
+    """backward_dw() would give the gradient to a tensor that nobody holds; without gradients there is none to lose."""
+    options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": fused}
+    module = te.GroupedLinear(1, K, K, device="cpu", **options) if kind is te.GroupedLinear else make(kind, **options)
+    name = NAMES.get(kind, "weight0")
+    parametrize.register_parametrization(module, name, Scaled())
+    x = torch.randn(16, K, dtype=module.params_dtype)
+    args = (x, [16]) if kind is te.GroupedLinear else (x,)
+    with pytest.raises(RuntimeError, match="main_grad" if fused else "delay_wgrad_compute"):
+        module(*args)
+    with torch.no_grad():
+        module(*args)
+    getattr(module.parametrizations, name).original.requires_grad_(False)
+    if fused:
+        for param in module.parameters():
+            param.main_grad = torch.zeros_like(param, dtype=torch.float32)
+    module(*args).sum().backward()  # of a frozen one
