@@ -128,7 +128,7 @@ def scaled_grouped_mm(
                 "detach both"
             )
         return grouped_wgrad(rule, x.mT.contiguous(), w_t.contiguous(), offs.contiguous())
-    if not compiling:
+    if recipe is None and not compiling:  # computed again, a call with recipe= follows that
         _outstanding.start(state)
         note = _outstanding.note(state, grad)
     call = GroupedCall(rule, grad, note=note)

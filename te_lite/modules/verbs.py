@@ -209,7 +209,8 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
             kept.clear()
         asked = (group, dim, recipe, scales, overlap, strict, state)
         planned = kept[key] = _planned(verb, mode, x, weights, biases, *asked)
-        _outstanding.start(state)
+        if recipe is None:  # computed again, a call with recipe= follows that
+            _outstanding.start(state)
     plans, dim = planned
     if mode == "row" and x.shape[dim] % plans[0].tp.size:
         rule = f"dimension {dim} is scattered over {plans[0].tp.size} ranks, must be a multiple of that; pad it"
@@ -226,7 +227,8 @@ def _linear(verb: str, mode: str, x: Tensor, weights: tuple, biases: tuple, grou
     pools = state.pools if delayed and state is not None else None
     if pools is not None:
         pools.expect()
-    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=_outstanding.note(state, grad))
+    note = _outstanding.note(state, grad) if recipe is None else None
+    call = Call(plans, weights, (None,) * len(plans), grad, pools=pools, note=note)
     if len(plans) == 1:
         ys = (run_layer(LINEAR, call, x, *weights, *biases, residual),)
     else:

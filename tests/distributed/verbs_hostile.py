@@ -117,6 +117,24 @@ def handles_in_checkpoints(device: torch.device) -> None:
             assert torch.equal(grads[0], grads[1]) and torch.equal(grads[2], grads[3])
 
 
+def a_recipe_of_ones_own_beside_a_checkpoint(device: torch.device) -> None:
+    """A call with recipe= follows no autocast: it says nothing of what another call has followed."""
+    x, w = (torch.randn(32, 32, device=device, requires_grad=True) for _ in range(2))
+    group = dist.group.WORLD
+
+    def first(x: Tensor) -> Tensor:
+        return te.linear_reduce_scatter(te.all_gather_linear(x, w, group), w, group)
+
+    grads: list[Tensor] = []
+    for again in (False, True):
+        with te.autocast(recipe="current"):
+            h = checkpoint(first, x, use_reentrant=False) if again else first(x)
+            y = te.all_gather_linear(h, (w, w), group, recipe="mxfp8")[0]
+            y = te.linear_reduce_scatter(y, w, group, recipe="blockwise")
+        grads += torch.autograd.grad(y.sum(), x)
+    assert torch.equal(*grads)
+
+
 def groups_that_end(device: torch.device) -> None:
     """Nothing keeps a group that was destroyed: its threads and files go. And its use is refused."""
     if device.type != "cpu":
@@ -150,5 +168,6 @@ HOSTILE = (
     strict_by_autocast,
     dimensions_that_differ,
     handles_in_checkpoints,
+    a_recipe_of_ones_own_beside_a_checkpoint,
     groups_that_end,
 )

@@ -272,3 +272,22 @@ def test_a_call_whose_own_graph_is_gone_is_no_other_calls(cut):
     with pytest.raises(RuntimeError, match="has run under current and rowwise"):
         y.square().sum().backward()
     del other, y
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_grouped_product_with_a_recipe_of_its_own(reentrant):
+    """A call with recipe= follows no autocast: it says nothing of what another call has followed."""
+    w, offs = torch.randn(2, 64, 64), torch.tensor([5, 16], dtype=torch.int32)
+
+    def first(x):
+        return te.scaled_grouped_mm(x, w.mT, offs)
+
+    x, grads = torch.randn(16, 64, requires_grad=True), []
+    for again in (False, True):
+        with te.autocast(recipe="current"):
+            h = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=reentrant) if again else first(x)
+            y = te.scaled_grouped_mm(h, w.mT, offs, recipe="mxfp8")
+        y.sum().backward()
+        grads.append(x.grad)
+        x.grad = None
+    assert torch.equal(*grads)
