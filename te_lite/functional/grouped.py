@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_lite.functional.saved import backward_method, forward_method, without_amp
+from te_lite.functional.saved import backward_method, forward_method, wants, without_amp
 from te_lite.ops.grouped_gemm import group_product, group_wgrad, group_wgrad_accumulate_
 from te_lite.ops.grouped_layout import group_layout, group_sums
 from te_lite.quantize.grouped import (
@@ -118,6 +118,7 @@ class GroupedFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, rule, (need_x, need_w) = ctx.call, ctx.call.rule, ctx.needs
         layout, data, scale, again, seed, *of_w = ctx.saved_tensors
+        need_w = need_w and (call.sink is None or wants(ctx, 2))
         dy = dy.to(ctx.dtypes[0]).contiguous()
         dx = dw = db = None
         by_row: Any = None

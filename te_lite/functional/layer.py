@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_lite.functional.plan import LinearPlan
 from te_lite.functional.recordings import Flattened
-from te_lite.functional.saved import Item, backward_method, flatten, not_before, unflatten, without_amp
+from te_lite.functional.saved import Item, backward_method, flatten, not_before, unflatten, wants, without_amp
 from te_lite.ops.source import Source, plain
 from te_lite.overlap.epilogues import GemmInput
 from te_lite.quantize.delayed import Pools
@@ -150,8 +150,10 @@ class Layer(Protocol):
     of the key under which its launches are recorded.
 
     params: as LayerFunction takes them: the module's parameters, then the residual; None stands for what is absent.
-    needs: what needs() gave.
+    needs: what needs() gave. weights: of each linear's weight, its places in `needs` and among forward's arguments.
     """
+
+    weights: tuple[tuple[int, int], ...]
 
     def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         """Which gradients will be wanted: first of x, or of the norm, and of the weight; of biases their dtypes."""
@@ -223,6 +225,10 @@ class LayerFunction(torch.autograd.Function):
             call.check_parts(needs[:2])  # before saved_tensors, whose own check may miss them
         saved = call.parts_joined(ctx.saved_tensors, copies, dy) if call.parts else ctx.saved_tensors
         plans, recordings, answers = call.plans, call.plans[0].recordings, call.plans[0].sink.answers
+        if plans[0].sink.takes:  # it would put what nobody asks for elsewhere
+            for need, at in layer.weights:
+                if needs[need] and not wants(ctx, at):
+                    needs = *needs[:need], False, *needs[need + 1 :]
 
         # 2. Recorded launches are issued, where there are any: try_replay() says what `key` and `found` mean. `inputs`
         # are all tensors that they read or write. Without a spec_id nothing says which layouts were kept.
@@ -256,10 +262,9 @@ class LayerFunction(torch.autograd.Function):
         # linear.
         wanted = ctx.needs_input_grad[2:]  # of each of `grads`, then of the residual
         if answers:
-            for i, (plan, weight) in enumerate(zip(plans, call.weights, strict=True)):
-                at = len(grads) - 2 * (len(plans) - i)
-                if wanted[at]:
-                    grads[at] = plan.sink.answer(grads[at], weight)
+            for plan, weight, (need, at) in zip(plans, call.weights, layer.weights, strict=True):
+                if needs[need]:
+                    grads[at - 2] = plan.sink.answer(grads[at - 2], weight)
 
         # 5. The pass is closed under delayed scaling. The residual was added to y: its gradient is dy.
         if call.pools is not None:

@@ -15,6 +15,8 @@ from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_outpu
 class NormLinearLayer:
     """y = norm(x) @ weight^T + bias + residual; also norm(x) itself where the spec says so."""
 
+    weights = ((1, 5),)
+
     def __init__(self, spec: NormSpec) -> None:
         self.spec = spec
 

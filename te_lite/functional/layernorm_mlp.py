@@ -50,6 +50,8 @@ class MLPLayer:
     only a wgrad that is not quantized reads it in high precision.
     """
 
+    weights = (1, 5), (3, 7)
+
     def __init__(self, spec: NormSpec, activation: Activation) -> None:
         self.spec, self.activation = spec, activation
 

@@ -151,6 +151,8 @@ def sum_dtypes(call: Call, *biases: Tensor | None) -> list[SumDtype]:
 class LinearLayer:
     """y[..., N] = x[..., K] @ weight[N, K]^T + bias[N] + residual[..., N]."""
 
+    weights = ((1, 3),)
+
     def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> Needs:
         """Which gradients are wanted: of x, the weight and the bias; for the bias its dtype or None."""
         weight, bias, _ = params

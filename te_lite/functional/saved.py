@@ -51,6 +51,18 @@ def backward_method(method: Callable) -> Any:
     return staticmethod(run)
 
 
+def wants(ctx: Any, at: int) -> bool:
+    """In a backward: whether the gradient of the argument `at` of forward, a tensor, goes anywhere. needs_input_grad
+    says what could be wanted; torch.autograd.grad() and backward(inputs=...) may want less."""
+    if not ctx.needs_input_grad[at]:
+        return False
+    node = [node for node, _ in ctx.next_functions if node is not None][sum(ctx.needs_input_grad[:at])]
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # of a leaf for which torch.autograd.grad() is asked
+        return True
+
+
 Item = QTensor | Tensor | None
 # For each item what is left of it without its tensors. None: nothing, for the item is None. (): nothing, for it is one
 # Tensor. Of a QTensor: (format, shape, dtype, which of its five tensors are there).

@@ -267,3 +267,43 @@ def test_a_residual_alone(kind):
     residual = leaf(tokens(5))
     module(tokens(), residual=residual).backward(tokens(3))
     assert_bitwise_equal("residual", residual.grad, tokens(3))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
+@pytest.mark.parametrize("kind", (*KINDS, te.GroupedLinear))
+def test_a_weight_gradient_that_nobody_asks_for_goes_nowhere(kind, recipe, late):
+    """As pipeline schedules do that compute the gradients of inputs first and those of weights later: each once."""
+    options = {"delay_wgrad_compute": late, "fuse_wgrad_accumulation": True}
+    grouped = kind is te.GroupedLinear
+    module = te.GroupedLinear(2, 64, 96, device="cpu", params_dtype=torch.bfloat16, **options) if grouped else None
+    module = make(kind, **options) if module is None else module
+    weights = [getattr(module, name) for name in (module.weight_names if grouped else WEIGHTS[kind])]
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    x, rest = leaf(tokens()), ([17, 31],) if grouped else ()
+
+    def sums():
+        while module.run_delayed() if late else False:
+            pass
+        return [weight.main_grad.clone() for weight in weights]
+
+    with under(recipe):
+        y = module(x, *rest)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy, inputs=[p for name, p in module.named_parameters() if "bias" in name], retain_graph=True)
+    assert not any(map(torch.any, sums())) and not any(weight.grad_added_to_main_grad for weight in weights)
+    torch.autograd.grad(y, weights, dy, retain_graph=True)
+    got = sums()
+    for weight in weights:
+        weight.main_grad.zero_()
+    y.backward(dy)
+    for a, b in zip([dx, *got], [x.grad, *sums()], strict=True):
+        assert_bitwise_equal("gradient", a, b)
+    if len(weights) > 1 and not grouped:
+        with under(recipe):
+            y = module(x)
+        before = sums()
+        torch.autograd.grad(y, weights[1], dy)
+        assert [torch.equal(a, b) for a, b in zip(before, sums(), strict=True)] == [True, False]
