@@ -153,7 +153,8 @@ class Layer(Protocol):
     needs: what needs() gave. weights: of each linear's weight, its places in `needs` and among forward's arguments.
     """
 
-    weights: tuple[tuple[int, int], ...]
+    @property
+    def weights(self) -> tuple[tuple[int, int], ...]: ...
 
     def needs(self, call: Call, x: Tensor, params: Sequence[Any]) -> tuple[Any, ...]:
         """Which gradients will be wanted: first of x, or of the norm, and of the weight; of biases their dtypes."""

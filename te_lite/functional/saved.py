@@ -58,7 +58,7 @@ def wants(ctx: Any, at: int) -> bool:
         return False
     node = [node for node, _ in ctx.next_functions if node is not None][sum(ctx.needs_input_grad[:at])]
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # of a leaf for which torch.autograd.grad() is asked
         return True
 
