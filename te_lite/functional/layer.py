@@ -172,7 +172,8 @@ class Backward:
     """What a backward knows of its forward."""
 
     call: Call
-    needs: Any  # what Layer.needs() gave
+    needs: Any  # what Layer.needs() gave, without weights whose gradient this backward was not asked for
+    planned: Any  # what it gave
     x_shape: torch.Size
 
 
@@ -246,7 +247,7 @@ class LayerFunction(torch.autograd.Function):
         # 3. Otherwise the layer runs, and is recorded where it has a key.
         if found is None:
             kept, placed = unflatten(specs[2:], saved)
-            body = partial(layer.backward, Backward(call, needs, x_shape), kept, dy, dln)
+            body = partial(layer.backward, Backward(call, needs, ctx.kept[2], x_shape), kept, dy, dln)
             # Where some were copied for the launches to read, the key is not theirs but that of the originals.
             if key is None or any(map(is_not, placed, saved)):
                 del inputs, saved, placed, kept  # the layer frees what it has read

@@ -120,7 +120,8 @@ class MLPLayer:
         activate_grad = norm_grad = dx = dw1 = db1 = None
         a_again = one_read = False
         if need_h:
-            _, want_dh, a_again, one_read = self._activation_plan(call, back.needs, h.shape[0], w1, w2)
+            _, want_dh, a_again, one_read = self._activation_plan(call, back.planned, h.shape[0], w1, w2)
+            a_again, one_read = a_again and need_w2, one_read and need_w2 and (need_ln or need_w1)
             activate_grad = ActivateGrad(plan1.operands.dgrad.a, self.activation, want_dh, h)
         grad: Any = quantize_grad(plan2, dy, param2.shape[1], (need_h, need_w2, sums2))
         if a_again and not one_read:

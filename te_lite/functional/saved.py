@@ -52,10 +52,8 @@ def backward_method(method: Callable) -> Any:
 
 
 def wants(ctx: Any, at: int) -> bool:
-    """In a backward: whether the gradient of the argument `at` of forward, a tensor, goes anywhere. needs_input_grad
-    says what could be wanted; torch.autograd.grad() and backward(inputs=...) may want less."""
-    if not ctx.needs_input_grad[at]:
-        return False
+    """In a backward: whether the gradient of the argument `at` of forward goes anywhere, a tensor that requires one.
+    torch.autograd.grad() and backward(inputs=...) may ask for less than there is."""
     node = [node for node, _ in ctx.next_functions if node is not None][sum(ctx.needs_input_grad[:at])]
     try:
         return torch._C._will_engine_execute_node(node)

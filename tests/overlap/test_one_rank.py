@@ -103,6 +103,37 @@ def test_layouts_that_nobody_reads_are_not_asked_for(name, recipe, monkeypatch):
     assert launches.wants == FROZEN[name][recipe]
 
 
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("recipe", WANTS)
+@pytest.mark.parametrize("name", FROZEN)
+def test_backward_decides_as_forward_did_where_one_weight_alone_is_asked_for(name, recipe, recompute, monkeypatch):
+    """What forward kept is what backward reads: it knew of no weight that nobody would ask for."""
+    force(monkeypatch)
+    Launches(monkeypatch)
+    options = {"fuse_wgrad_accumulation": True, "recompute_activation": recompute}
+    module = build(PLAIN, K, ffn=FFN, parameters=parameters(), **options)
+    weights = {each: getattr(module, each) for each in FROZEN}
+    for weight in weights.values():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+
+    def sums():
+        found = {each: weight.main_grad.clone() for each, weight in weights.items()}
+        for weight in weights.values():
+            weight.main_grad.zero_()
+        return found
+
+    with under(recipe):
+        out = module(leaf(tokens(32)))
+        out.backward(tokens(32, seed=3))
+        want = sums()
+    module.set_extra_state(None)  # the scales of a first step
+    with under(recipe):
+        out = module(leaf(tokens(32)))
+        torch.autograd.grad(out, weights[name], tokens(32, seed=3))
+    for each, got in sums().items():
+        assert_bitwise_equal(each, got, want[each] if each == name else torch.zeros_like(got))
+
+
 def keeps_activation(module, k, recipe):
     """Whether forward keeps activation(h) for backward, of 32 tokens."""
     with under(recipe):
