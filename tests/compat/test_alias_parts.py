@@ -117,6 +117,17 @@ def test_modules_have_the_name_of_their_userbuffer():
     assert te.Linear(32, 32, device="cpu", ub_name="proj").ub_name == "proj" and linear().ub_name is None
 
 
+def test_a_hook_is_taken_by_either_name():
+    import te_lite.compat.alias.modules  # noqa: F401  # it adds Transformer Engine's
+
+    module, calls = te.Linear(32, 32, device="cpu", delay_wgrad_compute=True), []
+    for name in ("wgrad_accumulation_and_reduce_hook", "hook"):
+        module.register_wgrad_accumulation_and_reduce_hooks(**{name: lambda: calls.append(1)})
+    module(torch.randn(4, 32)).sum().backward()
+    module.backward_dw()
+    assert calls == [1, 1]
+
+
 def test_sharded_masters_and_vocabularies_and_what_is_set():
     launch(Path(__file__).parent / "ranks_alias.py", ranks=2, timeout=120)
 

@@ -333,14 +333,6 @@ def test_norms_take_dtype(norm):
         norm(32, margin=0, device="cpu")
 
 
-def test_a_hook_is_taken_by_its_name():
-    module, calls = te.Linear(32, 32, device="cpu", delay_wgrad_compute=True), []
-    module.register_wgrad_accumulation_and_reduce_hooks(wgrad_accumulation_and_reduce_hook=lambda: calls.append(1))
-    module(torch.randn(4, 32)).sum().backward()
-    module.backward_dw()
-    assert calls == [1]
-
-
 @pytest.mark.parametrize("norm", [te.LayerNorm, te.RMSNorm])
 def test_norms_take_no_margin(norm):
     for margin in (0, {"forward": 0, "backward": 0, "inference": 0}, {}):

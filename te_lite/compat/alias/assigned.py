@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -43,8 +42,8 @@ def set_tensor_parallel_group(module: TeLiteModule, tp_group: dist.ProcessGroup 
         _set_group(module, tp_group)
 
 
-def register_wgrad_accumulation_and_reduce_hooks(
-    module: TeLiteModule, wgrad_accumulation_and_reduce_hook: Callable[[], None]
-) -> None:
-    """TeLiteModule's, with Transformer Engine's name of the argument."""
-    _register(module, wgrad_accumulation_and_reduce_hook)
+def register_wgrad_accumulation_and_reduce_hooks(module: TeLiteModule, *hook: Any, **named: Any) -> None:
+    """TeLiteModule's, by Transformer Engine's name of the argument too."""
+    if "wgrad_accumulation_and_reduce_hook" in named:
+        named["hook"] = named.pop("wgrad_accumulation_and_reduce_hook")
+    _register(module, *hook, **named)
