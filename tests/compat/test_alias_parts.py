@@ -241,16 +241,16 @@ def test_permutation_by_index(topk):
     back.sum().backward()
     torch.testing.assert_close(x.grad, probs.sum(-1, keepdim=True).expand_as(x))
     torch.testing.assert_close(probs.grad, x.detach().sum(-1, keepdim=True).expand_as(probs))
-    kept, kept_map = permutation.moe_permute(x, index, 4, map_type="index")
-    assert torch.equal(kept, rows[:4])
-    assert permutation.moe_unpermute(kept, kept_map, probs, map_type="index").shape == x.shape
+    kept = permutation.moe_permute(x, index, 4, map_type="index")
+    assert torch.equal(kept[0], rows[:4]) and permutation.moe_unpermute(*kept, probs, map_type="index").shape == x.shape
     if topk == 1:
         assert torch.equal(permutation.moe_unpermute(rows, row_map, map_type="index"), x)
     else:
         with pytest.raises(ValueError, match="restore_shape"):
             permutation.moe_unpermute(rows, row_map, map_type="index")
-    with pytest.raises(ValueError, match=r"\[tokens, topk\]"):
-        permutation.moe_permute(x, index[:3], map_type="index")
+    for wrong in ((index[:3],), (mask,), (index, tokens * topk + 1)):
+        with pytest.raises(ValueError, match=r"\[tokens, topk\].*map_type='mask'"):
+            permutation.moe_permute(x, *wrong, map_type="index")
 
 
 def test_rows_for_which_the_routing_map_has_nothing():

@@ -21,11 +21,14 @@ def _by_index(map_type: str) -> bool:
 
 def _index_row_id_map(inp: Tensor, index: Tensor, num_out_tokens: int | None) -> Tensor:
     """The row_id_map where index [T, topk] says which experts each token chose."""
-    if index.dim() != 2 or len(inp) != len(index):
+    count = num_out_tokens if num_out_tokens and num_out_tokens > 0 else index.numel()
+    if index.dim() != 2 or len(inp) != len(index) or index.dtype == torch.bool or count > index.numel():
         raise ValueError(
-            f"moe_permute of {len(inp)} tokens with an index of shape {tuple(index.shape)}: must be [tokens, topk]"
+            f"moe_permute of {len(inp)} tokens with an index {index.dtype} {tuple(index.shape)}, num_out_tokens="
+            f"{num_out_tokens}: must be the experts' numbers [tokens, topk], and at most their product; a mask is "
+            "map_type='mask'"
         )
-    at = index.reshape(-1).argsort(stable=True)[: num_out_tokens if num_out_tokens and num_out_tokens > 0 else None]
+    at = index.reshape(-1).argsort(stable=True)[:count]
     topk = max(1, index.shape[1])
     return torch.stack((at // topk, at % topk))
 
@@ -59,7 +62,7 @@ def moe_permute(
     routing_map: bool or int [T, E]. num_out_tokens: N, at most T * E; None or below 0 counts it, for which the host
     waits. ValueError where the sizes do not fit together.
     map_type "index": routing_map is int [T, topk], the experts of each token. The first num_out_tokens rows are kept,
-    by default all T * topk.
+    by default or at 0 all T * topk.
     """
     make = _index_row_id_map if _by_index(map_type) else _row_id_map
     row_id_map = make(inp, routing_map, num_out_tokens)
@@ -82,7 +85,7 @@ def moe_unpermute(
     """rows [N, H] added up by token, each times merging_probs[token, expert] if given: [T, H], summed in fp32.
 
     restore_shape: (T, H), needed where merging_probs [T, E] does not say T. probs: its older name. map_type "index":
-    merging_probs is [T, topk], and may be left out where topk is 1.
+    merging_probs is [T, topk], and may be left out where topk is 1 and all rows are there.
     """
     merging_probs = probs if merging_probs is None else merging_probs
     if _by_index(map_type) and merging_probs is None and restore_shape is None:
