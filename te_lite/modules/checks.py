@@ -170,8 +170,9 @@ def check_wgrad_targets(module: TeLiteModule, weights: tuple[Tensor, ...]) -> No
 
 
 def followed(key: Any, owner: str, outstanding: replay.Outstanding, state: State | None) -> State | None:
-    """What a call follows that may be computed again (replay.may_repeat), outside of that `state`: what its first run
-    followed, which is noted under `key`. Where another library's checkpoint computes it again, that must be known and
+    """What a call follows where replay.may_repeat(): `state`; computed again, what its first run followed.
+
+    In a checkpoint of ours that is noted under `key`. Where another library's computes it again, it must be known and
     without state of its own. outstanding: what calls of `owner` followed."""
     return replay.recall(key, partial(_followed, owner, outstanding, state))
 
