@@ -307,3 +307,43 @@ def test_a_weight_gradient_that_nobody_asks_for_goes_nowhere(kind, recipe, late)
         before = sums()
         torch.autograd.grad(y, weights[1], dy)
         assert [torch.equal(a, b) for a, b in zip(before, sums(), strict=True)] == [True, False]
+
+
+def test_of_a_grouped_linears_weights_all_are_asked_for_or_none():
+    module = te.GroupedLinear(2, 64, 96, bias=False, device="cpu", fuse_wgrad_accumulation=True)
+    for weight in module.parameters():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    torch.autograd.grad(module(torch.randn(48, 64), [17, 31]).sum(), module.weight0)
+    assert all(weight.main_grad.all() and weight.grad_added_to_main_grad for weight in module.parameters())
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11's schedule takes no autograd.Function")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_zero_bubble_schedule_of_torch(late):
+    """Gradients of inputs for all micro-batches, then those of weights: the sums of whole backwards."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    stage = torch.nn.Sequential(*[
+        make(kind, fuse_wgrad_accumulation=True, delay_wgrad_compute=late) for kind in (LN_MLP, LN_LINEAR)
+    ])  # fmt: skip
+    weights = [weight for weight in stage.parameters() if weight.dim() == 2]
+    xs, sums = [tokens(seed).requires_grad_() for seed in (1, 2)], []
+    for apart in (False, True):
+        for weight in weights:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+        stage.zero_grad()
+        ys, groups = [stage(x) for x in xs], []
+        for x, y in zip(xs, ys, strict=True):
+            if apart:
+                groups.append(stage_backward_input([y], [torch.ones_like(y)], [x], stage.parameters())[1])
+            else:
+                y.backward(torch.ones_like(y))
+        assert not apart or not any(weight.main_grad.any() or weight.grad_added_to_main_grad for weight in weights)
+        for group in groups:
+            stage_backward_weight(stage.parameters(), group)
+        while late and any([module.run_delayed() for module in stage]):
+            pass
+        others = [param.grad for param in stage.parameters() if param.dim() == 1]
+        sums.append([weight.main_grad for weight in weights] + [grad.clone() for grad in others])
+    for a, b in zip(*sums, strict=True):
+        assert_bitwise_equal("gradient", a, b)
