@@ -163,7 +163,9 @@ class Handle:
         """The gathered tensor, or this rank's part of the sum. On a GPU the caller's stream waits, not the host."""
         self._waited = True
         if self._out is None:
-            self._out = End.apply(self._token, self._transfer)
+            # Where the transfer began says whether it has a gradient: who waits first may do so under no_grad.
+            with torch.inference_mode(False), torch.set_grad_enabled(self._token.requires_grad):
+                self._out = End.apply(self._token, self._transfer)
         return self._out
 
     def __del__(self) -> None:

@@ -199,7 +199,24 @@ def modules_that_are_freed_when_python_likes(device: torch.device) -> None:
             gc.enable()
 
 
+def waits_without_gradients(device: torch.device) -> None:
+    """Who waits first, perhaps for a log, does not take the gradient away."""
+    world, size = dist.group.WORLD, dist.get_world_size()
+    with _with_and_without(device) as each:
+        for _ in each():
+            for verb, gradient in ((te.all_gather, size), (te.reduce_scatter, 1)):
+                for mode in (torch.no_grad, torch.inference_mode):
+                    x = torch.ones(2 * size, 4, device=device, requires_grad=True)
+                    handle = verb(x, world)
+                    with mode():
+                        seen = handle.wait()
+                    assert handle.wait() is seen
+                    seen.sum().backward()
+                    assert x.grad is not None and x.grad.eq(gradient).all()
+
+
 HOSTILE = (
+    waits_without_gradients,
     modules_that_are_freed_when_python_likes,
     a_group_of_one_rank,
     what_torch_does_lazily,
