@@ -90,7 +90,7 @@ class Transfer:
     def _collectively(self, x: Tensor) -> Callable[[], Tensor]:
         size, works, dtype, gathers = dist.get_world_size(self.group), list[Any](), x.dtype, self.verb == "all_gather"
         if gathers:
-            x = x.view(torch.uint8)  # no backend knows every dtype
+            x = x.view(torch.uint8) if x.numel() else x  # no backend knows every dtype
             run, out = _all_gather_into, x.new_empty(x.shape[0] * size, x.shape[1])
         else:
             x = x.to(_wire_dtype(self.group, x.dtype))

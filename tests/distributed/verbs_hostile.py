@@ -64,6 +64,7 @@ def what_torch_does_lazily(device: torch.device) -> None:
                     given = torch.full((rows, 4), rank, dtype=dtype)
                     whole = te.all_gather(given, dist.group.WORLD).wait()
                     assert whole.dtype == dtype and torch.equal(whole.chunk(size)[rank], given)
+            assert te.all_gather(torch.ones(4, 0), dist.group.WORLD).wait().shape == (4 * size, 0)
 
 
 def strict_by_autocast(device: torch.device) -> None:
