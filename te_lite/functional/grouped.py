@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_lite.functional.plan import inf_to_nan
 from te_lite.functional.saved import backward_method, forward_method, wants, without_amp
 from te_lite.ops.grouped_gemm import group_product, group_wgrad, group_wgrad_accumulate_
 from te_lite.ops.grouped_layout import group_layout, group_sums
@@ -120,6 +121,8 @@ class GroupedFunction(torch.autograd.Function):
         layout, data, scale, again, seed, *of_w = ctx.saved_tensors
         need_w = need_w and (call.sink is None or wants(ctx, 2))
         dy = dy.to(ctx.dtypes[0]).contiguous()
+        if dy.dtype is torch.float16 and rule.kind != "none":
+            dy = inf_to_nan(dy)
         dx = dw = db = None
         by_row: Any = None
         by_col: Any = None

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from te_lite.functional.plan import LinearPlan
+from te_lite.functional.plan import LinearPlan, inf_to_nan
 from te_lite.functional.recordings import Flattened
 from te_lite.functional.saved import Item, backward_method, flatten, not_before, unflatten, wants, without_amp
 from te_lite.ops.source import Source, plain
@@ -231,6 +231,8 @@ class LayerFunction(torch.autograd.Function):
             for need, at in layer.weights:
                 if needs[need] and not wants(ctx, at):
                     needs = *needs[:need], False, *needs[need + 1 :]
+        if plans[-1].hides_overflow and not isinstance(dy, QuantizedTensor):
+            dy = inf_to_nan(dy)
 
         # 2. Recorded launches are issued, where there are any: try_replay() says what `key` and `found` mean. `inputs`
         # are all tensors that they read or write. Without a spec_id nothing says which layouts were kept.

@@ -11,7 +11,7 @@ from torch import Tensor
 from te_lite.functional.layer import Backward, Call, as_output
 from te_lite.functional.linear import Needs, linear_backward, linear_forward, quantize_grad, sum_dtypes
 from te_lite.functional.norm import NO_GRADIENTS, NormGrad, NormSpec, norm_output, norm_source
-from te_lite.functional.plan import LinearPlan
+from te_lite.functional.plan import LinearPlan, inf_to_nan
 from te_lite.ops.activation import Activation
 from te_lite.ops.nvtx import ranged
 from te_lite.ops.source import Source
@@ -128,6 +128,8 @@ class MLPLayer:
             a = plan2.operands.wgrad.b.again(Source("act", h, activation=self.activation), a)
         needs = need_h, need_w2 and not one_read, sums2
         dh, dw2, db2 = linear_backward(plan2, (a, q2), w2, param2, grad, needs, activate_grad)
+        if plan1.hides_overflow and isinstance(dh, Source) and dh.dy is not None:
+            dh = dh._replace(dy=inf_to_nan(dh.dy))
         if one_read:
             grad1, a = _grad_and_again(plan1, dh, needs1, a)
         else:

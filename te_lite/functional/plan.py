@@ -215,6 +215,8 @@ class LinearPlan:
         self.dy_is_wgrads = wgrad.a is dgrad.a  # dgrad and wgrad read the same quantized dy
         self.caches = bool(fprop.b.format.label) if caches is None else caches
         self.w_is_dgrads = dgrad.b is fprop.b  # fprop and dgrad read the same quantized weight
+        # An infinite dy would become a number; in fp16 a GradScaler asks whether there was one.
+        self.hides_overflow = dtype is torch.float16 and bool(dgrad.a.format.label or wgrad.a.format.label)
         self.gathers_x, self.gathers_dy = tp.gathers_input, tp.gathers_grad
         # x is kept by row: the shard of this rank, which backward gathers again.
         self.keeps_rows = self.gathers_x and wgrad.b.format.col_from_row
@@ -280,6 +282,12 @@ class LinearPlan:
         format = self.operands.wgrad.b.format
         weighed = format.col_scales[1] and not (self.keep_original or self.compiled)
         return max(0, 2 * tokens * features - format.col_bytes(tokens, features)) if weighed else 0
+
+
+def inf_to_nan(dy: Tensor) -> Tensor:
+    """dy with nan in the place of inf, for a linear that hides_overflow: a GradScaler must find it in the gradients,
+    where quantization makes inf a number and leaves nan."""
+    return dy.nan_to_num(torch.nan, torch.nan, torch.nan)
 
 
 def one_read(before: LinearPlan, operands: GemmOperands, tp: TensorParallel) -> bool:

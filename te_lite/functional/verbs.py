@@ -21,6 +21,7 @@ from torch import Tensor
 from te_lite.functional import linear
 from te_lite.functional.layer import Call, as_operand, as_output
 from te_lite.functional.parallel import LocalGemms, Read, Wgrad, parallel_linear
+from te_lite.functional.plan import inf_to_nan
 from te_lite.functional.saved import backward_method, flatten, forward_method, unflatten
 from te_lite.overlap.exchange import Gemm
 from te_lite.overlap.userbuffers import Exchanges
@@ -102,7 +103,8 @@ class GatherLinears(torch.autograd.Function):
         for i, plan in enumerate(call.plans):
             w, weight, param = saved[2 * i + 1], saved[2 * n + i], call.weights[i]
             needs = need_x, need_ws[i], sums_in[i]
-            grad: Any = linear.quantize_grad(plan, dys[i], param.shape[1], needs)
+            dy = inf_to_nan(dys[i]) if plan.hides_overflow else dys[i]
+            grad: Any = linear.quantize_grad(plan, dy, param.shape[1], needs)
             dgrad, wgrad, db = linear.linear_backward(plan, (None, w), weight, param, grad, needs)
             terms.append((dgrad, grad[0]))
             wgrads.append(None if wgrad is None else (wgrad, grad[1]))
