@@ -48,6 +48,12 @@ class ConvertedLinear(Linear, nn.Linear):
     reset_parameters = nn.Linear.reset_parameters  # type: ignore[assignment]  # other arguments
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state  # no key in checkpoints
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As TeLiteModule's; a bias that comes later counts, too."""
+        super().register_parameter(name, param)
+        if name == "bias":
+            self.use_bias = param is not None
+
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]  # as nn.Linear's
         """x [..., in_features] -> y [..., out_features]."""
         return Linear.forward(self, input)
