@@ -7,6 +7,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -133,6 +134,13 @@ def _minimum_size(
     return table.get(max((row for row in table if row <= tokens), default=-1), math.inf), tokens
 
 
+@cache
+def _settings() -> frozenset[str]:
+    """The attributes that make a linear ours. name: only words of a report."""
+    ours, torchs = Linear(1, 1, device="meta"), nn.Linear(1, 1, device="meta")
+    return frozenset(vars(ours)) - frozenset(vars(torchs)) - {"name"}
+
+
 def why_not(
     linear: nn.Linear, name: str, keep: Filter | None, recipe: Recipe, minimum: float, tokens: int | None
 ) -> Stays | None:
@@ -154,6 +162,9 @@ def why_not(
         return Stays(kind, "put an nn.Linear in its place")
     if "forward" in vars(linear):
         return Stays("its forward was replaced on the instance", "convert first, then replace it")
+    if taken := sorted(vars(linear).keys() & _settings()):
+        kind, remedy = f"its attribute {taken[0]!r} has another meaning in te_lite", "rename it"
+        return Stays(kind, remedy, f"{kind}; {remedy}")
     if linear._parameters.keys() != {"weight", "bias"} or type(weight) is not nn.Parameter or weight.shape != shape:
         kind = "its weight is not a plain parameter"
         remedy = "convert before FSDP, weight_norm or pruning puts something else there"
