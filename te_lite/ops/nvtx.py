@@ -12,7 +12,10 @@ import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ENABLED = os.environ.get("TE_LITE_NVTX", "0") not in ("", "0")
+_WORD = os.environ.get("TE_LITE_NVTX", "0")
+if _WORD not in ("", "0", "1"):
+    raise ValueError(f"TE_LITE_NVTX={_WORD!r}: must be 0 or 1; leave it out for 0")
+ENABLED = _WORD == "1"
 
 
 def nvtx_range(name: str) -> AbstractContextManager[Any]:

@@ -26,7 +26,14 @@ ENDING_S = 5.0  # how long after its connections a killed process may take to co
 
 def timeout_s() -> float:
     """Seconds that a wait for a peer may take: TE_LITE_UB_TIMEOUT, default 60."""
-    return float(os.environ.get("TE_LITE_UB_TIMEOUT", TIMEOUT_S))
+    word = os.environ.get("TE_LITE_UB_TIMEOUT") or str(TIMEOUT_S)
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"TE_LITE_UB_TIMEOUT={word!r}: must be seconds, more than 0; leave it out for {TIMEOUT_S}")
+    return seconds
 
 
 class BootstrapError(RuntimeError):
