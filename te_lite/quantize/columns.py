@@ -24,14 +24,11 @@ Column = tuple[Callable[[], Any], int]  # a state, weakly, and its size
 Held = tuple["ScaleState | None", int]  # None: it is gone on this rank
 
 
-def held(columns: Sequence[Column], key: PoolKey, again: bool) -> list[Held]:
-    """Those of `columns` that are not gone; where there is a group, on all of its ranks. Those of a pool's first step
-    stay, and the ranks ask nothing; `again`: a later one. Collective."""
+def held(columns: Sequence[Column], key: PoolKey) -> list[Held]:
+    """Those of `columns` that are not gone; where there is a group, on all of its ranks. Collective."""
     found = [(state(), n) for state, n in columns]
     alive = [state is not None for state, _ in found]
     if key.group is not None and found:
-        if not again:
-            return found
         flags = torch.tensor(alive, dtype=torch.float32, device=key.device)
         all_reduce_max(f"which modules have {key.direction} scales", flags, key.group)
         alive = flags.bool().tolist()

@@ -205,7 +205,7 @@ class Pool:
             gone = self.key.group is None and self.merged != len(self.members)  # where there is a group, it stays
             if not self.fixed and (gone or not self.merged):
                 owner, there = self.key.owner, self.columns.copy()
-                columns = held(there, self.key, again=bool(self.sizes))
+                columns = held(there, self.key)
                 with owner.lock:
                     if not columns:
                         owner.pools = [pool for pool in owner.pools if pool is not self]
