@@ -12,7 +12,7 @@ from pathlib import Path
 MAX_FILE_LINES = 350
 # Of code: docstrings, comments and blank lines are not counted; compat/, diagnostics/, testing/, doctor.py and tune.py
 # stand apart. The goal is 10,000; docs/notebook/design-decisions.md says what the rest is.
-MAX_CORE_LINES = 16_880
+MAX_CORE_LINES = 16_839
 
 # A module may import what stands on its own level or below. The first part of the name after te_lite decides.
 LEVELS = {

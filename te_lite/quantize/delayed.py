@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,9 @@ from torch import Tensor
 
 from te_lite.ops.delayed import FP32_MAX, delayed_update
 from te_lite.ops.recorder import OPEN, WANTED, Recorder, Recording
+from te_lite.ops.recording import Moved, NotNow
 from te_lite.ops.registry import capturing, makes_data, unwatched
 from te_lite.quantize import graph_scales, replay
-from te_lite.quantize.columns import Column, Held, ScaleFetch, held, side_by_side, unused
 from te_lite.watch import all_reduce_max
 
 
@@ -70,17 +71,16 @@ class ScaleState:
         owner = self.key.owner
         with owner.lock:
             # A pool keeps its group, and is dropped by an update only where it was used before.
-            owner.pools = [pool for pool in owner.pools if pool.fixed or not unused(pool.key, len(pool.members))]
+            owner.pools = [pool for pool in owner.pools if pool.fixed or len(pool.members)]
             free = (pool for pool in owner.pools if pool.key == self.key and not pool.fixed)
             self.pool = next(free, None) or Pool(self.key)
             self.pool.members[self], self.pool.merged = None, 0
-            self.pool.columns.append((weakref.ref(self), self.n))
         graph_scales.changed()
 
     def fix(self) -> None:
         """Before a CUDA graph captures a use."""
         if self.offset is None:  # evaluated only: no update has put it beside others
-            Pool(self.key).hold([(self, self.n)], self.history, self._scale)
+            Pool(self.key).hold([self], self.history, self._scale)
         self.pool.fix()
 
     @property
@@ -138,6 +138,24 @@ class ScaleState:
         graph_scales.changed()
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleFetch:
+    """What each replay of a body that uses a state asks, once for all slots. pool, offset: where the state lay when the
+    body was recorded."""
+
+    state: ScaleState
+    pool: Pool
+    offset: int
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """(scales of the pool, history of the state), whose use is noted. Raises Moved where the state lies elsewhere,
+        NotNow where it waits for an update to give it a place, perhaps the same."""
+        if self.state.pool is not self.pool or self.state.offset != self.offset:
+            raise NotNow if self.state.offset is None else Moved
+        self.pool.touched = True
+        return self.pool.steady(), self.state.history
+
+
 class Pool:
     """States that are updated together, side by side: history [length, total], scale [total]."""
 
@@ -145,8 +163,7 @@ class Pool:
         self.key = key
         self.scale = self._history = torch.empty(0)
         self.touched = False  # a member was used since the last update
-        self.merged = 0  # so many columns lie in `scale` and `_history`; 0: not all
-        self.columns: list[Column] = []  # of states, in order
+        self.merged = 0  # so many members lie in `scale` and `_history`
         self.sizes: list[int] = []  # of the states that lie there
         self.fixed = False
         self.copy: Tensor | None = None  # of `scale`, in Pools.recording()
@@ -172,25 +189,16 @@ class Pool:
         self.copy = copy if self.key.owner.one_graph else None
         return copy
 
-    def hold(self, columns: list[Held], history: Tensor, scale: Tensor) -> None:
-        """history[length, total], scale[total] are those of the columns, side by side, from now on."""
-        self.scale, self._history, self._launch, self.merged, offset = scale, history, 0, len(columns), 0
-        self.sizes, self.columns = [n for _, n in columns], []
-        for place, (state, n) in enumerate(columns):
-            self.columns.append((type(None) if state is None else weakref.ref(state), n))
-            if state is not None:
-                if state.pool is not self:
-                    state.pool.leave(state)
-                self.members[state] = None
-                state.pool, state.history, state._amax = self, history[:, offset : offset + n], None
-                state.place, state.offset = place, offset
-            offset += n
+    def hold(self, states: list[ScaleState], history: Tensor, scale: Tensor) -> None:
+        """history[length, total], scale[total] are those of the states, side by side, from now on."""
+        self.scale, self._history, self._launch, self.merged, offset = scale, history, 0, len(states), 0
+        self.sizes = [state.n for state in states]
+        for place, state in enumerate(states):
+            state.pool.members.pop(state, None)
+            self.members[state] = None
+            state.pool, state.history, state._amax = self, history[:, offset : offset + state.n], None
+            state.place, state.offset, offset = place, offset, offset + state.n
         graph_scales.changed()
-
-    def leave(self, state: ScaleState) -> None:
-        """It goes to another pool."""
-        self.members.pop(state, None)
-        self.columns, self.merged = [column for column in self.columns if column[0]() is not state], 0
 
     def update(self) -> None:
         """One step of every member: reduce row 0 over the group, roll the histories, compute new scales. None under a
@@ -202,18 +210,15 @@ class Pool:
             with torch.inference_mode(False):  # training may follow
                 return self.update()
         with self._stepping:  # and not under the owner's lock, for ranks wait for each other below
-            gone = self.key.group is None and self.merged != len(self.members)  # where there is a group, it stays
-            if not self.fixed and (gone or not self.merged):
-                owner, there = self.key.owner, self.columns.copy()
-                columns = held(there, self.key)
+            if not (self.fixed or 0 < self.merged == len(self.members)):
+                owner = self.key.owner
                 with owner.lock:
-                    if not columns:
+                    states = list(self.members)
+                    if not states:
                         owner.pools = [pool for pool in owner.pools if pool is not self]
                         return
-                    late = self.columns[len(there) :]  # another thread has added them meanwhile
-                    self.hold(columns, *side_by_side(columns, self.key))
-                    self.columns += late
-                    self.merged *= not late
+                    history = torch.cat([state.history for state in states], dim=1)
+                    self.hold(states, history, torch.cat([state.scale for state in states]))
             self.touched = False
             if self.key.group is not None:
                 what = f"amaxes of {self.key.direction} for delayed scaling"
@@ -319,8 +324,8 @@ def fix_together(states: list[ScaleState]) -> None:
             alone.setdefault(state.key, []).append(state)
     for key, members in alone.items():
         touched = any([state.pool.touched for state in members])
-        columns: list[Held] = [(state, state.n) for state in members]
-        Pool(key).hold(columns, *side_by_side(columns, key))
+        history = torch.cat([state.history for state in members], dim=1)
+        Pool(key).hold(members, history, torch.cat([state.scale for state in members]))
         members[0].pool.touched = touched
     for state in states:
         state.fix()

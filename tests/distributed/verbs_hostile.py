@@ -163,43 +163,6 @@ def groups_that_end(device: torch.device) -> None:
     assert counts[-1] == counts[2], (counts, threading.enumerate())
 
 
-def modules_that_are_freed_when_python_likes(device: torch.device) -> None:
-    """A module in a cycle goes on each rank at another time. Amaxes of the others are reduced as before; when a module
-    comes, what is gone everywhere leaves the pool."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    x = torch.ones(16, 32, device=device)
-
-    def made(name: str) -> te.Linear:
-        return te.Linear(
-            32, 16 * size, params_dtype=torch.float32, device=device, parallel_mode="column", sequence_parallel=True,
-            tp_group=dist.group.WORLD, tp_size=size, name=name,
-        )  # fmt: skip
-
-    def step(*modules: te.Linear) -> te.Linear:
-        with te.autocast(recipe="delayed"):
-            y = sum(module(x).sum() for module in modules)
-        y.backward()
-        return modules[0]
-
-    with _with_and_without(device) as each:
-        for _ in each():
-            gc.collect()
-            gc.disable()
-            kept, dropped = made("kept"), made("dropped")
-            dropped.register_forward_hook(lambda *given, me=dropped: None)
-            step(step(kept, dropped), dropped)
-            before = kept._scales._live["forward"].pool.merged
-            del dropped
-            for turn in range(size + 1):  # at first all ranks still have it
-                if turn == rank + 1:
-                    gc.collect()
-                step(kept)
-            step(kept, made("new"))
-            assert kept._scales._live["forward"].pool.merged == before
-            del kept
-            gc.enable()
-
-
 def waits_without_gradients(device: torch.device) -> None:
     """Who waits first, perhaps for a log, does not take the gradient away."""
     world, size = dist.group.WORLD, dist.get_world_size()
@@ -218,7 +181,6 @@ def waits_without_gradients(device: torch.device) -> None:
 
 HOSTILE = (
     waits_without_gradients,
-    modules_that_are_freed_when_python_likes,
     a_group_of_one_rank,
     what_torch_does_lazily,
     strict_by_autocast,

@@ -117,8 +117,7 @@ def test_states_that_an_update_moves_while_an_autocast_begins(monkeypatch):
         fitted = fits(followed, user)
         first, *states = state.pool.members
         states.append(first)
-        columns = [(s, s.n) for s in states]
-        state.pool.hold(columns, torch.cat([s.history for s in states], 1), torch.cat([s.scale for s in states]))
+        state.pool.hold(states, torch.cat([s.history for s in states], 1), torch.cat([s.scale for s in states]))
         return fitted
 
     for i in range(3):
