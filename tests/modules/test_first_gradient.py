@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_lite as te
 from te_lite.testing.distributed import device_params
+from te_lite.testing.numerics import assert_bitwise_equal
 from tests import reference
 from tests.harness import RECIPES, build, leaf, under
 from tests.modules.cpu_recordings import record_on_cpu
@@ -193,6 +194,30 @@ def test_recordings(kind, recipe, monkeypatch):
             micro_batch(module, i, i % 3 == 0, recipe)
         agree(module, twin)
     assert sum(one.runs > 0 for one in recorded(module)) >= 2, "nothing was replayed"
+
+
+@pytest.mark.parametrize("device", device_params())
+@pytest.mark.parametrize("recipe", ["bf16", "current", "mxfp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_launches_add_what_is_asked_for(kind, recipe, device, monkeypatch):
+    """A backward for the input alone and one for everything are repeated each by launches of its own."""
+    if device == "cpu":
+        record_on_cpu(monkeypatch)
+    module = fused(kind, device, fill=0.0)
+    for _ in range(6):
+        x, before = leaf(tokens(1), device), [weight.main_grad.clone() for weight in weights(module)]
+        with under(recipe):
+            y = module(x)
+        dy = torch.ones_like(y)
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        for weight, was in zip(weights(module), before, strict=True):
+            assert_bitwise_equal("main_grad", weight.main_grad, was)
+        y.backward(dy)
+        assert_bitwise_equal("dx", x.grad, dx)
+        for weight, was in zip(weights(module), before, strict=True):
+            assert not torch.equal(weight.main_grad, was)
+    assert len(recorded(module)) >= 3, "forward and both backwards"
+    assert device != "cpu" or sum(one.runs > 0 for one in recorded(module)) >= 3
 
 
 def test_quantized_weights():

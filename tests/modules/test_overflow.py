@@ -5,22 +5,23 @@ import torch
 from torch import nn
 
 import te_lite as te
+from te_lite.testing.distributed import device_params
 from te_lite.testing.numerics import assert_bitwise_equal
 
 RECIPES = [name for name in te.recipe.available() if te.recipe.from_name(name).is_fp8]
-OPTIONS = {"bias": False, "params_dtype": torch.float16, "device": "cpu"}
+OPTIONS = {"bias": False, "params_dtype": torch.float16}
 MODULES = {
-    "Linear": lambda: te.Linear(64, 64, **OPTIONS),
-    "LayerNormLinear": lambda: te.LayerNormLinear(64, 64, **OPTIONS),
-    "LayerNormMLP": lambda: te.LayerNormMLP(64, 128, activation="swiglu", **OPTIONS),
-    "GroupedLinear": lambda: te.GroupedLinear(2, 64, 64, **OPTIONS),
+    "Linear": lambda device: te.Linear(64, 64, device=device, **OPTIONS),
+    "LayerNormLinear": lambda device: te.LayerNormLinear(64, 64, device=device, **OPTIONS),
+    "LayerNormMLP": lambda device: te.LayerNormMLP(64, 128, activation="swiglu", device=device, **OPTIONS),
+    "GroupedLinear": lambda device: te.GroupedLinear(2, 64, 64, device=device, **OPTIONS),
 }
 
 
 def gradients(module, recipe, dy):
     """{"x", names of parameters: gradients} of one step."""
     torch.manual_seed(0)
-    x = torch.randn(32, 64, dtype=torch.float16).requires_grad_()
+    x = torch.randn(32, 64, dtype=torch.float16).to(dy.device).requires_grad_()
     more = ([16, 16],) if isinstance(module, te.GroupedLinear) else ()
     module.zero_grad()
     with te.autocast(recipe=recipe):
@@ -32,8 +33,9 @@ def gradients(module, recipe, dy):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
-def test_an_infinite_gradient_is_seen_in_all_that_read_it(name, recipe, value):
-    module, dy = MODULES[name](), torch.randn(32, 64, dtype=torch.float16)
+@pytest.mark.parametrize("device", device_params())
+def test_an_infinite_gradient_is_seen_in_all_that_read_it(name, recipe, value, device):
+    module, dy = MODULES[name](device), torch.randn(32, 64, dtype=torch.float16, device=device)
     dy[3, 5] = value
     given = dy.clone()
     for key, grad in gradients(module, recipe, dy).items():
@@ -43,9 +45,10 @@ def test_an_infinite_gradient_is_seen_in_all_that_read_it(name, recipe, value):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_product_that_overflows_within_the_mlp_is_seen(recipe):
+@pytest.mark.parametrize("device", device_params())
+def test_a_product_that_overflows_within_the_mlp_is_seen(recipe, device):
     """dy is finite, dy @ w2 is not, nor would be what is quantized of it."""
-    module, dy = MODULES["LayerNormMLP"](), torch.randn(32, 64, dtype=torch.float16)
+    module, dy = MODULES["LayerNormMLP"](device), torch.randn(32, 64, dtype=torch.float16, device=device)
     with torch.no_grad():
         module.fc2_weight[:, 7] = 1e3
     dy[3] = 5e4
